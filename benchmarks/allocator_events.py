@@ -26,11 +26,11 @@ from recipe_lib.plan.allocation.caching_allocator import (
     Block,
     CachingAllocator,
     OutOfMemory,
-    block_bytes,
-    segment_size,
+    compute_segment_size,
+    round_size,
 )
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.tracing.trace import Trace
 
 _TAKEN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _GIVEN_BACK = ("segment_free", "segment_unmap")
@@ -239,8 +239,8 @@ def _fills_up(allocator: CachingAllocator, events: list[Event], index: int) -> b
     end = _end_of_run(events, index)
     if end == len(events) or events[end][0] not in ("alloc", "oom"):
         return False
-    size = block_bytes(events[end][2])
-    if allocator.reserved + segment_size(size) <= cap:
+    size = round_size(events[end][2])
+    if allocator.reserved + compute_segment_size(size) <= cap:
         return False
     return events[end][0] == "oom" or _gives_back(events[index:end])
 

@@ -30,10 +30,10 @@ from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import parse_fit
-from recipe_lib.plan.search.fastest_settings import Search, search
-from recipe_lib.plan.search.trials import override_text, quick
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.search.fastest_settings import SearchResult, search
+from recipe_lib.plan.search.trials import estimate_run, format_overrides
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 METHOD = "lora.quantize_base"  # which way to train a config is, not a setting
 
@@ -79,11 +79,11 @@ def fastest_of(name: str, size: int, ranks: int) -> Fastest:
     best = searched(name, cards).found[0]
     cfg, settings = prepared(name, cards)
     kind = recipe_class(recipe_for(name))
-    plain = quick(kind, cfg, settings)
-    return Fastest(cards, override_text(best.changes), best.speed, plain.tokens / plain.seconds)
+    plain = estimate_run(kind, cfg, settings)
+    return Fastest(cards, format_overrides(best.changes), best.speed, plain.tokens / plain.seconds)
 
 
-def searched(name: str, cards: str, words: tuple[str, ...] = ()) -> Search:
+def searched(name: str, cards: str, words: tuple[str, ...] = ()) -> SearchResult:
     """The fastest settings of a config with these overrides, which stay, on cards such as `4x24GB`;
     in this process.
     """
@@ -96,9 +96,9 @@ def prepared(
     name: str, cards: str, words: tuple[str, ...] | list[str] = ()
 ) -> tuple[Any, PlanSettings]:
     """What a plan takes: the config and where it runs, with sequences as long as it allows."""
-    cfg, _ = plannable(load_config(name, words, recipe_for(name).schema()))
+    cfg, _ = make_plannable(load_config(name, words, recipe_for(name).schema()))
     ranks, hardware = parse_fit(cards)
-    sequence = planned_sequence(cfg, "max", ranks=ranks)
+    sequence = choose_sequence(cfg, "max", ranks=ranks)
     return cfg, PlanSettings(hardware, sequence, ranks, phases=("load", "save"))
 
 

@@ -23,7 +23,7 @@ from benchmarks import longest
 from benchmarks.fastest_settings import searched
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.search.trials import override_text
+from recipe_lib.plan.search.trials import format_overrides
 from recipe_lib.units import format_bytes, format_count
 
 COMMAND = "python -m benchmarks.fit --output docs/fit.md"
@@ -125,7 +125,7 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     if not fitting:
         return line
     best, begun = max(fitting, key=lambda pair: pair[0].speed)
-    line.settings, line.verdict = [*begun, *override_text(best.changes).split()], best.verdict
+    line.settings, line.verdict = [*begun, *format_overrides(best.changes).split()], best.verdict
     line.active = best.quick.active
     line.reserved = best.quick.reserved
     line.host = best.quick.host

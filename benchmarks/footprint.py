@@ -29,7 +29,7 @@ HELP = {
 TRAINING = {  # what a training process imports
     "tune-recipes": (
         "recipe_lib.training, recipe_lib.parallel, recipe_lib.parallel.tensor,"
-        " recipe_lib.checkpoint.state"
+        " recipe_lib.checkpoint.resumable_state"
     ),
     "trl": "trl; trl.SFTTrainer",
     "torchtune": "torchtune.training, torchtune.models.llama3, torchtune.datasets",

@@ -41,11 +41,11 @@ from benchmarks.gpu_plan_report import (
 )
 from benchmarks.longest import Longest, read
 from recipe_lib.errors import ConfigError, run_for_exit_code
-from recipe_lib.memory.peaks import free_host_memory
+from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import FITS
-from recipe_lib.plan.search.trials import usable_bytes
+from recipe_lib.plan.plan_schema import FITS
+from recipe_lib.plan.search.trials import compute_usable_bytes
 from recipe_lib.units import format_bytes
 
 MINUTES = 25.0
@@ -233,7 +233,7 @@ def row_of(job: Job) -> dict[str, Any]:
         "config": job.case.config,
         "overrides": list(job.case.overrides),
         "row_tokens": cfg.max_seq_len,
-        "cap": usable_bytes(cfg, settings),
+        "cap": compute_usable_bytes(cfg, settings),
         "expandable": False,
     }
 
@@ -245,7 +245,7 @@ def measured(job: Job, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
     if not gpu:
         result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, job.case), seconds)
         return result if "failed" in result else {"measured": result}
-    free, _ = free_host_memory()
+    free, _ = find_free_host_memory()
     if job.host > free:
         return {
             "skipped": f"host memory: found {format_bytes(free)}, expected {format_bytes(job.host)}"

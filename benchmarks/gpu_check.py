@@ -69,7 +69,7 @@ from recipe_lib.config.schema import (  # noqa: E402
 from recipe_lib.data.batches import Batch, StepBatches  # noqa: E402
 from recipe_lib.memory import PeakMemory  # noqa: E402
 from recipe_lib.models import DecoderSpec  # noqa: E402
-from recipe_lib.models.weight_names import parameter_shapes  # noqa: E402
+from recipe_lib.models.weight_names import compute_parameter_shapes  # noqa: E402
 from recipe_lib.parallel import (  # noqa: E402
     Parallel,
     describe_units,
@@ -349,7 +349,7 @@ def random_batches(case: Case, recipe: Any) -> StepBatches:
     tokens = torch.randint(0, recipe.spec.vocab_size, shape, generator=generator)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(recipe.device)
     count = case.batch_size * case.sequence * recipe.world.data_ranks
-    return StepBatches([batch], trained_tokens=count, total_tokens=count, padded_tokens=count)
+    return StepBatches([batch], num_label_tokens=count, total_tokens=count, padded_tokens=count)
 
 
 def speed_of(
@@ -363,7 +363,9 @@ def speed_of(
     """
     steady = seconds[len(seconds) // 2 :]
     tokens = case.batch_size * case.sequence
-    matrices = sum(math.prod(shape) for shape in parameter_shapes(spec).values() if len(shape) == 2)
+    matrices = sum(
+        math.prod(shape) for shape in compute_parameter_shapes(spec).values() if len(shape) == 2
+    )
     adapters = sum(
         parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name)
     )

@@ -119,14 +119,14 @@ def _nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
     blocks = 2 if small else INNER * WIDTH // nf4.BLOCK
     codes = torch.randint(256, (blocks, nf4.BLOCK // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(-127, 128, (blocks,), device=device, dtype=torch.int8)
-    factors = torch.rand(nf4.factors_of(blocks), device=device) + 100
+    factors = torch.rand(nf4.count_factors(blocks), device=device) + 100
     return (
         codes,
         scales,
         factors,
-        nf4._levels(torch.bfloat16, device),
+        nf4._make_levels(torch.bfloat16, device),
         [0, 0, blocks, blocks],
-        nf4._group(blocks),
+        nf4._get_group_size(blocks),
     )
 
 
@@ -139,7 +139,7 @@ def _int8(device: torch.device, small: bool) -> tuple[Any, ...]:
 def _scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         shape = (1, 2, 2, 16) if small else SCORES
-        reach = attention.reaches(None, *shape[2:], shape[3], device)
+        reach = attention.compute_reach(None, *shape[2:], shape[3], device)
         return *(_random(device, *shape) for _ in range(count)), reach, 50.0, 256**-0.5
 
     return make
@@ -161,10 +161,15 @@ def _inner(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
 
 KERNELS = (
     Kernel("rotate", "queries of 2048 tokens", rope._rotate, _rotation),
-    Kernel("gated_product", "2048 x 14336", gated.gated_product, _gate(2)),
-    Kernel("gated_gradients", "2048 x 14336", gated.gated_gradients, _gate(3)),
-    Kernel("scored_product", "16384 x 768 of experts", gated.scored_products, _inner(1)),
-    Kernel("scored_product_gradients", "16384 x 768 of experts", gated.scored_gradients, _inner(2)),
+    Kernel("gated_product", "2048 x 14336", gated.compute_gated_product, _gate(2)),
+    Kernel("gated_gradients", "2048 x 14336", gated.compute_gated_product_gradients, _gate(3)),
+    Kernel("scored_product", "16384 x 768 of experts", gated.compute_scored_product, _inner(1)),
+    Kernel(
+        "scored_product_gradients",
+        "16384 x 768 of experts",
+        gated.compute_scored_product_gradients,
+        _inner(2),
+    ),
     Kernel("label_log_probs", "logits 128 x 128256", chunked_heads.label_log_probs, _logits(False)),
     Kernel(
         "label_log_prob_gradients",

@@ -31,10 +31,10 @@ from benchmarks.gpu_ladder_cases import METHODS, ConfigCase, Rung, rungs
 from benchmarks.gpu_ladder_report import key_of, ladder_markdown, line_text, summary
 from benchmarks.gpu_plan_report import device_word, write_pair
 from recipe_lib.errors import UserError, run_for_exit_code
-from recipe_lib.memory.peaks import free_host_memory
+from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import Hardware, find_hardware
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.units import format_bytes
 
 MINUTES = 25.0
@@ -194,7 +194,7 @@ def measured_line(
     if not gpu:
         result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, case), seconds)
         return result if "failed" in result else {"measured": result}
-    free, _ = free_host_memory()
+    free, _ = find_free_host_memory()
     if planned.get("host", 0) > free:
         return {
             "skipped": (

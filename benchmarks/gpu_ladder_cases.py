@@ -11,8 +11,8 @@ from typing import Any
 from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.world.sequence_lengths import Sequence, planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence, choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 METHODS = ("full", "qlora", "lora")
 ONE_ROW = ("batch_size=1", "gradient_accumulation_steps=1")
@@ -35,9 +35,9 @@ class ConfigCase:
     rank: int = 0
 
     @property
-    def rows(self) -> Sequence:
+    def rows(self) -> PlannedSequence:
         """As long as there can be."""
-        return planned_sequence(self.read(), "max", ranks=self.ranks)
+        return choose_sequence(self.read(), "max", ranks=self.ranks)
 
     def read(self, *more: str) -> Any:
         """The config, with further overrides; ConfigError where they do not go together."""
@@ -48,7 +48,7 @@ class ConfigCase:
         says so.
         """
         cfg = self.read()
-        shape, _ = plannable(cfg)
+        shape, _ = make_plannable(cfg)
         shape.compile = cfg.compile
         return recipe_class(recipe_for(self.config)), shape
 

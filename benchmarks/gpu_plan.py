@@ -46,9 +46,9 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import Hardware, find_hardware
-from recipe_lib.plan.result import RankPlan
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, trace_real_run
-from recipe_lib.plan.world.planned_batches import PlannedData
+from recipe_lib.plan.plan_schema import RankPlan
+from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, trace_real_run
 from recipe_lib.units import GIB
 
 MINUTES = 9.0
@@ -400,7 +400,7 @@ def trace_on_cpu(case: Runnable) -> dict[str, Any]:
     recipe_class, cfg = case.load()
     cfg.device = "cpu"
     with start_world(cfg) as world:
-        peaks = trace_real_run(recipe_class, cfg, world, case.rows).trace.active_peaks()
+        peaks = trace_real_run(recipe_class, cfg, world, case.rows).trace.find_active_peaks()
     return {"peaks": {phase: {"requested": peaks[phase]} for phase in (FIRST, STEADY)}}
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.world.sequence_lengths import Sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 TINY = "demo"
 # Of these the demo has no config: one of 8B with the demo's model.
@@ -52,7 +52,7 @@ class Runnable(Protocol):
         """How many there are."""
 
     @property
-    def rows(self) -> Sequence:
+    def rows(self) -> PlannedSequence:
         """The rows that it is planned for, and run with."""
 
     def load(self) -> tuple[type, Any]:
@@ -124,16 +124,18 @@ class PlanCase:
         ]
 
     @property
-    def rows(self) -> Sequence:
+    def rows(self) -> PlannedSequence:
         """The rows that it is planned for, and run with."""
-        return Sequence(self.sequence, "as the case says", pack=float(max(1, self.documents)))
+        return PlannedSequence(
+            self.sequence, "as the case says", pack=float(max(1, self.documents))
+        )
 
     def load(self) -> tuple[type, Any]:
         """The recipe's class, and the config with nothing but the model's shape; its recipe's
         module is imported.
         """
         recipe = recipe_for(self.config)
-        cfg, _ = plannable(load_config(self.config, self.overrides, recipe.schema()))
+        cfg, _ = make_plannable(load_config(self.config, self.overrides, recipe.schema()))
         return recipe_class(recipe), cfg
 
 

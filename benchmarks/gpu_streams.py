@@ -32,7 +32,7 @@ from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from tests.plan.streams.mutations import CASES, Case, follow
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -111,7 +111,7 @@ def run(case: Case, counts: list[int] | None = None) -> None:
     recipe_file = recipe_for(case.config)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         own = (*case.overrides, "device=auto", "max_seq_len=128", f"output_dir={folder}/out")
-        cfg, _ = plannable(load_config(case.config, own, recipe_file.schema()))
+        cfg, _ = make_plannable(load_config(case.config, own, recipe_file.schema()))
         with start_world(cfg) as world:
             recipe = case.recipe(recipe_class(recipe_file))(cfg, world)
             recipe.setup_model()

@@ -24,11 +24,11 @@ from benchmarks.gpu_plan_cases import TINY, PlanCase, describe
 from benchmarks.gpu_plan_report import device_word, head, write_pair
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
-from recipe_lib.plan.timing.calibrate import calibrate
-from recipe_lib.plan.timing.calibration import LARGE_MATMUL, read_calibration
-from recipe_lib.plan.timing.stream_schedule import ATTENTION, KINDS, schedule, time_by_kind
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.planned_batches import PlannedData
+from recipe_lib.plan.measured.measure_rates import calibrate
+from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, read_calibration
+from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.timing.stream_schedule import ATTENTION, KINDS, schedule, sum_time_by_kind
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from tests.plan.apart import apart
 
 FOLDER = REPOSITORY / "docs" / "measurements"
@@ -173,7 +173,7 @@ def plan_row(
     _, trace = make_plan(recipe_class, cfg, settings)
     planned = {}
     for name, calibration in ((SHEET, None), (CALIBRATED, read_calibration(rates, hardware))):
-        kinds = time_by_kind(trace, STEADY, hardware, calibration)
+        kinds = sum_time_by_kind(trace, STEADY, hardware, calibration)
         planned[name] = {"seconds": schedule(trace, STEADY, hardware, calibration).step, **kinds}
     return planned
 

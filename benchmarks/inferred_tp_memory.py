@@ -19,11 +19,11 @@ import torch
 from benchmarks.tp_memory import Tracker, layers_of
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.external.module_spec import read_spec
-from recipe_lib.models import build_meta, preset_config
+from recipe_lib.models import build_meta, read_preset_config
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import shard_tensors
-from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import simulated_world, tensors_without_bytes
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import enter_simulated_world, use_fake_tensors
 from recipe_lib.units import MIB
 
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
@@ -38,7 +38,7 @@ def alive(
     name: str, layers: int, size: int, implementation: str, regather: str = "true", rows: int = 1
 ) -> int:
     """Bytes that a forward with its loss leaves alive on rank 0, besides parameters."""
-    config = preset_config(name) | {"num_hidden_layers": layers}
+    config = read_preset_config(name) | {"num_hidden_layers": layers}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
     spec: Any = (
@@ -47,7 +47,7 @@ def alive(
         else layers_of(name, layers)
     )
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
-    with simulated_world(parallel, 0, size) as world, tensors_without_bytes():
+    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors():
         model: Any = build_meta(spec, torch.bfloat16)
         shard_tensors(model, parallel, MemoryConfig(activation_checkpointing="none"), world)
         model.to_empty(device=NAME)

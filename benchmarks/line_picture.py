@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipe_lib.report.chart import Chart, Scale, as_svg, ticks
+from recipe_lib.report.chart import Chart, Scale, compute_ticks, render_svg
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 64, 250, 14, 44
 _COLORS = ("#d1242f", "#bc6c00", "#8250df", "#1f6feb", "#1a7f37")
@@ -58,16 +58,18 @@ def drawn(picture: Picture) -> str:
     high = max(values) + 0.05 * (max(values) - low)
     chart = Chart(_WIDTH, picture.height, picture.label, _LEFT, _RIGHT, _TOP, _BOTTOM)
     left, right = min(x for x, _ in points), max(x for x, _ in points)
-    shown = picture.marks or [(value, f"{value:g}") for value in ticks(left, right, 8)]
+    shown = picture.marks or [(value, f"{value:g}") for value in compute_ticks(left, right, 8)]
     chart.x = Scale(picture.x, left, right, shown)
-    chart.y = Scale(picture.y, low, high, [(value, f"{value:g}") for value in ticks(low, high, 8)])
+    chart.y = Scale(
+        picture.y, low, high, [(value, f"{value:g}") for value in compute_ticks(low, high, 8)]
+    )
     if picture.limit is not None:
-        y = chart.up(picture.limit[0])
+        y = chart.compute_y(picture.limit[0])
         chart.put("line", "limit", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
         chart.put("text", text=picture.limit[1], x=_WIDTH - _RIGHT - 8, y=y - 6, text_anchor="end")
     for at, line in enumerate(picture.lines):
         _draw(chart, line, at)
-    text = as_svg(chart)
+    text = render_svg(chart)
     start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{picture.height}" '
     begin, _, rest = text.partition(">")
     background = f'<rect width="{_WIDTH}" height="{picture.height}" fill="#ffffff"/>'
@@ -76,12 +78,12 @@ def drawn(picture: Picture) -> str:
 
 
 def _draw(chart: Chart, line: Line, at: int) -> None:
-    path = " ".join(f"{chart.across(x):.1f},{chart.up(y):.1f}" for x, y in line.points)
+    path = " ".join(f"{chart.compute_x(x):.1f},{chart.compute_y(y):.1f}" for x, y in line.points)
     chart.put("polyline", f"s{at}", points=path)
     if line.mark is not None:
         (x, y), said = line.mark
-        chart.put("circle", f"f{at}", cx=chart.across(x), cy=chart.up(y), r=4)
-        chart.put("text", f"f{at}", said, x=chart.across(x) + 7, y=chart.up(y) - 3)
+        chart.put("circle", f"f{at}", cx=chart.compute_x(x), cy=chart.compute_y(y), r=4)
+        chart.put("text", f"f{at}", said, x=chart.compute_x(x) + 7, y=chart.compute_y(y) - 3)
     y = _TOP + 16 + 40 * at
     chart.put("rect", f"f{at}", x=_WIDTH - _RIGHT + 16, y=y - 10, width=12, height=12)
     chart.put("text", text=line.name, x=_WIDTH - _RIGHT + 34, y=y)

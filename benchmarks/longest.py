@@ -27,8 +27,8 @@ from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import make_plan
-from recipe_lib.plan.result import FITS
-from recipe_lib.plan.search.trials import quick, traffic, usable_bytes
+from recipe_lib.plan.plan_schema import FITS
+from recipe_lib.plan.search.trials import compute_usable_bytes, estimate_run, sum_transfers
 from recipe_lib.units import format_bytes, format_duration
 
 MODELS = {
@@ -178,11 +178,13 @@ def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
     for tokens in (cards * 2**14, cards * 2**16):
         try:
             cfg, settings = prepared(config, on, settings_of(variant, tokens, cards))
-            points.append((tokens, quick(kind, cfg, replace(settings, timed=False)).active))
+            points.append((tokens, estimate_run(kind, cfg, replace(settings, timed=False)).active))
         except UserError:
             return -1  # such as heads that so many cards cannot share
     (low, first), (high, second) = points
-    room = (usable_bytes(cfg, settings) - first) * (high - low) / max(1, second - first) + low
+    room = (compute_usable_bytes(cfg, settings) - first) * (high - low) / max(
+        1, second - first
+    ) + low
     return bisect.bisect_right(LENGTHS, room) - 1
 
 
@@ -205,7 +207,7 @@ def _planned(
         active=heaviest.peak.active,
         reserved=heaviest.reserved,
         host=heaviest.host * line.cards,
-        sent=traffic(trace)[0],
+        sent=sum_transfers(trace)[0],
         seconds=plan.time.step,
     )
 

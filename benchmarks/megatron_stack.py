@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.plan.allocation.scratch import kernel_memory
-from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.simulate import classify
-from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
-from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import (
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import (
     connect_streams,
-    simulated_world,
-    tensors_without_bytes,
+    enter_simulated_world,
+    use_fake_tensors,
 )
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.trace_rank import classify_activations
+from recipe_lib.plan.tracing.tracer import Tracer
 
 MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
 SETUP, STEP = "setup", "step"
@@ -413,8 +413,10 @@ def trace_stages(sizes: Any, layout: Layout) -> list[Trace]:
 def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
     parallel = ParallelConfig(pipeline=layout.pipeline, tensor=layout.tensor)
     rank = place * layout.ranks // layout.pipeline
-    with simulated_world(parallel, rank, layout.ranks) as world, tensors_without_bytes() as mode:
-        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(sizes.architecture))
+    with enter_simulated_world(parallel, rank, layout.ranks) as world, use_fake_tensors() as mode:
+        tracer = Tracer(
+            NAME, CachedFakeMode(mode, _known_calls), make_kernel_memory(sizes.architecture)
+        )
         connect_streams(tracer)
         with tracer.running():
             tracer.begin_phase(SETUP)
@@ -424,5 +426,5 @@ def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
             for name in (f"first {STEP}", STEP):
                 tracer.begin_phase(name)
                 training.step()
-    classify(tracer.trace)
+    classify_activations(tracer.trace)
     return tracer.trace

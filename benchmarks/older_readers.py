@@ -21,10 +21,10 @@ import transformers
 from safetensors.torch import save_file
 
 from recipe_lib.checkpoint.huggingface import export_model, load_weights
-from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ModelSpec
 from tests.models.reference import CASES, reference_model
@@ -102,7 +102,7 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
     save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / "expected.safetensors")
     config = read_config(folder / "theirs")
     spec: ModelSpec = (
-        read_spec(config, folder.name) if external else spec_from_config(config, folder.name)
+        read_spec(config, folder.name) if external else build_spec(config, folder.name)
     )
     ours = build_meta(spec, torch.float32)
     allocate(ours, torch.device("cpu"))

@@ -9,8 +9,7 @@ import argparse
 import time
 
 import numpy as np
-
-from recipe_lib.data.dataset import pack
+from recipe_lib.data.data_plan import pack
 
 ITEMS = 1_000_000
 # name: (capacity, what the lengths are drawn from)

@@ -16,17 +16,17 @@ from transformers import masking_utils
 
 from benchmarks.peer_stacks import PeerRun, build_model
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.plan.allocation.scratch import kernel_memory
-from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.simulate import _quiet_collector, classify
-from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
-from recipe_lib.plan.world.simulated_device import NAME
-from recipe_lib.plan.world.simulated_world import (
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import (
     connect_streams,
-    simulated_world,
-    tensors_without_bytes,
+    enter_simulated_world,
+    use_fake_tensors,
 )
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.trace_rank import classify_activations, pause_collector
+from recipe_lib.plan.tracing.tracer import Tracer
 
 SETUP, FIRST, STEP = "setup", "first step", "step"
 _known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
@@ -37,9 +37,9 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
     has them.
     """
     architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
-    world = simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
-    with world as ranks, tensors_without_bytes() as mode, _quiet_collector(), _attention_of(run):
-        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(architecture))
+    world = enter_simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
+    with world as ranks, use_fake_tensors() as mode, pause_collector(), _attention_of(run):
+        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), make_kernel_memory(architecture))
         connect_streams(tracer)
         with tracer.running():
             tracer.begin_phase(SETUP)
@@ -53,7 +53,7 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
             for name in (FIRST, STEP):
                 tracer.begin_phase(name)
                 train_step(run, model, optimizer, trained, batch)
-    classify(tracer.trace)
+    classify_activations(tracer.trace)
     return tracer.trace
 
 

@@ -30,7 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = (
 )
 
 from recipe_lib.config.paths import get_configs_folder  # noqa: E402
-from recipe_lib.plan.allocation.untraced_memory import outside_torch  # noqa: E402
+from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch  # noqa: E402
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
 from recipe_lib.units import GIB, format_bytes, format_count  # noqa: E402
 
@@ -73,7 +73,7 @@ def fits(plan: dict[str, int], ranks: int, size: int) -> bool:
     outside of torch.
     """
     hardware = find_hardware(f"{size}GB")
-    outside = outside_torch(hardware, [ranks] if ranks > 1 else [])
+    outside = estimate_outside_torch(hardware, [ranks] if ranks > 1 else [])
     return plan["reserved"] + outside.total <= hardware.memory * (1 - MARGIN)
 
 

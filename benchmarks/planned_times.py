@@ -28,15 +28,15 @@ from benchmarks.planner_stacks import written_out_norm
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.models import decoder, preset_config
+from recipe_lib.models import decoder, read_preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import find_shape, make_plannable
 from recipe_lib.plan.timing import cost
-from recipe_lib.plan.trace import OP, Trace
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import find_shape, plannable
+from recipe_lib.plan.tracing.trace import OP, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
 
 COMMAND = "python -m benchmarks.planned_times --output docs/measurements/planned_times.md"
 DATA = Path(__file__).with_name("published_speeds.yaml")
@@ -146,29 +146,31 @@ def config_of(row: PublishedSpeed, folder: Path) -> Any:
     config's.
     """
     schema = recipe_for(row.config).schema()
-    cfg, _ = plannable(load_config(row.config, row.overrides, schema))
+    cfg, _ = make_plannable(load_config(row.config, row.overrides, schema))
     if row.shape:
         preset, _ = find_shape(load_config(row.config, (), schema).model.path)
         place = folder / row.id
         place.mkdir(exist_ok=True)
         (place / "config.json").write_text(
-            json.dumps(dict(preset_config(preset)) | row.shape), encoding="utf-8"
+            json.dumps(dict(read_preset_config(preset)) | row.shape), encoding="utf-8"
         )
-        cfg, _ = plannable(load_config(row.config, (*row.overrides, f"model.path={place}"), schema))
+        cfg, _ = make_plannable(
+            load_config(row.config, (*row.overrides, f"model.path={place}"), schema)
+        )
     return cfg
 
 
 def compare(row: PublishedSpeed, folder: Path) -> Compared:
     """Plans a row. folder: as `config_of` takes it."""
     cfg, hardware = config_of(row, folder), find_hardware(row.device)
-    settings = PlanSettings(hardware, planned_sequence(cfg, str(row.sequence)), row.gpus, phases=())
+    settings = PlanSettings(hardware, choose_sequence(cfg, str(row.sequence)), row.gpus, phases=())
     norms = (
         mock.patch.object(decoder, "rms_norm", written_out_norm)
         if row.written_out_norms
         else nullcontext()
     )
     # The sources are of 2023 to 2025: their torch did not prefer cuDNN's attention on any card yet.
-    flash = mock.patch.object(cost, "attention_backend", lambda architecture: "flash")
+    flash = mock.patch.object(cost, "choose_attention_backend", lambda architecture: "flash")
     with norms, flash:
         plan, trace = make_plan(recipe_class(recipe_for(row.config)), cfg, settings)
     assert plan.time is not None, row.id
@@ -185,7 +187,7 @@ def operations(trace: Trace) -> int:
     """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats
     among them.
     """
-    ops = (trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP)
+    ops = (trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP)
     return sum(op.flops * op.repeats for op in ops)
 
 

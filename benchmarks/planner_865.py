@@ -12,7 +12,7 @@ from benchmarks.planner_streams import MarkedTrace, held_with_marks
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.timing.cost import HOST_SECONDS
 from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
 WRAPPINGS = ("layers", "memory_efficient")

@@ -29,7 +29,7 @@ from benchmarks.planner_megatron import PUBLISHED, rows_of
 from benchmarks.planner_rows import GB, planned
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.units import GIB, MIB
 
 ROWS = Path(__file__).with_name("peer_rows.json")

@@ -18,11 +18,11 @@ from recipe_lib.config import load_config
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import PhasePeak, Plan
-from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.plan_schema import PhasePeak, Plan
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
 GB = 10**9
@@ -109,8 +109,8 @@ class Planned:
 def traced(run: Run, stack: Stack) -> tuple[Plan, Trace]:
     """Rank 0 of a run."""
     recipe = RecipeFile.find(run.recipe)
-    cfg, _ = plannable(load_config(run.config, run.keys, recipe.schema()))
-    sequence = planned_sequence(cfg, str(run.tokens))
+    cfg, _ = make_plannable(load_config(run.config, run.keys, recipe.schema()))
+    sequence = choose_sequence(cfg, str(run.tokens))
     settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
     print(f"{run.command} ({stack})", file=sys.stderr, flush=True)
     with marking() if stack.sharding == FSDP1 else nullcontext():
@@ -150,7 +150,7 @@ def _of_stage(trace: Trace) -> Planned:
 def kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
     """By kind of memory the bytes live when the most are asked for."""
     found: dict[str, int] = defaultdict(int)
-    for number in trace.alive_at_peak(phase):
+    for number in trace.list_alive_at_peak(phase):
         found[trace.storages[number].kind] += trace.storages[number].bytes
     return dict(found)
 

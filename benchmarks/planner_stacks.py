@@ -104,7 +104,7 @@ class _Imitated:
         if stack.saved_matmuls:
             options = {"context_fn": _first_matmuls_kept}
             for layer in self.model.model.layers:
-                layer.forward = checkpointing._checkpointed(layer.forward, options)
+                layer.forward = checkpointing._wrap_in_checkpoint(layer.forward, options)
         else:
             apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
         if cfg.compile:
@@ -112,7 +112,7 @@ class _Imitated:
         offload_activations(self.model, cfg.memory, self.device)
         if stack.checkpointed_ends:
             for module in (self.model.model.embed_tokens, self.model.lm_head):
-                module.forward = checkpointing._checkpointed(module.forward, {})
+                module.forward = checkpointing._wrap_in_checkpoint(module.forward, {})
         if self.world.size == 1:
             materialize(self.model, cfg.memory, self.device)
         elif stack.sharding == FSDP1:
@@ -186,7 +186,7 @@ def attention_with_expanded_keys(
 
 def _first_matmuls_kept() -> Any:
     """Outputs of attention and of the first, third, ... matmul of a layer are kept."""
-    return checkpointing._contexts(
+    return checkpointing._make_contexts(
         lambda kind, number: kind == ATTENTION or (kind == MATMUL and number % 2 == 0)
     )
 

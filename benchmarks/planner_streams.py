@@ -20,11 +20,11 @@ from torch.distributed.fsdp import _flat_param, _runtime_utils
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.timing.cost import HOST_SECONDS, op_seconds
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Trace
-from recipe_lib.plan.tracing import simulate
+from recipe_lib.plan.simulated_world.simulated_device import Event
+from recipe_lib.plan.timing.cost import HOST_SECONDS, compute_op_seconds
+from recipe_lib.plan.tracing import trace_rank as simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.simulated_device import Event
 
 NCCL = -1  # its stream, which no program issues on
 HOST_WAIT = (
@@ -45,7 +45,7 @@ class _MarkingTracer(Tracer):
         self.trace: MarkedTrace = MarkedTrace()
 
     def mark(self, tensor: Tensor, stream: int) -> None:
-        self.trace.marks[self.number_of(tensor)].add(stream)
+        self.trace.marks[self.find_number(tensor)].add(stream)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ class _Clock:
         queues = (op.stream, NCCL) if op.collective else (op.stream,)
         start = max(self.host, *(self.streams[stream] for stream in queues), 0.0)
         for stream in queues:
-            self.streams[stream] = start + op.repeats * op_seconds(op, self.hardware, None)
+            self.streams[stream] = start + op.repeats * compute_op_seconds(op, self.hardware, None)
 
     def wait_for_all(self) -> None:
         """As where a loss is printed."""

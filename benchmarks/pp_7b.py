@@ -16,9 +16,9 @@ from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.tracing.simulate import STEADY
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
 CONFIG, RANKS, COUNT, TOKENS, CARD = "llama2/7B_full", 4, 8, 4096, "h100"
@@ -66,15 +66,15 @@ def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -
         f"gradient_accumulation_steps={COUNT}", f"memory.activation_checkpointing={mode}", "clip_grad_norm=null",
         "fused_kernels=false",
     )  # fmt: skip
-    cfg, _ = plannable(load_config(config, overrides, FullFinetuneConfig))
+    cfg, _ = make_plannable(load_config(config, overrides, FullFinetuneConfig))
     settings = PlanSettings(
-        find_hardware(CARD), planned_sequence(cfg, str(TOKENS)), RANKS, phases=()
+        find_hardware(CARD), choose_sequence(cfg, str(TOKENS)), RANKS, phases=()
     )
     ours = load_module(RecipeFile.find(RECIPE).path).FullFinetune
     recipe = ours if kind == OURS else recipe_class(attached=kind == BEFORE)
     trace = simulate_rank(recipe, cfg, settings, rank, traced=COUNT).trace
-    alive = [trace.storages[number] for number in trace.alive_at_peak(STEADY)]
-    return trace.active_peaks()[STEADY], sum(one.bytes for one in alive if one.kind in _HELD)
+    alive = [trace.storages[number] for number in trace.list_alive_at_peak(STEADY)]
+    return trace.find_active_peaks()[STEADY], sum(one.bytes for one in alive if one.kind in _HELD)
 
 
 Job = tuple[str, str, str, int]

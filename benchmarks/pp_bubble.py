@@ -72,8 +72,8 @@ class _Sleeping(torch.autograd.Function):
             sleep_a_tick(seconds)
             return [torch.zeros_like(weight)]
 
-        if deferred.defers():
-            deferred.note([weight], weight_gradient)
+        if deferred.is_deferring():
+            deferred.defer_gradients([weight], weight_gradient)
         else:
             weight_gradient()
         return gradients[0].clone(), None, None

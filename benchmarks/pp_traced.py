@@ -22,7 +22,7 @@ from recipe_lib.config.mesh import SCHEDULES, count_stages
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch
 from recipe_lib.memory import apply_activation_checkpointing
-from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, init_weights
 from recipe_lib.ops import deferred
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import split_pipeline, start_world
@@ -69,7 +69,7 @@ def small_spec(layers: int) -> DecoderSpec:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     }
-    return spec_from_config(config, "small")
+    return build_spec(config, "small")
 
 
 def micro_batches(count: int) -> list[Batch]:
@@ -260,7 +260,7 @@ def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str
             module.forward = MethodType(_deferred, module)  # type: ignore[method-assign]
     alone = _Alone(model, cfg.memory.loss_chunks)
     found: dict[int, dict[str, int]] = {stage: {} for stage in range(stages)}
-    with deferred.splittable() if splits else nullcontext():
+    with deferred.enable_split_backward() if splits else nullcontext():
         for stage in range(stages):
             layers = range(stage * each, (stage + 1) * each)
             for defers in (False, True) if splits else (False,):

@@ -29,9 +29,9 @@ from recipe_lib.cli.main import main as tune
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.paths import get_configs_folder
 from recipe_lib.data import build_dataset
-from recipe_lib.data.batches import validation_steps
+from recipe_lib.data.batches import make_validation_steps
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.qat import base_config
+from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training.metrics import read_metrics
 
@@ -224,12 +224,14 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
     """
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    rounding = TorchAoConfig(quant_type=base_config(KIND, setup.group)) if quantized else None
+    rounding = (
+        TorchAoConfig(quant_type=build_torchao_config(KIND, setup.group)) if quantized else None
+    )
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=rounding, dtype=torch.float32
     )
     total, count = 0.0, 0
-    for batches in validation_steps(held_out(setup), 0, 1, 50):
+    for batches in make_validation_steps(held_out(setup), 0, 1, 50):
         (batch,) = batches.micro_batches
         logits = model(batch.tokens).logits.double()
         losses = torch.nn.functional.cross_entropy(

@@ -163,7 +163,7 @@ def bare_step(
     loss = model(
         batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=head_loss
     )
-    loss = loss / batches.trained_tokens
+    loss = loss / batches.num_label_tokens
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad_norm)
     optimizer.step()

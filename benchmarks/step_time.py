@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.timing.cost import op_seconds
+from recipe_lib.plan.timing.cost import compute_op_seconds
 from recipe_lib.plan.timing.stream_schedule import (
     ATTENTION,
     KINDS,
     MATMULS,
     MEMORY_BOUND,
-    kind_of,
-    operators_launched,
+    classify_op,
+    count_launched_operators,
     schedule,
-    time_by_kind,
+    sum_time_by_kind,
 )
-from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.plan.apart import apart, settings
 
 # Method -> config, ranks.
@@ -101,7 +101,10 @@ def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
     for card in CARDS:
         hardware = find_hardware(card)
         for name, trace in traces.items():
-            times, timing = time_by_kind(trace, STEADY, hardware), schedule(trace, STEADY, hardware)
+            times, timing = (
+                sum_time_by_kind(trace, STEADY, hardware),
+                schedule(trace, STEADY, hardware),
+            )
             idle = timing.step - timing.compute - timing.exposed - timing.copies_exposed
             cells = [f"{times[kind]:.3f}" for kind in KINDS if kind != "copies"]
             cells += [
@@ -111,17 +114,17 @@ def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
             ]
             kernels = sum(times[kind] for kind in KINDS[:3])
             useful = times[MATMULS] + times[ATTENTION]
-            cells += [f"{operators_launched(trace, STEADY):,}", f"{kernels / useful:.2f}"]
+            cells += [f"{count_launched_operators(trace, STEADY):,}", f"{kernels / useful:.2f}"]
             kinds.append(f"| {method} | {tokens} | {card} | {name} | {' | '.join(cells)} |")
         if kernels / useful > AIM:
             beyond.append(f"{method}, {tokens} tokens, {card}: {kernels / useful:.2f}")
         count: Counter[str] = Counter()
         seconds: Counter[str] = Counter()
-        for op in trace.phase_ops(STEADY):
-            if kind_of(op) == MEMORY_BOUND:
+        for op in trace.iterate_ops(STEADY):
+            if classify_op(op) == MEMORY_BOUND:
                 module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", op.module) or f"({op.part})"
                 count[module] += op.repeats
-                seconds[module] += op.repeats * op_seconds(op, hardware)
+                seconds[module] += op.repeats * compute_op_seconds(op, hardware)
         for module, together in seconds.most_common():
             if together >= SHARE * kernels:
                 cells = [f"{count[module]:,}", f"{together:.3f}", f"{together / kernels:.1%}"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from recipe_lib.plan.streams.code_line import Line, text_of
+from recipe_lib.plan.streams.code_line import Line, format_line
 from tests.plan.streams.mutations import CASES, check
 
 _MOST_WORDS = 230
@@ -76,12 +76,12 @@ def main() -> None:
         print(runs[-1], flush=True)
     lines = ["| line | waits in | found in | what is said |", "|---|---:|---:|---|"]
     for line in sorted(
-        found, key=lambda line: (not text_of(line).startswith("recipe_lib"), text_of(line))
+        found, key=lambda line: (not format_line(line).startswith("recipe_lib"), format_line(line))
     ):
         code = linecache.getline(*line).strip()
         said = words.get(line) or f"needless: {REASONS.get(code, code)}"
         short = said if len(said) <= _MOST_WORDS else f"{said[:_MOST_WORDS]}..."
-        lines.append(f"| {text_of(line)} | {len(found[line])} | {sum(found[line])} | {short} |")
+        lines.append(f"| {format_line(line)} | {len(found[line])} | {sum(found[line])} | {short} |")
     output.write_text(
         TEXT.format(torch=torch.__version__, runs="\n".join(runs), lines="\n".join(lines))
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.realdata import find_real_data
 from benchmarks.tp_ways import one_buffer
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-from recipe_lib.models import build_meta, init_weights, spec_from_config
+from recipe_lib.models import build_meta, build_spec, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import all_reduce_gradients, materialize, parallelize, start_world
 from recipe_lib.training import clip_grad_norm
@@ -27,7 +27,7 @@ RANKS, STEPS, MICRO_BATCHES = 4, 100, 2
 ROWS, LENGTH, BYTES = 1, 512, 256  # of a micro-batch; a token is a byte
 RATE, LEAST_RATE, WARM_UP = 1e-3, 1e-5, 2
 STORIES = "datasets/tinystories/tinystories_train_head.txt"
-SPEC = spec_from_config(
+SPEC = build_spec(
     {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -36,14 +36,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
-from recipe_lib.models import DecoderSpec, build_meta, preset_config, spec_from_config  # noqa: E402
+from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_config  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
 from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
-from recipe_lib.plan.world.simulated_device import NAME  # noqa: E402
-from recipe_lib.plan.world.simulated_world import (  # noqa: E402
-    simulated_world,
-    tensors_without_bytes,
+from recipe_lib.plan.simulated_world.simulated_device import NAME  # noqa: E402
+from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
+    enter_simulated_world,
+    use_fake_tensors,
 )
 from recipe_lib.units import MIB  # noqa: E402
 
@@ -81,7 +81,7 @@ class Measured:
 
 def layers_of(name: str, layers: int = LAYERS) -> DecoderSpec:
     """The spec of a shipped preset with so many layers."""
-    spec = spec_from_config(preset_config(name), name)
+    spec = build_spec(read_preset_config(name), name)
     return replace(spec, num_layers=layers, windows=spec.windows[:1] * layers)
 
 
@@ -213,7 +213,7 @@ def measure(
     """
     gather_again = {CACHED: "false", AUTO: "auto"}.get(how, "true")
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=gather_again)
-    with simulated_world(parallel, 0, size) as world, tensors_without_bytes(), way(how):
+    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors(), way(how):
         model = build_meta(spec, torch.bfloat16)
         if change is not None:
             change(model)

@@ -24,13 +24,13 @@ from benchmarks.tp_memory import RANDOM_STATE
 from benchmarks.tp_ways import KEPT, OURS, STYLES, WAYS, Way, standing_sums, taken
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
-from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import PhasePeak, Plan
-from recipe_lib.plan.trace import ACTION, ALLOC, FREE, PHASE, Trace
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.plan_schema import PhasePeak, Plan
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
+from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, PHASE, Trace
 from recipe_lib.units import GIB, MIB
 
 RECIPE, CONFIG, PRESET, CARD = "full_finetune_distributed", "llama3/70B_full", "llama3/70B", "h100"
@@ -93,8 +93,10 @@ def plan_run(way: Way, *overrides: str, ranks: tuple[int, ...] = ()) -> tuple[Pl
     Raises ValueError where rank 0 is not the one that needs most.
     """
     regather = f"parallel.tensor_regather_in_backward={way.regather}"
-    cfg, _ = plannable(load_config(CONFIG, (*OVERRIDES, regather, *overrides), FullFinetuneConfig))
-    sequence = planned_sequence(cfg, str(TOKENS))
+    cfg, _ = make_plannable(
+        load_config(CONFIG, (*OVERRIDES, regather, *overrides), FullFinetuneConfig)
+    )
+    sequence = choose_sequence(cfg, str(TOKENS))
     settings = PlanSettings(
         find_hardware(CARD), sequence, TENSOR * PIPELINE, traced_ranks=ranks, phases=()
     )
@@ -111,7 +113,7 @@ def layer_bytes(way: Way) -> int:
     """What a layer keeps by formula, in bf16; and 4 bytes a token over t for each head and both
     norms.
     """
-    spec = spec_from_config(preset_config(PRESET), PRESET)
+    spec = build_spec(read_preset_config(PRESET), PRESET)
     q, k = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     elements = way.kept_elements(spec.width, q, k, spec.mlp_width, TENSOR)
     return TOKENS * (_BF16 * elements + 4 * (spec.num_heads + 2)) // TENSOR + RANDOM_STATE

@@ -23,8 +23,8 @@ from benchmarks.tp_memory import stock_layer
 from recipe_lib import training
 from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
-from recipe_lib.ops.dtensor_shards import local_of, with_local
-from recipe_lib.ops.gated import ACTIVATIONS, gated
+from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
+from recipe_lib.ops.gated import ACTIVATIONS, gated_activation
 from recipe_lib.parallel import World, parallelize, tensor
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
@@ -120,16 +120,16 @@ class _StandingSums(GradientAccumulation):
                 continue
             if parameter not in self._standing:
                 self._standing[parameter] = torch.zeros_like(
-                    local_of(parameter), dtype=torch.float32
+                    get_detached_local(parameter), dtype=torch.float32
                 )
-            self._standing[parameter].add_(local_of(parameter.grad))
+            self._standing[parameter].add_(get_detached_local(parameter.grad))
             parameter.grad = None
 
     @torch.no_grad()
     def finish(self) -> None:
         self._done = True
         for parameter, total in self._standing.items():
-            parameter.grad = with_local(parameter, total.to(parameter.dtype))
+            parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
             total.zero_()
 
 
@@ -155,7 +155,7 @@ def _shard_kept(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
 
 
 def _product_fused(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    return F.linear(gated(gate, up, activation), weight)
+    return F.linear(gated_activation(gate, up, activation), weight)
 
 
 def _product_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:

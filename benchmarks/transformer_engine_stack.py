@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.megatron_stack import Layout
-from recipe_lib.plan.allocation.untraced_memory import attention_backward_scratch
+from recipe_lib.plan.allocation.untraced_memory import compute_attention_backward_scratch
 
 WORKSPACE = (
     32 * 2**20 + 1024
@@ -190,7 +190,7 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         q, k, v, _, _ = ctx.saved_tensors
-        sizes = attention_backward_scratch(
+        sizes = compute_attention_backward_scratch(
             rows=q.shape[1],
             heads=q.shape[2],
             kv_heads=k.shape[2],

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from recipe_lib.ops.fused_kernels import options_of
+from recipe_lib.ops.fused_kernels import get_inductor_options
 
 H100 = SimpleNamespace(
     name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30, warp_size=32,
@@ -51,7 +51,7 @@ def triton_code(function: Callable[..., Any], *arguments: Any) -> str:
         return found if isinstance(found, tuple) else (found,)
 
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with _as_on_an_h100(), torch.no_grad(), inductor_config.patch(options_of(function)):
+    with _as_on_an_h100(), torch.no_grad(), inductor_config.patch(get_inductor_options(function)):
         with fake:
             on = {where: [_like(one, where) for one in given] for where in ("cpu", "cuda")}
             module = make_fx(call, decomposition_table=select_decomp_table())(*on["cpu"])

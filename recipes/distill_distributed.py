@@ -159,14 +159,14 @@ class DistillFinetune:
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
 
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
-            return self.summed_loss(batch, sums) / max(1, batches.trained_tokens)
+            return self.summed_loss(batch, sums) / max(1, batches.num_label_tokens)
 
         sums = training.backward_each(self.parallel, loss_of, batches, sums)
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
         )
-        means = distill_means(sums, batches.trained_tokens, self.cfg.distill, self.world)
+        means = distill_means(sums, batches.num_label_tokens, self.cfg.distill, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(means.pop("loss"), grad_norm, means)

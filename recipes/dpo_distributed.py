@@ -34,9 +34,9 @@ from pathlib import Path
 import torch
 
 from recipe_lib import training
-from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, describe_adapters, disable_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import DpoFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
@@ -192,7 +192,7 @@ class DpoFinetune:
             return repeat(None)
         model, off = (
             self.reference or self.model,
-            nullcontext if self.reference else partial(adapters_off, self.model),
+            nullcontext if self.reference else partial(disable_adapters, self.model),
         )
         parallel = self.reference_parallel if self.reference else self.parallel
         return training.result_of_each(
@@ -211,10 +211,10 @@ class DpoFinetune:
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
             loss, numbers = loss_of_answers(own(batch), next(references), batch, point, cfg)
             sums.add_(numbers)
-            return loss / batches.items
+            return loss / batches.num_items
 
         sums = training.backward_each(self.parallel, loss_of, batches, sums)
-        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.items, point, cfg)
+        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.num_items, point, cfg)
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms

@@ -28,7 +28,7 @@ import torch
 from recipe_lib import training
 from recipe_lib.adapters import add_adapters, describe_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import RewardFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
@@ -157,12 +157,12 @@ class RewardFinetune:
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
             loss, found = self.compare(batch)
             sums.add_(found)
-            return loss / batches.items
+            return loss / batches.num_items
 
         means = self.world.all_reduce_sum(
             training.backward_each(self.parallel, loss_of, batches, sums)
         )
-        means = means / batches.items
+        means = means / batches.num_items
         all_reduce_gradients(self.model, self.parallel, self.world)
         clip, norms = self.cfg.clip_grad_norm, self.levers.norms
         grad_norm = training.clip_grad_norm(self.trained, clip, self.world, self.parallel, norms)

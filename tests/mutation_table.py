@@ -58,11 +58,11 @@ MUTATIONS = [
     ),
     Mutation(
         name="planned_steps_of_one_rank",
-        path="recipe_lib/plan/world/sequence_lengths.py",
+        path="recipe_lib/plan/simulated_world/sequence_lengths.py",
         old="per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks",
         new="per_step = cfg.batch_size * cfg.gradient_accumulation_steps",
         harm="a run on two ranks is planned with twice its steps, and so its hours",
-        tests=("tests/plan/world/test_sequence_lengths.py",),
+        tests=("tests/plan/simulated_world/test_sequence_lengths.py",),
     ),
     Mutation(
         name="write_over_a_read",
@@ -136,7 +136,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="first_rows_of_a_fused_matrix",
-        path="recipe_lib/checkpoint/weights_in.py",
+        path="recipe_lib/checkpoint/weight_loading.py",
         old="(offsets[0] + entry.start, *offsets[1:])",
         new="(offsets[0], *offsets[1:])",
         harm="keys and values of Phi 3 are loaded with the weights of queries",
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="random_numbers_begin_anew",
-        path="recipe_lib/checkpoint/state.py",
+        path="recipe_lib/checkpoint/resumable_state.py",
         old="if manifest.world_size == world.size:",
         new="if manifest.world_size != world.size:",
         harm="a resumed run with dropout is not the uninterrupted one",
@@ -223,7 +223,7 @@ MUTATIONS = [
     Mutation(
         name="loss_over_all_tokens",
         path="recipe_lib/training/micro_batches.py",
-        old="/ max(1, batches.trained_tokens)",
+        old="/ max(1, batches.num_label_tokens)",
         new="/ max(1, batches.total_tokens)",
         harm="prompts make losses and gradients smaller",
         tests=(
@@ -374,7 +374,7 @@ MUTATIONS = [
     Mutation(
         name="reward_is_a_sum",
         path="recipes/reward_distributed.py",
-        old="            return loss / batches.items\n",
+        old="            return loss / batches.num_items\n",
         new="            return loss\n",
         harm="gradients of a reward model grow with its batch",
         tests=(

@@ -67,11 +67,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random decoder of two layers with the demo's tokenizer, complete as the benchmark makes
     it.
     """
-    from recipe_lib.models import build_meta, init_weights, spec_from_config
+    from recipe_lib.models import build_meta, build_spec, init_weights
 
     folder = tmp_path_factory.mktemp("given")
     config = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text(encoding="utf-8"))
-    spec = spec_from_config(config, "tiny")
+    spec = build_spec(config, "tiny")
     model = build_meta(spec, torch.float32).to_empty(device="cpu")
     init_weights(model, 1, spec)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -56,7 +56,7 @@ from benchmarks.peers.report import (
     write_peers_report,
 )
 from recipe_lib.errors import ConfigError, SetupError, run_for_exit_code
-from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.models import build_spec, read_preset_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN_SECONDS = 900.0
@@ -197,7 +197,7 @@ def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
     UserError.
     """
     folder = Path(model).resolve()
-    config, told = preset_config(model), folder.name
+    config, told = read_preset_config(model), folder.name
     if config["model_type"] != "llama":
         raise ConfigError(
             f"--model {model}: found {config['model_type']}, expected a Llama, which all tools have"
@@ -215,7 +215,7 @@ def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
             raise SetupError(
                 f"--model {model}: its random weights could not be made: {failed}; look at {folder}"
             )
-    size = spec_from_config(config, model).vocab_size
+    size = build_spec(config, model).vocab_size
     parts = {name: work / f"{name}-{folder.name}" for name in ("adapter", "tokenizer")}
     make_adapter(folder, parts["adapter"])
     make_tokenizer(size, parts["tokenizer"])

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from benchmarks.peers.cases import ALPHA, RANK, PeerCase
 from recipe_lib.adapters.lora import LINEARS
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, write_fields
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, make_config_fields
 from recipe_lib.checkpoint.adapter_files import TENSOR_FILE
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models import preset_config, read_config, spec_from_config
-from recipe_lib.models.weight_names import parameter_shapes
+from recipe_lib.models import build_spec, read_config, read_preset_config
+from recipe_lib.models.weight_names import compute_parameter_shapes
 
 SHARD_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
@@ -30,11 +30,11 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
     if (folder / INDEX).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    config = preset_config(preset)
-    spec = spec_from_config(config, preset)
+    config = read_preset_config(preset)
+    spec = build_spec(config, preset)
     device = "cuda" if torch.get_device_module("cuda").is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
-    shapes = parameter_shapes(spec)  # a Llama's names in files are those of its parameters
+    shapes = compute_parameter_shapes(spec)  # a Llama's names in files are those of its parameters
     shards = _shards({name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()})
     places: dict[str, str] = {}
     size = 0
@@ -71,8 +71,8 @@ def make_adapter(model: Path, folder: Path) -> None:
     """A PEFT adapter on all linears of the layers: A uniform within 1 / sqrt(in), as PEFT begins,
     and B zero.
     """
-    spec = spec_from_config(read_config(model), str(model))
-    shapes = parameter_shapes(spec)
+    spec = build_spec(read_config(model), str(model))
+    shapes = compute_parameter_shapes(spec)
     generator = torch.Generator().manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     modules: dict[str, int] = {}
@@ -89,7 +89,7 @@ def make_adapter(model: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
     lora = LoraConfig(rank=RANK, alpha=ALPHA)
-    fields = write_fields(lora, str(model), modules, [child for _, child in LINEARS.values()])
+    fields = make_config_fields(lora, str(model), modules, [child for _, child in LINEARS.values()])
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1), encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ from benchmarks.gpu_check import speed_of
 from benchmarks.peers.cases import ALPHA, OURS, RANK, SIDES, PeerCase, tolerances
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.units import GIB
 
 SHARE_OF_MATMUL, LORA_TOKENS, OVER_PEERS = 0.5, 12_200, 1.1  # the goals
@@ -93,7 +93,7 @@ def figures(
     seconds = seconds_per_step(result, case)
     if seconds is None:
         return {}
-    spec = spec_from_config(read_config(Path(model)), model)
+    spec = build_spec(read_config(Path(model)), model)
     import torch
 
     shape = build_meta(spec, torch.bfloat16)

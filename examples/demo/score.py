@@ -23,10 +23,10 @@ from recipe_lib.models import (
     Decoder,
     DecoderSpec,
     build_meta,
+    build_spec,
     init_weights,
-    preset_config,
     read_config,
-    spec_from_config,
+    read_preset_config,
 )
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 from recipe_lib.training import derive_seed
@@ -62,12 +62,12 @@ def load_model(folder: str | None) -> tuple[Decoder, DecoderSpec, Tokenizer]:
     """
     demo = load_config("demo/full")
     if folder is None:
-        spec = spec_from_config(preset_config(demo.model.preset), where=demo.model.preset)
+        spec = build_spec(read_preset_config(demo.model.preset), where=demo.model.preset)
         model = build_meta(spec, torch.float32).to_empty(device="cpu")
         init_weights(model, derive_seed(demo.seed, "model"), spec)
         return model.eval(), spec, load_tokenizer(FOLDER / "tokenizer")
     checkpoint = find_checkpoint(folder)
-    spec = spec_from_config(read_config(checkpoint), where=str(checkpoint))
+    spec = build_spec(read_config(checkpoint), where=str(checkpoint))
     model = build_meta(spec, torch.float32).to_empty(device="cpu")
     load_weights(model, spec, checkpoint)
     return model.eval(), spec, load_tokenizer(checkpoint)

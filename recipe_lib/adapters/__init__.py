@@ -3,18 +3,18 @@ them.
 """
 
 from recipe_lib.adapters.lora import (
-    adapter_parameters,
-    adapters_off,
     add_adapters,
     describe_adapters,
+    disable_adapters,
+    get_adapter_parameters,
     init_adapters,
     is_adapter,
     quantize_frozen,
 )
 
 __all__ = [
-    "adapter_parameters",
-    "adapters_off",
+    "get_adapter_parameters",
+    "disable_adapters",
     "add_adapters",
     "describe_adapters",
     "init_adapters",

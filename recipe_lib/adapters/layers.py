@@ -22,12 +22,18 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
-from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize, dequantize, frozen, rows_of
+from recipe_lib.adapters.quantized import (
+    QuantizedLinear,
+    can_quantize,
+    count_rows,
+    dequantize,
+    make_frozen_parameter,
+)
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
-from recipe_lib.ops.deferred import linear_in
+from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import make_opaque_node
-from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_of_rows, taken_rows
+from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64 MiB in fp32
@@ -63,7 +69,7 @@ class AdaptedModule(nn.Module):
     is_off: bool = False
     transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
-    weight_norms: Callable[
+    compute_weight_norms: Callable[
         [], Tensor
     ]  # lengths of the adapted matrix, in the order and type of that; no gradient
 
@@ -76,15 +82,15 @@ class AdaptedModule(nn.Module):
         self.__dict__.update(base.__dict__ | members)
         self.settings = settings
 
-    def relative_lengths(self) -> Tensor | None:
+    def compute_relative_lengths(self) -> Tensor | None:
         """What DoRA multiplies each output channel by: its trained length over the adapted matrix's
         own; None: LoRA.
         """
         if self.lora_magnitude_vector is None:
             return None
-        return self.lora_magnitude_vector / self.weight_norms()
+        return self.lora_magnitude_vector / self.compute_weight_norms()
 
-    def _add_lengths(self, width: int) -> None:
+    def _add_magnitude(self, width: int) -> None:
         settings = self.settings
         empty = torch.empty(width, dtype=settings.dtype, device="meta") if settings.dora else None
         self.lora_magnitude_vector = None if empty is None else nn.Parameter(empty)
@@ -107,9 +113,9 @@ class AdaptedMatrix(AdaptedModule):
         self.lora_B = nn.Linear(
             settings.rank, outputs, bias=False, device="meta", dtype=settings.dtype
         )
-        self._add_lengths(outputs)
+        self._add_magnitude(outputs)
 
-    def frozen_rows(self, start: int, stop: int) -> Tensor:
+    def get_frozen_rows(self, start: int, stop: int) -> Tensor:
         """Rows of W `[stop - start, in]`."""
         weight: Any = self.weight
         return weight[start:stop]
@@ -119,11 +125,11 @@ class AdaptedMatrix(AdaptedModule):
         return super().forward(hidden)
 
     @torch.no_grad()
-    def weight_norms(self) -> Tensor:
+    def compute_weight_norms(self) -> Tensor:
         """Lengths `[out]` of the rows of `W + scaling * B A`, which never exists as a whole."""
-        return self.lengths_with(self.frozen_rows, self.lora_A.weight, self.lora_B.weight)
+        return self.compute_norms_with(self.get_frozen_rows, self.lora_A.weight, self.lora_B.weight)
 
-    def lengths_with(
+    def compute_norms_with(
         self, frozen_rows: Callable[[int, int], Tensor], first: Tensor, second: Tensor
     ) -> Tensor:
         """As `weight_norms`, of a part of the matrix: rows, or columns, of W, and what A and B have
@@ -145,7 +151,9 @@ class AdaptedMatrix(AdaptedModule):
         """Hidden `[..., in]` to `[..., out]`."""
         if self.is_off:
             return self.frozen_forward(hidden)
-        return self.adapted(hidden, self.lora_A.weight, self.lora_B.weight, self.relative_lengths())
+        return self.adapted(
+            hidden, self.lora_A.weight, self.lora_B.weight, self.compute_relative_lengths()
+        )
 
     def adapted(
         self,
@@ -209,7 +217,7 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`cast_linear` of two types."""
-    return linear_in(hidden, weight, weight.dtype)
+    return linear_in_dtype(hidden, weight, weight.dtype)
 
 
 class AdaptedLinear(AdaptedMatrix, nn.Linear):
@@ -223,8 +231,8 @@ class AdaptedRouter(AdaptedMatrix, Router):
 class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
-    def frozen_rows(self, start: int, stop: int) -> Tensor:
-        return self.weight_rows(start, stop)
+    def get_frozen_rows(self, start: int, stop: int) -> Tensor:
+        return self.dequantize_weight_rows(start, stop)
 
 
 class AdaptedHead(AdaptedMatrix, OutputHead):
@@ -236,7 +244,7 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
         super().__init__(base, settings, (base.weight.shape[0], base.weight.shape[1]))
         self.bias = None
 
-    def frozen_rows(self, start: int, stop: int) -> Tensor:
+    def get_frozen_rows(self, start: int, stop: int) -> Tensor:
         """Rows of W `[stop - start, d]`; outside of a forward a weight shared with a sharded
         embedding is gathered.
         """
@@ -252,7 +260,7 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
     ) -> Tensor:
         if self.is_off:
             return OutputHead.forward(self, hidden, labels=labels, head_loss=head_loss)
-        trained = (self.lora_A.weight, self.lora_B.weight, self.relative_lengths())
+        trained = (self.lora_A.weight, self.lora_B.weight, self.compute_relative_lengths())
         if labels is None:
             return self.finish(self.adapted(hidden, *trained))
         # Where backward projects again, a tied and sharded weight is no longer this module's.
@@ -279,10 +287,10 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         self.lora_embedding_B = nn.Parameter(
             torch.empty(width, rank, dtype=settings.dtype, device="meta")
         )
-        self._add_lengths(width)
+        self._add_magnitude(width)
 
     @torch.no_grad()
-    def weight_norms(self) -> Tensor:
+    def compute_weight_norms(self) -> Tensor:
         """Lengths `[d]` of the columns of `W + scaling * (B A).T`, which never exists as a
         whole.
         """
@@ -313,7 +321,7 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
             F.linear(F.embedding(tokens, self.lora_embedding_A.t()), second) * self.settings.scaling
         )
         update = update if factor is None else update * factor
-        lengths = self.relative_lengths()
+        lengths = self.compute_relative_lengths()
         if lengths is None:
             return (plain + update).to(plain.dtype)
         return (lengths * (plain + update)).to(plain.dtype)
@@ -348,7 +356,7 @@ class QuantizedExperts(QuantizedLinear):
         self.num_experts, self.expert_rows = base.num_experts, base.out_features
         self.bias = base.bias
 
-    def take_rows_of_runs(self, runs: int, rank: int, size: int) -> None:
+    def take_part_of_runs(self, runs: int, rank: int, size: int) -> None:
         """From now on computes with part number `rank` of `size` of each of so many runs of rows
         alone.
 
@@ -359,10 +367,12 @@ class QuantizedExperts(QuantizedLinear):
         assert self.weight_scales is not None
         self.cut = (rank, size)
         device, blocks = self.weight_codes.device, self.out_features * self.in_features // nf4.BLOCK
-        self.weight_codes = frozen(
+        self.weight_codes = make_frozen_parameter(
             (runs, blocks // runs, nf4.BLOCK // 2), self.weight_codes.dtype, device
         )
-        self.weight_scales = frozen((runs, blocks // runs), self.weight_scales.dtype, device)
+        self.weight_scales = make_frozen_parameter(
+            (runs, blocks // runs), self.weight_scales.dtype, device
+        )
 
     def _place(self) -> list[int]:
         if self.cut is None:
@@ -403,7 +413,7 @@ class QuantizedExperts(QuantizedLinear):
         return multiply_groups(rows, codes, scales, factors, *order, *settings)
 
 
-def _weights(
+def _dequantize_experts(
     codes: Tensor, scales: Tensor | None, factors: Tensor, shape: tuple[int, int], settings: Any
 ) -> Tensor:
     """The dequantized weights `[E, o, i]`. shape: E and i. settings: type and place, see
@@ -427,8 +437,10 @@ def _multiply_groups(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(rows.dtype)
-    return grouped_matmul(taken_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
+    weights = _dequantize_experts(codes, scales, factors, (experts, columns), (dtype, place)).to(
+        rows.dtype
+    )
+    return grouped_matmul(take_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
 
 
 def _multiply_groups_gradient(
@@ -444,12 +456,12 @@ def _multiply_groups_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(
+    weights = _dequantize_experts(codes, scales, factors, (experts, columns), (dtype, place)).to(
         gradient.dtype
     )
     found = grouped_matmul(gradient.contiguous(), weights, ends)
     del weights
-    return sum_of_rows(found, places, choices) if choices else found
+    return sum_token_rows(found, places, choices) if choices else found
 
 
 # Keeps the codes, which are parameters anyway, and neither rows nor weights.
@@ -457,7 +469,7 @@ multiply_groups = make_opaque_node(
     "quantized_experts",
     _multiply_groups,
     lambda rows, codes, scales, factors, tokens, places, ends, experts, columns, *_: rows.new_empty(
-        (tokens.shape[0], rows_of(codes, scales, columns) // experts)
+        (tokens.shape[0], count_rows(codes, scales, columns) // experts)
     ),
     _multiply_groups_gradient,
     lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: (
@@ -490,11 +502,11 @@ class AdaptedExpertModule(AdaptedModule):
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         plain = super().forward(rows, groups, of_tokens=of_tokens)
-        return self.with_factors(
+        return self.add_update(
             plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight
         )
 
-    def with_factors(
+    def add_update(
         self,
         plain: Tensor,
         rows: Tensor,

@@ -29,15 +29,15 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import (
     LanguageModel,
+    get_modules_elsewhere,
     is_external,
-    layer_names,
-    modules_elsewhere,
-    own_parts,
+    list_layer_names,
+    list_local_parts,
 )
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import ExternalSpec
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,7 +52,7 @@ LINEARS = {
     "down": ("mlp", "down_proj"),
 }
 
-WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()} | {
+TARGETS_BY_MODULE = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()} | {
     "mlp.router": "router",
     "experts.gate_up_proj": "experts",
     "experts.down_proj": "experts",
@@ -77,13 +77,13 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         raise ConfigError(
             "add_adapters: the model's parameters are sharded already; call it before parallelize"
         )
-    settings = adapter_settings(cfg, dtype)
+    settings = build_adapter_settings(cfg, dtype)
     model.requires_grad_(False)
     if isinstance(model.spec, ExternalSpec):
         model.spec.add_adapters(model, cfg, dtype)
         refuse_unquantized(model, cfg.quantize_base)
         return
-    names = layer_names(model)
+    names = list_layer_names(model)
     for target, (owner, child) in LINEARS.items():
         places = [model.get_submodule(name) for name in names]
         owners = []
@@ -141,7 +141,7 @@ def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterS
             setattr(mixture.experts, name, adapt(base, of_experts, cfg.quantize_base))
 
 
-def adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
+def build_adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
     """The settings of the config's adapters; dtype: see `add_adapters`."""
     return AdapterSettings(
         rank=cfg.rank,
@@ -161,11 +161,11 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     parameter's values follow from (seed, its name, its full shape) alone. DoRA's lengths are those
     of the loaded weights (a collective).
     """
-    for name, parameter in adapter_parameters(model).items():
-        for local, offset in own_parts(model, name, parameter):
+    for name, parameter in get_adapter_parameters(model).items():
+        for local, offset in list_local_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
                 bound = 1 / math.sqrt(parameter.shape[-1])
-                fill_random(local, offset, parameter.shape, f"{seed}/{name}", _uniform(bound))
+                fill_random(local, offset, parameter.shape, f"{seed}/{name}", _make_uniform(bound))
             elif name.endswith("lora_embedding_B"):
                 key = f"{seed}/{name}"
                 fill_random(
@@ -180,7 +180,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     init_lengths(model)
 
 
-def _uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
+def _make_uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
@@ -191,18 +191,18 @@ def init_lengths(model: nn.Module) -> None:
 
     The weights of one FSDP unit are gathered at a time.
     """
-    for unit, members in _units_with_lengths(model):
+    for unit, members in _group_by_unit(model):
         if unit is not None:
             unit.unshard()
-        found = [module.weight_norms() for module in members]
+        found = [module.compute_weight_norms() for module in members]
         if unit is not None:
             unit.reshard()
         for module, lengths in zip(members, found, strict=True):
-            local, offset = local_part(module.lora_magnitude_vector)
+            local, offset = locate_local_part(module.lora_magnitude_vector)
             local.copy_(lengths[offset[0] : offset[0] + local.shape[0]])
 
 
-def _units_with_lengths(model: nn.Module) -> list[tuple[FSDPModule | None, list[AdaptedModule]]]:
+def _group_by_unit(model: nn.Module) -> list[tuple[FSDPModule | None, list[AdaptedModule]]]:
     """The adapted modules with DoRA's lengths, by the FSDP unit that holds their parameters; None:
     not sharded.
     """
@@ -222,7 +222,7 @@ def is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def get_adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The adapters' parameters by name, in the model's order: all that is trained, but for what a
     recipe adds.
     """
@@ -230,7 +230,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Inside the block the model computes what its frozen weights give, without gradients; all
     ranks alike.
 
@@ -270,24 +270,24 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found = cover(model)
-    targets = describe_targets(found, {} if is_external(model) else WORDS)
-    here = " in this rank's layers" if modules_elsewhere(model) else ""
+    found = measure_coverage(model)
+    targets = describe_targets(found, {} if is_external(model) else TARGETS_BY_MODULE)
+    here = " in this rank's layers" if get_modules_elsewhere(model) else ""
     parts = [
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}:"
-        f" {sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)}"
-        f" on top of {_size(frozen)} frozen"
+        f" {sum(parameter.numel() for parameter in trained):,} parameters trained, {_format_size(trained)}"
+        f" on top of {_format_size(frozen)} frozen"
     ]
-    if "all-linear" in cfg.target_modules and _matters(found.bare, found.numbers):
-        parts.append(f"none on {_share(found.bare, found.numbers)}")
+    if "all-linear" in cfg.target_modules and _is_worth_naming(found.bare, found.numbers):
+        parts.append(f"none on {_describe_share(found.bare, found.numbers)}")
     if cfg.quantize_base != "none":
-        left = f", but not {_share(found.wide, found.numbers)}, which stay in {_type(model)}"
-        left = left if _matters(found.wide, found.numbers) else ""
+        left = f", but not {_describe_share(found.wide, found.numbers)}, which stay in {_describe_dtype(model)}"
+        left = left if _is_worth_naming(found.wide, found.numbers) else ""
         parts.append(f"{found.quantized} linears of the layers in {cfg.quantize_base}{left}")
     return "; ".join(parts)
 
 
-def _size(parameters: Iterable[Tensor]) -> str:
+def _format_size(parameters: Iterable[Tensor]) -> str:
     return format_bytes(sum(parameter.nbytes for parameter in parameters))
 
 
@@ -315,41 +315,41 @@ class Coverage:
     wide: Mapping[str, int]
 
 
-def cover(model: nn.Module) -> Coverage:
+def measure_coverage(model: nn.Module) -> Coverage:
     """Counts modules and numbers of a model, sharded or not."""
     others = (
         tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
     )
-    names = [name for name in layer_names(model) if not name.startswith(others)]
+    names = [name for name in list_layer_names(model) if not name.startswith(others)]
     adapted: dict[str, set[str]] = {}
     bare: Counter[str] = Counter()
     wide: Counter[str] = Counter()
     quantized: list[int] = []
-    lists = Counter(map(_name_list, names))  # a model may have others beside that of its layers
+    lists = Counter(map(_get_list_name, names))  # a model may have others beside that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
             name = (
-                name or _name_list(layer).rpartition(".")[2]
+                name or _get_list_name(layer).rpartition(".")[2]
             )  # an element that is a linear itself
             matrices: dict[str, int] = {}
             if isinstance(module, QuantizedLinear):
                 quantized.append(module.in_features * module.out_features)
-                matrices[kind_of(name)] = quantized[-1]
+                matrices[get_matrix_kind(name)] = quantized[-1]
             else:
                 for parameter_name, parameter in module.named_parameters(recurse=False):
                     full = name if parameter_name == "weight" else f"{name}.{parameter_name}"
                     if parameter.dim() > 1 and "lora_" not in f"{name}.{parameter_name}":
-                        matrices[kind_of(full)] = parameter.numel()
+                        matrices[get_matrix_kind(full)] = parameter.numel()
                 wide.update(matrices)
             if isinstance(module, AdaptedModule):
-                adapted.setdefault(kind_of(name), set()).add(layer)
+                adapted.setdefault(get_matrix_kind(name), set()).add(layer)
             else:
                 bare.update(matrices)
     inside = tuple(f"{name}." for name in names)
     modules = [name for name, module in model.named_modules() if isinstance(module, AdaptedModule)]
     return Coverage(
         adapted={
-            kind: (len(layers), sum(lists[name] for name in set(map(_name_list, layers))))
+            kind: (len(layers), sum(lists[name] for name in set(map(_get_list_name, layers))))
             for kind, layers in adapted.items()
         },
         outside=tuple(name for name in modules if not name.startswith(inside)),
@@ -364,11 +364,11 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
     """Raises ConfigError where most of the layers' weights would stay as they are in a run that
     asked for `kind`.
     """
-    found = cover(model)
+    found = measure_coverage(model)
     if kind != "none" and sum(found.wide.values()) > found.numbers / 2:
         raise ConfigError(
-            f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in"
-            f" {_type(model)}: torch's own linears are quantized, with nf4 those of blocks of 64,"
+            f"lora.quantize_base={kind}: {_describe_share(found.wide, found.numbers)} would stay in"
+            f" {_describe_dtype(model)}: torch's own linears are quantized, with nf4 those of blocks of 64,"
             " and no parameters of 3 dimensions, as experts of other classes are; set"
             " lora.quantize_base=none, and shard the base over more ranks (FSDP) or"
             " memory.cpu_offload=true"
@@ -389,7 +389,7 @@ def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
     return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
 
 
-def kind_of(name: str) -> str:
+def get_matrix_kind(name: str) -> str:
     """The last two parts of a name within a layer, without the numbers that others have too, as of
     experts.
     """
@@ -397,16 +397,16 @@ def kind_of(name: str) -> str:
     return ".".join([*(part for part in before if not part.isdigit()), last][-2:])
 
 
-def _name_list(layer: str) -> str:
+def _get_list_name(layer: str) -> str:
     """Return the name of the list that a layer is an element of."""
     return layer.rpartition(".")[0]
 
 
-def _matters(numbers: Mapping[str, int], total: int) -> bool:
+def _is_worth_naming(numbers: Mapping[str, int], total: int) -> bool:
     return sum(numbers.values()) > _SMALL * total
 
 
-def _share(numbers: Mapping[str, int], total: int) -> str:
+def _describe_share(numbers: Mapping[str, int], total: int) -> str:
     """`experts.gate_up_proj, experts.down_proj and 2 more (96.1 % of the layers' weights)`."""
     more = len(numbers) - _NAMED
     others = f" and {more} more" if more > 0 else ""
@@ -416,7 +416,7 @@ def _share(numbers: Mapping[str, int], total: int) -> str:
     )
 
 
-def _type(model: nn.Module) -> str:
+def _describe_dtype(model: nn.Module) -> str:
     """The type of the weights that are neither quantized nor an adapter's."""
     found: list[Tensor] = [
         parameter

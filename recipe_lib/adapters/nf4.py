@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.logs import silence_torchao
-from recipe_lib.ops.fused_kernels import fused, fuses
+from recipe_lib.ops.fused_kernels import register_fused, should_fuse
 
 BLOCK = 64  # numbers that share a scale
 SCALES_PER_FACTOR = 256  # scales that share a factor, at most
@@ -51,7 +51,7 @@ def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
     has_values: False in a simulation: quantizing then looks at no numbers, and torchao is not
     imported.
     """
-    tables = (_pairs, _levels)
+    tables = (_make_pair_table, _make_levels)
     for table in tables:
         table.cache_clear()
     before = _has_values.set(has_values)
@@ -63,11 +63,11 @@ def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
             table.cache_clear()
 
 
-def factors_of(blocks: int) -> int:
+def count_factors(blocks: int) -> int:
     """Length of `factors` for so many blocks: one for each group of scales, and the mean of all
     scales.
     """
-    return blocks // _group(blocks) + 1
+    return blocks // _get_group_size(blocks) + 1
 
 
 def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     # Numbers of a zero block are 0 / 0 = NaN, which no comparison places.
     shares = (values / largest.unsqueeze(1)).nan_to_num_(nan=0.0)
     borders = (
-        _borders(values.dtype)
+        _find_borders(values.dtype)
         if _has_values.get()
         else torch.empty(len(LEVELS) - 1, dtype=values.dtype)
     )
@@ -100,10 +100,12 @@ def quantize_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     the mean: they are zero, as is what torchao makes of them.
     """
     if not _has_values.get():
-        factors = largest.new_empty(factors_of(len(largest)), dtype=torch.float32)
+        factors = largest.new_empty(count_factors(len(largest)), dtype=torch.float32)
         return torch.empty_like(largest, dtype=torch.int8), factors
-    scales, factors, mean = _torchao().double_quantize_scalers(largest, 1, _group(len(largest)))
-    scales = scales.masked_fill(factors.isinf().repeat_interleave(_group(len(largest))), 0)
+    scales, factors, mean = _import_nf4_tensor().double_quantize_scalers(
+        largest, 1, _get_group_size(len(largest))
+    )
+    scales = scales.masked_fill(factors.isinf().repeat_interleave(_get_group_size(len(largest))), 0)
     return scales, torch.cat([factors, mean.unsqueeze(0)]).float()
 
 
@@ -122,22 +124,24 @@ def dequantize(
     codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32, of the whole matrix. place: which of
     its blocks the n are, if not all: see `block_numbers`.
     """
-    if fuses(codes.device):
+    if should_fuse(codes.device):
         count = last - first
         of, group = (
-            (place[:3], _group(place[3])) if place else ((0, count, count), _group(len(scales)))
+            (place[:3], _get_group_size(place[3]))
+            if place
+            else ((0, count, count), _get_group_size(len(scales)))
         )
-        levels = _levels(dtype, codes.device)
+        levels = _make_levels(dtype, codes.device)
         return _dequantize(
             codes[first:last], scales[first:last], factors, levels, [first, *of], group
         )
     if place:
-        group = _group(place[3])
-        numbers_of = block_numbers(first, last, place, codes.device)
+        group = _get_group_size(place[3])
+        numbers_of = compute_block_numbers(first, last, place, codes.device)
         wide = scales[first:last] / factors.to(dtype).index_select(0, numbers_of // group)
         wide = (wide + factors[-1].to(dtype)).unsqueeze(1)
     else:
-        group = _group(len(scales))
+        group = _get_group_size(len(scales))
         start, stop = first // group, -(-last // group)  # groups of scales that the blocks lie in
         wide = scales[start * group : stop * group].view(-1, group) / factors[start:stop].to(
             dtype
@@ -145,7 +149,7 @@ def dequantize(
         wide = (wide.flatten() + factors[-1].to(dtype))[
             first - start * group : last - start * group
         ].unsqueeze(1)
-    pairs = _pairs(dtype, codes.device)
+    pairs = _make_pair_table(dtype, codes.device)
     numbers = torch.empty((last - first, BLOCK), dtype=dtype, device=codes.device)
     for at in range(0, last - first, _PIECE_BLOCKS):
         piece = numbers[at : at + _PIECE_BLOCKS]
@@ -155,7 +159,7 @@ def dequantize(
     return numbers
 
 
-@fused(
+@register_fused(
     "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place,"
     " SymInt group) -> Tensor",
     lambda codes, scales, factors, levels, *_: levels.new_empty(codes.shape[0], BLOCK),
@@ -169,7 +173,9 @@ def _dequantize(
     factor.
     """
     first, begin, run, stride = place
-    numbers_of = block_numbers(first, first + codes.shape[0], (begin, run, stride), codes.device)
+    numbers_of = compute_block_numbers(
+        first, first + codes.shape[0], (begin, run, stride), codes.device
+    )
     narrow = factors.to(levels.dtype)
     wide = scales / narrow[numbers_of // group] + narrow[-1]
     shifts = 4 - 4 * torch.arange(
@@ -179,7 +185,9 @@ def _dequantize(
     return (levels[index] * wide[:, None, None]).flatten(1)
 
 
-def block_numbers(first: int, last: int, place: Sequence[int], device: torch.device) -> Tensor:
+def compute_block_numbers(
+    first: int, last: int, place: Sequence[int], device: torch.device
+) -> Tensor:
     """Which blocks of the whole matrix blocks `first` to `last` of a part of it are, `[last -
     first]`.
 
@@ -192,12 +200,12 @@ def block_numbers(first: int, last: int, place: Sequence[int], device: torch.dev
     return begin + at // run * stride + at % run
 
 
-def _group(blocks: int) -> int:
+def _get_group_size(blocks: int) -> int:
     return math.gcd(blocks, SCALES_PER_FACTOR)
 
 
 @cache
-def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """For each byte the two numbers that it codes for, as one number twice as wide `[256]`.
 
     Made once: the copy to the device is one that the host waits for, and each dequantizing needs
@@ -209,20 +217,20 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
     """LEVELS `[16]`, made once, as `_pairs`."""
     return torch.tensor(LEVELS, dtype=dtype).to(device)
 
 
 @cache
-def _borders(dtype: torch.dtype) -> Tensor:
+def _find_borders(dtype: torch.dtype) -> Tensor:
     """The least number of `dtype` that torchao gives to each level but the first `[15]`, found by
     bisection.
 
     torchao compares every number with all 16 levels; against borders it takes a tenth of the time,
     and of the memory.
     """
-    nearest = _torchao().quantize_tensor_nearest
+    nearest = _import_nf4_tensor().quantize_tensor_nearest
     levels = torch.tensor(LEVELS, dtype=dtype)
     below, above, level = levels[:-1], levels[1:], torch.arange(1, len(LEVELS))
     while True:
@@ -238,7 +246,7 @@ def _borders(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _torchao() -> Any:
+def _import_nf4_tensor() -> Any:
     """Import torchao's class of NF4 tensors, which moved from one version to the next."""
     silence_torchao()
     try:

@@ -10,24 +10,28 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from recipe_lib.adapters.lora import LINEARS, WORDS
+from recipe_lib.adapters.lora import LINEARS, TARGETS_BY_MODULE
 from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import parameter_shapes, router_name, weight_map
+from recipe_lib.models.weight_names import (
+    build_weight_map,
+    compute_parameter_shapes,
+    get_router_name,
+)
 
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 TARGETS = (*LINEARS, *MIXTURE_TARGETS, "embedding", "head")
 LINEAR = "all-linear"  # the target of every linear of an external model
-FIRST, SECOND, LENGTHS, FROZEN = (
+LORA_A, LORA_B, MAGNITUDE, BASE_WEIGHT = (
     "lora_A.weight",
     "lora_B.weight",
     "lora_magnitude_vector",
     "base_layer.weight",
 )
-EMBEDDING_FIRST, EMBEDDING_SECOND = "lora_embedding_A", "lora_embedding_B"
-SUFFIXES = (FIRST, SECOND, LENGTHS, FROZEN, EMBEDDING_FIRST, EMBEDDING_SECOND)
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+SUFFIXES = (LORA_A, LORA_B, MAGNITUDE, BASE_WEIGHT, EMBEDDING_A, EMBEDDING_B)
 # What the decoder is called in multimodal models, older and newer releases of transformers.
 _MULTIMODAL = {
     "model.language_model.": "model.",
@@ -92,47 +96,47 @@ class FileModule:
     def shapes(self, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
         """The adapter's tensors: what follows the module's name -> shape."""
         if self.is_embedding:
-            shapes = {EMBEDDING_FIRST: (rank, self.rows), EMBEDDING_SECOND: (self.columns, rank)}
-            return shapes | ({LENGTHS: (self.columns,)} if dora else {})
+            shapes = {EMBEDDING_A: (rank, self.rows), EMBEDDING_B: (self.columns, rank)}
+            return shapes | ({MAGNITUDE: (self.columns,)} if dora else {})
         ranks = rank * max(1, self.experts)
-        shapes = {FIRST: (ranks, self.columns), SECOND: (self.rows, ranks)}
-        return shapes | ({LENGTHS: (self.rows,)} if dora else {})
+        shapes = {LORA_A: (ranks, self.columns), LORA_B: (self.rows, ranks)}
+        return shapes | ({MAGNITUDE: (self.rows,)} if dora else {})
 
 
-def expert_factors(first: Tensor, second: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def unstack_expert_factors(first: Tensor, second: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """A `[E, r, i]` and B `[E, o, r]` of PEFT's `[E r, i]` and `[o, r E]`, in the second of which
     experts are inner.
     """
     return first.unflatten(0, (experts, -1)), second.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
-def stacked_factors(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def stack_expert_factors(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """The other way round."""
     return first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)
 
 
-def target_of(module: str) -> str | None:
+def get_target(module: str) -> str | None:
     """The word that lora.target_modules has for a module of ours; None: it cannot have an
     adapter.
     """
-    return WORDS.get(".".join(module.split(".")[-2:]))
+    return TARGETS_BY_MODULE.get(".".join(module.split(".")[-2:]))
 
 
-def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
+def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     """Every module that may have an adapter, by its name in a file, in the model's order."""
     if isinstance(spec, ExternalSpec):
         return {
             name: FileModule(name, rows, columns, (MergedRows(name, LINEAR, 0, rows),))
             for name, (rows, columns) in spec.layout().linears.items()
         }
-    shapes = parameter_shapes(spec)
+    shapes = compute_parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
-    places = {entry.our_name: (entry.file_name, entry.start) for entry in weight_map(spec)}
+    places = {entry.our_name: (entry.file_name, entry.start) for entry in build_weight_map(spec)}
     parts: dict[str, list[MergedRows]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        target = target_of(module)
+        target = get_target(module)
         if target and module != name:
             file_name, start = (
                 (name, 0) if target in MIXTURE_TARGETS else places.get(name, (name, 0))
@@ -144,7 +148,7 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     for name, held in parts.items():
         shape = shapes[f"{held[0].module}.weight"]
         if held[0].target in MIXTURE_TARGETS:
-            of_mixture = _of_mixture(spec, held[0], shape)
+            of_mixture = _build_mixture_module(spec, held[0], shape)
             found[of_mixture.name] = of_mixture
         else:
             is_taken = spec.mixture is not None and held[0].target in _TAKEN_FOR_EXPERTS
@@ -154,12 +158,14 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     return found
 
 
-def _of_mixture(spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]) -> FileModule:
+def _build_mixture_module(
+    spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]
+) -> FileModule:
     """A router, or the experts' matrices of a layer, by the names of transformers' modules."""
     if part.target == "router":
-        name = part.module.removesuffix("router") + router_name(spec)
+        name = part.module.removesuffix("router") + get_router_name(spec)
         return FileModule(
-            name, shape[0], shape[1], (part,), parameter=f"mlp.{router_name(spec)}.weight"
+            name, shape[0], shape[1], (part,), parameter=f"mlp.{get_router_name(spec)}.weight"
         )
     owner, leaf = part.module.rsplit(".", 1)
     name = ".".join(filter(None, (owner, _EXPERTS[leaf])))
@@ -167,21 +173,21 @@ def _of_mixture(spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]) -> 
     return FileModule(name, rows, columns, (part,), experts, f"mlp.experts.{leaf}")
 
 
-def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
+def find_adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     """Return those with at least one part that is a target.
 
     Raises ConfigError for a name in lora.target_modules that none has, and for DoRA where PEFT has
     none.
     """
-    modules = file_modules(spec)
+    modules = build_file_modules(spec)
     if isinstance(spec, ExternalSpec):
-        return [modules[name] for name in spec.adapted_linears(cfg)]
+        return [modules[name] for name in spec.list_adapted_linears(cfg)]
     adapted = [
         module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)
     ]
     without_dora = [module for module in adapted if module.parameter]
     if cfg.dora and without_dora:
-        rest = [target for target in cfg.targets if target not in targets_of(without_dora)]
+        rest = [target for target in cfg.targets if target not in list_targets(without_dora)]
         raise ConfigError(
             f"lora.dora: {without_dora[0].name} is in a model with experts, where PEFT adapts it as"
             " a parameter, which has no DoRA; set lora.dora=false (LoRA)"
@@ -197,7 +203,7 @@ def is_target(part: MergedRows, cfg: LoraConfig) -> bool:
     return part.target == LINEAR or part.target in cfg.targets
 
 
-def targets_of(modules: Iterable[FileModule]) -> list[str]:
+def list_targets(modules: Iterable[FileModule]) -> list[str]:
     """The targets of all parts of the modules, in the order of TARGETS."""
     found = {part.target for module in modules for part in module.parts}
     return [target for target in (*TARGETS, LINEAR) if target in found]
@@ -223,7 +229,7 @@ def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
     return module, suffix
 
 
-def in_full(module: str, parameters: Collection[str]) -> str:
+def complete_module_name(module: str, parameters: Collection[str]) -> str:
     """The name that `FileModule` has for a module of a file: there experts have the outer name for
     any one matrix.
 
@@ -236,7 +242,7 @@ def in_full(module: str, parameters: Collection[str]) -> str:
     return f"{module}.{_EXPERTS['gate_up_proj']}" if is_first else module
 
 
-def extra_name(name: str) -> str:
+def get_extra_name(name: str) -> str:
     """The name, in our model, of a tensor that a file has as it is: an extra parameter, which is no
     adapter's.
     """
@@ -251,7 +257,7 @@ def extra_name(name: str) -> str:
     )
 
 
-def spellings(module: str) -> list[str]:
+def list_spellings(module: str) -> list[str]:
     """The names that a module of a text-only model has there and in multimodal ones, as an
     adapter's config may say.
     """
@@ -263,7 +269,7 @@ def spellings(module: str) -> list[str]:
     return [module, *others]
 
 
-def file_name(name: str, multimodal: bool) -> str:
+def get_file_name(name: str, multimodal: bool) -> str:
     """The name that a module or parameter of ours has in the model that an adapter is loaded in."""
     return (
         f"model.language_model.{name.removeprefix('model.')}"

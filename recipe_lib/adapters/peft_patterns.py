@@ -22,7 +22,7 @@ class PatternError(ValueError):
 
 
 @lru_cache(maxsize=256)  # a command reads an adapter's config several times
-def first_matches(
+def find_first_matches(
     patterns: tuple[str, ...], names: tuple[str, ...], *, whole: bool = False
 ) -> tuple[int | None, ...]:
     """Return for each name the number of the first pattern that matches it, None without one.

@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
-from recipe_lib.ops.dtensor_shards import gathered, local, local_part
+from recipe_lib.ops.dtensor_shards import gather_full, get_local, locate_local_part
 from recipe_lib.ops.fused_kernels import (
     cut_rows,
-    follows_from_shapes,
-    fused,
-    fuses,
     make_opaque_node,
+    register_fused,
+    register_shaped_work,
+    should_fuse,
 )
 
 # Rows of codes in [-127, 127] and a factor for each, back to numbers.
@@ -41,7 +41,7 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     """`codes [m, n] * factors [m]`, computed in fp32, of dtype; in pieces, unless it is one
     kernel.
     """
-    if fuses(codes.device):
+    if should_fuse(codes.device):
         return _dequantize(codes, factors, dtype)
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for start, stop in cut_rows(codes.shape[0], codes.shape[1], _PIECE_ELEMENTS):
@@ -50,7 +50,7 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     return rows
 
 
-@fused(
+@register_fused(
     "dequantize_int8(Tensor codes, Tensor factors, ScalarType dtype) -> Tensor",
     lambda codes, factors, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
@@ -82,7 +82,7 @@ def can_cut(
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
     """Return what quantizing a weight to NF4 follows from."""
     parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
-    parts = [local_part(parameter) for parameter in parameters if parameter is not None]
+    parts = [locate_local_part(parameter) for parameter in parameters if parameter is not None]
     numbers = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
     return [*numbers, *((part.shape, first) for part, first in parts)]
 
@@ -121,10 +121,12 @@ class QuantizedLinear(nn.Module):
         device = base.weight.device
         blocks = base.in_features * base.out_features // nf4.BLOCK
         codes = (blocks, nf4.BLOCK // 2) if kind == "nf4" else (base.out_features, base.in_features)
-        factors = nf4.factors_of(blocks) if kind == "nf4" else base.out_features
-        self.weight_codes = frozen(codes, _BITS, device)
-        self.weight_scales = frozen((blocks,), _BITS, device) if kind == "nf4" else None
-        self.weight_factors = frozen((factors,), torch.float32, device)
+        factors = nf4.count_factors(blocks) if kind == "nf4" else base.out_features
+        self.weight_codes = make_frozen_parameter(codes, _BITS, device)
+        self.weight_scales = (
+            make_frozen_parameter((blocks,), _BITS, device) if kind == "nf4" else None
+        )
+        self.weight_factors = make_frozen_parameter((factors,), torch.float32, device)
 
     def take_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         """From now on computes with rows and columns from the first to the second number
@@ -140,8 +142,8 @@ class QuantizedLinear(nn.Module):
                 (self.out_features, self.in_features // nf4.BLOCK),
                 self.weight_codes.device,
             )
-            self.weight_codes = frozen((*blocks, nf4.BLOCK // 2), _BITS, device)
-            self.weight_scales = frozen(blocks, _BITS, device)
+            self.weight_codes = make_frozen_parameter((*blocks, nf4.BLOCK // 2), _BITS, device)
+            self.weight_scales = make_frozen_parameter(blocks, _BITS, device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]`, in hidden's type."""
@@ -165,21 +167,21 @@ class QuantizedLinear(nn.Module):
         storage = (*self._part(), bias, last - first, self.dtype, self._place())
         return multiply(hidden, *storage)
 
-    def rows_held(self) -> int:
+    def count_local_rows(self) -> int:
         """How many rows, or parts of them, are here: more than it computes with where the caller
         did not cut there.
         """
         first, last = self.columns
-        return rows_of(local(self.weight_codes), self.weight_scales, last - first)
+        return count_rows(get_local(self.weight_codes), self.weight_scales, last - first)
 
     def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes, scales and factors of what this process computes with, of which it may hold
         more.
         """
-        codes, factors = local(self.weight_codes), local(self.weight_factors)
-        scales = None if self.weight_scales is None else local(self.weight_scales)
+        codes, factors = get_local(self.weight_codes), get_local(self.weight_factors)
+        scales = None if self.weight_scales is None else get_local(self.weight_scales)
         first, last = self.rows
-        spare = self.rows_held() > last - first
+        spare = self.count_local_rows() > last - first
         if scales is None:
             return (
                 (codes[first:last], None, factors[first:last]) if spare else (codes, None, factors)
@@ -205,21 +207,21 @@ class QuantizedLinear(nn.Module):
             return [begin, blocks, blocks, blocks]
         return [begin, (last - first) // nf4.BLOCK, self.in_features // nf4.BLOCK, blocks]
 
-    def full_weight(self) -> Tensor:
+    def dequantize_weight(self) -> Tensor:
         """The dequantized weight `[out, in]`, in the type that it was quantized from.
 
         The module is gathered, if it is sharded at all.
         """
-        return self.weight_rows(0, self.out_features)
+        return self.dequantize_weight_rows(0, self.out_features)
 
     @torch.no_grad()
-    def part_weight(self) -> Tensor:
+    def dequantize_local_weight(self) -> Tensor:
         """The dequantized rows and columns that this process computes with."""
         first, last = self.columns
         return dequantize(*self._part(), last - first, self.dtype, self._place())
 
     @torch.no_grad()
-    def weight_rows(self, start: int, stop: int) -> Tensor:
+    def dequantize_weight_rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (exclusive) of `full_weight`, without the others `[stop - start,
         in]`.
         """
@@ -241,7 +243,7 @@ class QuantizedLinear(nn.Module):
         else:
             self._fill_int8(read_rows)
 
-    def working_device(self) -> torch.device:
+    def get_working_device(self) -> torch.device:
         """Where to quantize: on the accelerator, also when the parameters are kept in host
         memory.
         """
@@ -254,10 +256,10 @@ class QuantizedLinear(nn.Module):
             else codes.device
         )
 
-    @follows_from_shapes(_list_shapes_to_fill)
+    @register_shaped_work(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        codes, (begin, *_) = local_part(self.weight_codes)
-        device = self.working_device()
+        codes, (begin, *_) = locate_local_part(self.weight_codes)
+        device = self.get_working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
         for start, stop in cut_rows(len(codes), 2 * codes.shape[1:].numel(), _PIECE_ELEMENTS):
             blocks = self._read_blocks(read_rows, begin + start, begin + stop).to(
@@ -266,11 +268,11 @@ class QuantizedLinear(nn.Module):
             quantized, found = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
             codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
             largest[start:stop] = found.view(largest[start:stop].shape)
-        every = gathered(largest, self.weight_codes, self.weight_codes.shape[:-1])
+        every = gather_full(largest, self.weight_codes, self.weight_codes.shape[:-1])
         scales, factors = nf4.quantize_scales(every.flatten())
         if self.weight_scales is not None:
-            _keep_part(self.weight_scales, scales.view(_BITS))
-        _keep_part(self.weight_factors, factors)
+            _copy_local_part(self.weight_scales, scales.view(_BITS))
+        _copy_local_part(self.weight_factors, factors)
 
     def _read_blocks(
         self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int
@@ -288,9 +290,9 @@ class QuantizedLinear(nn.Module):
         ]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        codes, (begin, _) = local_part(self.weight_codes)
-        factors, _ = local_part(self.weight_factors)
-        device = self.working_device()
+        codes, (begin, _) = locate_local_part(self.weight_codes)
+        factors, _ = locate_local_part(self.weight_factors)
+        device = self.get_working_device()
         pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
         largest = torch.zeros(len(codes), device=device)
 
@@ -330,7 +332,7 @@ class QuantizedLinear(nn.Module):
 
 
 @torch.no_grad()
-def dequantized(weight: Tensor, kind: str) -> Tensor:
+def fake_quantize_weight(weight: Tensor, kind: str) -> Tensor:
     """Return what `kind` makes of a whole weight `[out, in]`: the numbers that a model with such a
     base is trained with, in the weight's type, which is the run's (config key `dtype`).
     """
@@ -339,23 +341,25 @@ def dequantized(weight: Tensor, kind: str) -> Tensor:
     )
     module = QuantizedLinear(linear, kind).to_empty(device=weight.device)
     module.fill_weight(lambda start, stop, columns: weight[start:stop, columns])
-    return module.full_weight()
+    return module.dequantize_weight()
 
 
-def frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def make_frozen_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
     """A parameter that wants no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-def _keep_part(parameter: Tensor, whole: Tensor) -> None:
-    local, offset = local_part(parameter)
+def _copy_local_part(parameter: Tensor, whole: Tensor) -> None:
+    local, offset = locate_local_part(parameter)
     part = tuple(
         slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)
     )
     local.copy_(whole.view(parameter.shape)[part])
 
 
-@follows_from_shapes()
+@register_shaped_work()
 def dequantize(
     codes: Tensor,
     scales: Tensor | None,
@@ -407,7 +411,7 @@ def _multiply_gradient(
     return gradient @ dequantize(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
 
 
-def rows_of(codes: Tensor, scales: Tensor | None, columns: int) -> int:
+def count_rows(codes: Tensor, scales: Tensor | None, columns: int) -> int:
     """Rows of so many columns that codes stand for."""
     return codes.numel() * (1 if scales is None else 2) // columns
 
@@ -417,7 +421,7 @@ multiply = make_opaque_node(
     "quantized_linear",
     _multiply,
     lambda hidden, codes, scales, factors, bias, columns, *_: hidden.new_empty(
-        (*hidden.shape[:-1], rows_of(codes, scales, columns))
+        (*hidden.shape[:-1], count_rows(codes, scales, columns))
     ),
     _multiply_gradient,
     lambda gradient, codes, scales, factors, columns, *_: gradient.new_empty(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.adapters.peft_names import PREFIX, FileModule, spellings
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
-from recipe_lib.checkpoint.tensor_files import Header
-from recipe_lib.checkpoint.weight_accounts import extra_names
+from recipe_lib.adapters.peft_names import PREFIX, FileModule, list_spellings
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
+from recipe_lib.checkpoint.safetensors_files import Header
+from recipe_lib.checkpoint.tensor_matching import list_extra_names
 from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
@@ -124,15 +124,15 @@ class AdapterConfig:
         default_factory=dict, compare=False, repr=False
     )
 
-    def rank_of(self, module: FileModule) -> int:
+    def get_rank(self, module: FileModule) -> int:
         """Return the rank of a module's adapter."""
         return int(self._find_number("rank_pattern", module, self.rank))
 
-    def scaling_of(self, module: FileModule) -> float:
+    def compute_scaling(self, module: FileModule) -> float:
         """Return what the product of a module's two matrices is multiplied by."""
-        return scaling(
+        return compute_scaling(
             self._find_number("alpha_pattern", module, self.alpha),
-            self.rank_of(module),
+            self.get_rank(module),
             self.rslora,
         )
 
@@ -140,24 +140,24 @@ class AdapterConfig:
         """Match all modules at once, so that `rank_of` need not start a process for each. Raises
         CheckpointError.
         """
-        names = [name for module in modules for name in self._spellings(module)]
+        names = [name for module in modules for name in self._list_spellings(module)]
         for key in ("rank_pattern", "alpha_pattern"):
             unmatched = [name for name in names if (key, name) not in self._matches]
             try:
-                pattern_numbers = first_matches(tuple(getattr(self, key)), tuple(unmatched))
+                pattern_numbers = find_first_matches(tuple(getattr(self, key)), tuple(unmatched))
             except PatternError as fault:
                 raise CheckpointError(f"{self.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
             self._matches.update(
                 zip([(key, name) for name in unmatched], pattern_numbers, strict=True)
             )
 
-    def _spellings(self, module: FileModule) -> list[str]:
+    def _list_spellings(self, module: FileModule) -> list[str]:
         """Return the names that PEFT compares patterns with: of the parameter, where that has the
         adapter.
         """
         parameter = module.full_name if module.parameter else f"{module.name}.weight"
         is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
-        return spellings(parameter if is_named or module.experts else module.name)
+        return list_spellings(parameter if is_named or module.experts else module.name)
 
     def _find_number(self, key: str, module: FileModule, default: float) -> float:
         """Return the rank or alpha that the first matching pattern of a key gives a module."""
@@ -165,12 +165,12 @@ class AdapterConfig:
         if not patterns:
             return default
         self.match_patterns([module])
-        pattern_numbers = [self._matches[key, name] for name in self._spellings(module)]
+        pattern_numbers = [self._matches[key, name] for name in self._list_spellings(module)]
         matched = [number for number in pattern_numbers if number is not None]
         return list(patterns.values())[min(matched)] if matched else default
 
 
-def scaling(alpha: float, rank: int, rslora: bool) -> float:
+def compute_scaling(alpha: float, rank: int, rslora: bool) -> float:
     """Return alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
@@ -247,7 +247,7 @@ def _find_layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
             f" remove {keys[0]}"
         )
     pattern = fields.get("layers_pattern")
-    is_well_typed = isinstance(pattern, str) or _is_list_of(
+    is_well_typed = isinstance(pattern, str) or _is_list_with(
         pattern, _is_name
     )  # else another line says so
     if pattern and is_well_typed and "layers_to_transform" not in keys:
@@ -262,13 +262,13 @@ def _show(value: Any) -> str:
     return json.dumps(value)[:80]
 
 
-def saved_names(header: Header) -> set[str]:
+def list_saved_names(header: Header) -> set[str]:
     """Return the tensors of an adapter's file that are no adapter's: extra parameters, and the
     weight of a score head.
 
     PEFT writes the latter without a mark.
     """
-    return extra_names(header) | ({SCORE} if f"{PREFIX}{SCORE}" in header.tensors else set())
+    return list_extra_names(header) | ({SCORE} if f"{PREFIX}{SCORE}" in header.tensors else set())
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
@@ -326,25 +326,25 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.]+", value) is not None
 
 
-def _is_list_of(value: Any, test: Callable[[Any], bool]) -> bool:
+def _is_list_with(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(test, value))
 
 
-def _select_modules(value: Any) -> bool:
-    return _is_text(value) or _is_list_of(value, lambda name: isinstance(name, str))
+def _is_module_selection(value: Any) -> bool:
+    return _is_text(value) or _is_list_with(value, lambda name: isinstance(name, str))
 
 
-def _are_tokens(value: Any) -> bool:
-    return _is_list_of(value, _is_count) and len(set(value)) == len(value)
+def _is_token_list(value: Any) -> bool:
+    return _is_list_with(value, _is_count) and len(set(value)) == len(value)
 
 
-def _are_token_rows(value: Any) -> bool:
+def _is_token_rows(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_name, value)) and all(map(_are_tokens, value.values()))
-    return value is None or _are_tokens(value)
+        return all(map(_is_name, value)) and all(map(_is_token_list, value.values()))
+    return value is None or _is_token_list(value)
 
 
-def _is_pattern_of(value: Any, test: Callable[[Any], bool]) -> bool:
+def _is_pattern_map(value: Any, test: Callable[[Any], bool]) -> bool:
     return value is None or isinstance(value, dict) and all(map(test, value.values()))
 
 
@@ -358,22 +358,22 @@ _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ensure_weight_tying", _is_flag, "true or false"),
     ("fan_in_fan_out", _is_flag, "true or false"),
     ("bias", lambda value: value in (None, "none", "all", "lora_only"), "none, all or lora_only"),
-    ("target_parameters", lambda value: not isinstance(value, str) and _select_modules(value),
+    ("target_parameters", lambda value: not isinstance(value, str) and _is_module_selection(value),
      "a list of parameters' names"),
-    ("target_modules", _select_modules, "a list of modules' names, or a pattern"),
-    ("exclude_modules", _select_modules, "a list of modules' names, or a pattern"),
-    ("modules_to_save", lambda value: value is None or _is_list_of(value, _is_name), "a list of modules' names"),
-    ("layers_to_transform", lambda value: value is None or _is_count(value) or _is_list_of(value, _is_count),
+    ("target_modules", _is_module_selection, "a list of modules' names, or a pattern"),
+    ("exclude_modules", _is_module_selection, "a list of modules' names, or a pattern"),
+    ("modules_to_save", lambda value: value is None or _is_list_with(value, _is_name), "a list of modules' names"),
+    ("layers_to_transform", lambda value: value is None or _is_count(value) or _is_list_with(value, _is_count),
      "numbers of layers"),
-    ("layers_pattern", lambda value: not value or _is_name(value) or _is_list_of(value, _is_name),
+    ("layers_pattern", lambda value: not value or _is_name(value) or _is_list_with(value, _is_name),
      "names of lists of layers"),
-    ("trainable_token_indices", _are_token_rows, "numbers of tokens, none twice"),
-    ("rank_pattern", lambda value: _is_pattern_of(value, _is_rank), "patterns with positive integers"),
-    ("alpha_pattern", lambda value: _is_pattern_of(value, _is_number), "patterns with numbers above 0"),
+    ("trainable_token_indices", _is_token_rows, "numbers of tokens, none twice"),
+    ("rank_pattern", lambda value: _is_pattern_map(value, _is_rank), "patterns with positive integers"),
+    ("alpha_pattern", lambda value: _is_pattern_map(value, _is_number), "patterns with numbers above 0"),
 )  # fmt: skip
 
 
-def write_fields(
+def make_config_fields(
     cfg: LoraConfig,
     base: str,
     modules: Mapping[str, int],

@@ -12,30 +12,22 @@ import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import (
-    FIRST,
-    FROZEN,
-    LENGTHS,
+    BASE_WEIGHT,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
     PREFIX,
-    SECOND,
     FileModule,
-    adapted_modules,
-    extra_name,
-    file_modules,
-    in_full,
+    build_file_modules,
+    complete_module_name,
+    find_adapted_modules,
+    get_extra_name,
     is_target,
+    list_targets,
     split_name,
-    targets_of,
 )
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
-from recipe_lib.checkpoint.adapter_config import (
-    PATTERN_REMEDY,
-    TENSOR_FILE,
-    AdapterConfig,
-    read_adapter_config,
-    saved_names,
-    scaling,
-)
-from recipe_lib.checkpoint.saved_weights import (
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
+from recipe_lib.checkpoint.adapter_base_weights import (
     VOCABULARY,
     FileTensorName,
     SavedTensor,
@@ -43,9 +35,21 @@ from recipe_lib.checkpoint.saved_weights import (
     add_saved,
     find_saved,
 )
-from recipe_lib.checkpoint.tensor_files import Header, read_header
-from recipe_lib.checkpoint.weight_accounts import READABLE_TYPES
-from recipe_lib.checkpoint.weights_in import base_fingerprint, check_copies, check_finite
+from recipe_lib.checkpoint.adapter_config import (
+    PATTERN_REMEDY,
+    TENSOR_FILE,
+    AdapterConfig,
+    compute_scaling,
+    list_saved_names,
+    read_adapter_config,
+)
+from recipe_lib.checkpoint.safetensors_files import Header, read_header
+from recipe_lib.checkpoint.tensor_matching import READABLE_TYPES
+from recipe_lib.checkpoint.weight_loading import (
+    check_copies,
+    check_finite,
+    compute_base_fingerprint,
+)
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.families import has_score_head
@@ -89,7 +93,9 @@ class AdapterFile:
         """Return the modules that have an adapter; all of them are the model's, once `check_fits`
         has said so.
         """
-        modules = [module for name, module in file_modules(spec).items() if name in self.tensors]
+        modules = [
+            module for name, module in build_file_modules(spec).items() if name in self.tensors
+        ]
         self.config.match_patterns(modules)
         return modules
 
@@ -120,22 +126,25 @@ def read_adapter(folder: Path) -> AdapterFile:
     tensors: dict[str, dict[str, FileTensorName]] = {}
     extras: dict[str, FileTensorName] = {}
     saved: dict[str, SavedTensor] = {}
-    names_of_extras = saved_names(header)
+    names_of_extras = list_saved_names(header)
     unknown = []
     for name, entry in header.tensors.items():
         module_and_suffix = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
-        if extra_name(name) in names_of_extras:
-            extras[extra_name(name)] = (name, entry)
+        if get_extra_name(name) in names_of_extras:
+            extras[get_extra_name(name)] = (name, entry)
         elif module_and_suffix is not None and ".token_adapter." not in name:
             module, suffix = module_and_suffix
-            tensors.setdefault(in_full(module, config.parameters), {})[suffix] = (name, entry)
-            if suffix == FROZEN:
+            tensors.setdefault(complete_module_name(module, config.parameters), {})[suffix] = (
+                name,
+                entry,
+            )
+            if suffix == BASE_WEIGHT:
                 add_saved(saved, name, entry)
         elif not add_saved(
             saved, name, entry
         ):  # rows of tokens too, which end as a copy beside an adapter does
             unknown.append(name)
-    _refuse_contents(path, header, unknown=unknown, extras=extras)
+    _check_contents(path, header, unknown=unknown, extras=extras)
     return AdapterFile(
         folder=folder,
         config=config,
@@ -146,7 +155,7 @@ def read_adapter(folder: Path) -> AdapterFile:
     )
 
 
-def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
+def read_score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the keys of config.json that an adapter with a score head keeps: classes' names,
     padding.
     """
@@ -159,7 +168,7 @@ def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
-def _refuse_contents(
+def _check_contents(
     path: Path, header: Header, unknown: list[str], extras: Collection[str]
 ) -> None:
     faults = []
@@ -174,7 +183,7 @@ def _refuse_contents(
     types = {
         name: entry.dtype
         for name, entry in header.tensors.items()
-        if extra_name(name) not in extras
+        if get_extra_name(name) not in extras
     }
     unreadable = [name for name, dtype in types.items() if dtype not in READABLE_TYPES]
     if unreadable:
@@ -202,7 +211,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     with safe_open(str(adapter.path), framework="pt") as file:
         check_finite(((name, file.get_tensor(name)) for name in file.keys()), adapter.path)
     saved = find_saved(adapter, spec)
-    known = file_modules(saved.spec)
+    known = build_file_modules(saved.spec)
     strange = adapter.tensors.keys() - known.keys()
     faults: list[str | None] = []
     apart = sorted(name for name in strange if _EXPERT_APART.search(name))
@@ -266,9 +275,9 @@ def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> s
 def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
     config = adapter.config
     tensors = adapter.tensors[module.name]
-    expected = module.shapes(config.rank_of(module), config.dora)
+    expected = module.shapes(config.get_rank(module), config.dora)
     missing = expected.keys() - tensors.keys()
-    if module.is_embedding and FIRST in tensors:
+    if module.is_embedding and LORA_A in tensors:
         return (
             f"{config.path}: target_parameters: found the embedding's weight, expected embed_tokens"
             " among target_modules; merge it with PEFT first (merge_and_unload), or train it again"
@@ -278,13 +287,13 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
             f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the"
             " adapter again"
         )
-    if LENGTHS in tensors and not config.dora:
+    if MAGNITUDE in tensors and not config.dora:
         return (
-            f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora"
+            f"{adapter.path}: {module.name} has DoRA's {MAGNITUDE}, adapter_config.json says use_dora"
             " false; export or download the adapter again"
         )
-    if FROZEN in tensors:
-        expected[FROZEN] = (module.rows, module.columns)
+    if BASE_WEIGHT in tensors:
+        expected[BASE_WEIGHT] = (module.rows, module.columns)
     strange = tensors.keys() - expected.keys()
     if strange:
         name = f"{module.name}.{min(strange)}"
@@ -318,8 +327,10 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
             f" are trained further; merge it into its base first (tune export {folder} --merge),"
             " and train the merged model"
         )
-    raise_faults(CheckpointError, [_kind_fault(adapter, cfg), _target_fault(adapter, spec, cfg)])
-    raise_faults(CheckpointError, [_rank_fault(adapter, spec, cfg)])
+    raise_faults(
+        CheckpointError, [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]
+    )
+    raise_faults(CheckpointError, [_find_rank_fault(adapter, spec, cfg)])
     if base is not None:
         check_base(adapter, spec, base)
 
@@ -329,7 +340,7 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
     tell.
     """
     made_for = adapter.metadata.get(BASE_FINGERPRINT)
-    if made_for is not None and made_for != base_fingerprint(spec, base):
+    if made_for is not None and made_for != compute_base_fingerprint(spec, base):
         raise CheckpointError(
             f"{adapter.folder}: was trained on other weights than those of {base}; use its own base"
             " model" + (f", {adapter.config.base}" if adapter.config.base else "")
@@ -344,7 +355,7 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
     check_copies(adapter.path, copies, spec, base)
 
 
-def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
+def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
     found = adapter.config
     changes = []
     if found.dora != cfg.dora:
@@ -359,9 +370,9 @@ def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
     )
 
 
-def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    wanted = {module.name: module for module in adapted_modules(spec, cfg)}
-    found = {module.name: used_parts(adapter, module) for module in adapter.modules(spec)}
+def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
+    wanted = {module.name: module for module in find_adapted_modules(spec, cfg)}
+    found = {module.name: find_used_parts(adapter, module) for module in adapter.modules(spec)}
     extra = {
         part.target
         for module in found.values()
@@ -369,10 +380,10 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
         if not is_target(part, cfg)
     }
     if isinstance(spec, ExternalSpec):
-        return _modules_fault(adapter, wanted, found)
-    targets = targets_of(found.values())
+        return _find_external_target_fault(adapter, wanted, found)
+    targets = list_targets(found.values())
     missing = [name for name in wanted if name not in found]
-    partial = [name for name in missing if set(targets_of([wanted[name]])) & set(targets)]
+    partial = [name for name in missing if set(list_targets([wanted[name]])) & set(targets)]
     if partial:
         first = wanted[partial[0]]
         others = "layers or matrices" if first.experts else "layers"
@@ -390,7 +401,7 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
     return None
 
 
-def _modules_fault(
+def _find_external_target_fault(
     adapter: AdapterFile, wanted: Collection[str], found: Collection[str]
 ) -> str | None:
     """Of an external model, whose modules have no words."""
@@ -405,27 +416,27 @@ def _modules_fault(
     )
 
 
-def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
+def find_used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
     """The module with only those of its fused parts whose rows the adapter changes (all, if it
     changes none yet).
     """
     if len(module.parts) == 1:
         return module
-    second = adapter.read(module.name, SECOND)
+    second = adapter.read(module.name, LORA_B)
     parts = tuple(
         part for part in module.parts if second[part.start : part.start + part.rows].any()
     )
     return replace(module, parts=parts or module.parts)
 
 
-def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
+def is_stacked(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
     """Whether a fused module's adapter is that of `parts` adapters of `rank`, one after the other,
     separate in B.
     """
-    if parts < 2 or adapter.config.rank_of(module) != parts * rank:
+    if parts < 2 or adapter.config.get_rank(module) != parts * rank:
         return False
-    second = adapter.read(module.name, SECOND)
-    used = used_parts(adapter, module).parts
+    second = adapter.read(module.name, LORA_B)
+    used = find_used_parts(adapter, module).parts
     return all(
         not second[part.start : part.start + part.rows, at * rank : (at + 1) * rank].any()
         for number, part in enumerate(used)
@@ -434,27 +445,27 @@ def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int
     )
 
 
-def usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
+def find_usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
     """The scaling that the config gives to all modules without a pattern; if there are none, what
     most of them have.
     """
-    scalings = [adapter.config.scaling_of(module) for module in adapter.modules(spec)]
-    usual = scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
+    scalings = [adapter.config.compute_scaling(module) for module in adapter.modules(spec)]
+    usual = compute_scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
     return usual if usual in scalings else max(set(scalings), key=scalings.count)
 
 
-def _rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
+def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
     """Every module has to have lora.rank or less, and the scaling that is usual among them must be
     the config's.
     """
     ranks = []
     for module in adapter.modules(spec):
-        rank = adapter.config.rank_of(module)
+        rank = adapter.config.get_rank(module)
         targets = sum(is_target(part, cfg) for part in module.parts)
-        ranks.append(cfg.rank if stacked_rank(adapter, module, targets, cfg.rank) else rank)
-    rank, usual = max(ranks), usual_scaling(adapter, spec)
-    if rank != cfg.rank or abs(usual / scaling(cfg.alpha, cfg.rank, cfg.rslora) - 1) > 1e-6:
-        alpha = usual / scaling(1.0, rank, cfg.rslora)
+        ranks.append(cfg.rank if is_stacked(adapter, module, targets, cfg.rank) else rank)
+    rank, usual = max(ranks), find_usual_scaling(adapter, spec)
+    if rank != cfg.rank or abs(usual / compute_scaling(cfg.alpha, cfg.rank, cfg.rslora) - 1) > 1e-6:
+        alpha = usual / compute_scaling(1.0, rank, cfg.rslora)
         return (
             f"{adapter.folder}: has rank {rank} and alpha {alpha:g}, found lora.rank={cfg.rank} "
             f"lora.alpha={cfg.alpha:g}; set lora.rank={rank} lora.alpha={alpha:g}"
@@ -508,7 +519,8 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
     if isinstance(chosen, str) and chosen:
         try:
             return [
-                number is not None for number in first_matches((chosen,), tuple(names), whole=True)
+                number is not None
+                for number in find_first_matches((chosen,), tuple(names), whole=True)
             ]
         except PatternError as fault:
             raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None

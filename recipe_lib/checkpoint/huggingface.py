@@ -5,9 +5,9 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from recipe_lib.checkpoint.weight_accounts import check_weights
-from recipe_lib.checkpoint.weights_in import load_weights
-from recipe_lib.checkpoint.weights_out import check_room, export_model
+from recipe_lib.checkpoint.model_export import check_room, export_model
+from recipe_lib.checkpoint.tensor_matching import check_weights
+from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.local_files import (
     MODEL_FILES,
     NEVER_DOWNLOADED,

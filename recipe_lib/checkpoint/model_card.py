@@ -24,7 +24,7 @@ _NOT_TOLD = re.compile(
 )
 
 
-def model_card(
+def make_model_card(
     cfg: FullFinetuneConfig | None,
     *,
     base: str,
@@ -43,7 +43,7 @@ def model_card(
     adapter alone. commands: what to do with it, in a folder that they call FOLDER, and a base that
     they call BASE. plan, results: rows of the tables of how it was trained and what came of it.
     """
-    shown = public_name(base, base_folder)
+    shown = get_public_name(base, base_folder)
     sources = [] if cfg is None else [one.source for one in resolve_sources(cfg.data)]
     data = ModelCardData(
         base_model=base if base_folder is not None and is_hub_snapshot(base_folder, base) else None,
@@ -52,30 +52,34 @@ def model_card(
         )
         or None,
         library_name="peft" if is_adapter else "transformers",
-        license=_license_of(base_folder),
+        license=_read_license(base_folder),
         pipeline_tag="text-generation",
-        tags=["tune-recipes", *_kind_tags(cfg, lora)],
+        tags=["tune-recipes", *_list_kind_tags(cfg, lora)],
     )
-    parts = [f"---\n{data.to_yaml()}\n---", *_sections(cfg, base, base_folder, lora, is_adapter)]
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        *_write_sections(cfg, base, base_folder, lora, is_adapter),
+    ]
     parts += [
-        f"## {title}\n\n{_table(rows)}"
+        f"## {title}\n\n{_format_table(rows)}"
         for title, rows in (("Plan", plan), ("Results", results))
         if rows
     ]
     parts.append(
-        "## Use\n\n" + _use(shown if is_adapter else None, commands, base_folder is not None)
+        "## Use\n\n"
+        + _describe_use(shown if is_adapter else None, commands, base_folder is not None)
     )
     return redact("\n\n".join(parts) + "\n")
 
 
-def public_name(base: str, folder: Path | None) -> str:
+def get_public_name(base: str, folder: Path | None) -> str:
     """How a card names what training began from: by its hub id, or as BASE, since its folder is of
     this machine.
     """
     return base if folder is None or is_hub_snapshot(folder, base) else BASE
 
 
-def _license_of(folder: Path | None) -> str | None:
+def _read_license(folder: Path | None) -> str | None:
     """The license in the card of the base; None: there is no card, or it names none."""
     if folder is None or not (folder / CARD).is_file():
         return None
@@ -86,7 +90,7 @@ def _license_of(folder: Path | None) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
+def _list_kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
     kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
     if cfg is None:
         return kinds
@@ -94,7 +98,7 @@ def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[
     return [cfg.recipe.partition("_")[0] if prefers else "sft", *kinds]
 
 
-def _sections(
+def _write_sections(
     cfg: FullFinetuneConfig | None,
     base: str,
     base_folder: Path | None,
@@ -105,40 +109,40 @@ def _sections(
     what = f"{kind} adapter for" if is_adapter else f"Trained by {kind} from"
     begin = "random weights of the architecture" if cfg is not None and not cfg.model.path else ""
     yield f"# {Path(base).name or 'model'}, fine-tuned"
-    name = base if public_name(base, base_folder) == base else Path(base).name
+    name = base if get_public_name(base, base_folder) == base else Path(base).name
     yield f"{what} {begin + ' ' if begin else ''}`{name}`, made with tune-recipes."
     if cfg is not None:
-        yield "## Data\n\n" + "\n".join(_data_lines(cfg))
-        changed = {f"`{name}`": _cell(value) for name, value in _changed(cfg)}
+        yield "## Data\n\n" + "\n".join(_list_data_lines(cfg))
+        changed = {f"`{name}`": _format_cell(value) for name, value in _list_changed_keys(cfg)}
         if changed:
-            yield f"## Settings that differ from the defaults\n\n{_table(changed)}"
+            yield f"## Settings that differ from the defaults\n\n{_format_table(changed)}"
 
 
-def _table(rows: Mapping[str, str]) -> str:
+def _format_table(rows: Mapping[str, str]) -> str:
     return "\n".join(
         ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     )
 
 
-def _data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
+def _list_data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
     for one in resolve_sources(cfg.data):
         weight = f", weight {one.weight:g}" if one.weight != 1 else ""
-        yield f"- `{_without_folders(one.source)}`, format `{one.format}`{weight}"
+        yield f"- `{_drop_folders(one.source)}`, format `{one.format}`{weight}"
     if cfg.validation.source:
-        yield f"- validation: `{_without_folders(cfg.validation.source)}`"
+        yield f"- validation: `{_drop_folders(cfg.validation.source)}`"
 
 
-def _without_folders(source: str) -> str:
+def _drop_folders(source: str) -> str:
     """A file by its name: where it lay says nothing to whoever reads the card."""
     return source if is_hub(source) else Path(source).name
 
 
-def _changed(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _list_changed_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The keys that differ from their defaults, with their values."""
     for field in dataclasses.fields(section):
         value, name = getattr(section, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
-            yield from _changed(value, f"{name}.")
+            yield from _list_changed_keys(value, f"{name}.")
             continue
         made = (
             field.default_factory()
@@ -149,18 +153,18 @@ def _changed(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield (
                 name,
                 (
-                    _without_folders(value)
+                    _drop_folders(value)
                     if field.metadata.get("path") and isinstance(value, str)
                     else value
                 ),
             )
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return f"`{str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')}`"
 
 
-def _use(base: str | None, commands: Sequence[str], has_base: bool) -> str:
+def _describe_use(base: str | None, commands: Sequence[str], has_base: bool) -> str:
     """base: of an adapter; None for a model. has_base: it has weights that can be loaded."""
     if base is not None and not has_base:
         return (

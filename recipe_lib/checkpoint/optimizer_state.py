@@ -16,15 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.layers import AdaptedModule
-from recipe_lib.adapters.peft_names import TARGETS, target_of
+from recipe_lib.adapters.peft_names import TARGETS, get_target
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.checkpoint.rank_agreement import (
-    FROZEN,
+from recipe_lib.checkpoint.rank_groups import (
+    BASE_WEIGHT,
     TRAINED,
     Holders,
     RankGroup,
     find_holders,
-    together,
+    run_on_all_ranks,
 )
 from recipe_lib.errors import CheckpointError
 
@@ -47,11 +47,11 @@ _OWN = (  # each of them decides which states there are
 class MakesStates(Protocol):
     """An optimizer that makes its states itself, before they are read."""
 
-    def new_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def make_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Every state tensor of a parameter, by its key."""
 
 
-def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
+def list_model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
     """`model/NAME` -> this rank's parameter or buffer, tied ones once; where some are frozen, only
     the trained ones.
 
@@ -60,7 +60,7 @@ def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]
     everything = (
         model.state_dict()
     )  # FSDP's hook frees gathered parameters, so that what follows sees the shards
-    saved = set(holders.saved_names())  # of a model that is only looked at everything
+    saved = set(holders.list_saved_names())  # of a model that is only looked at everything
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
     buffers = {
@@ -70,12 +70,14 @@ def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]
     return {f"{MODEL}/{name}": tensor for name, tensor in (kept | buffers).items()}
 
 
-def name_of(full_name: str) -> str:
+def get_parameter_name(full_name: str) -> str:
     """The parameter or buffer that a saved tensor belongs to."""
     return full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
 
 
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+def _map_parameter_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[torch.Tensor, str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -84,14 +86,14 @@ def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return names
 
 
-def optimizer_tensors(
+def list_optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
     """`optimizer/STATE/PARAMETER` -> tensor, for every state tensor there is (none before the first
     step).
     """
     tensors: dict[str, torch.Tensor] = {}
-    for parameter, name in _parameter_names(model, optimizer).items():
+    for parameter, name in _map_parameter_names(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 if (
@@ -107,7 +109,7 @@ def optimizer_tensors(
     return tensors
 
 
-def optimizer_settings(
+def gather_optimizer_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, holders: Holders
 ) -> dict[str, Any]:
     """The rest as JSON: per group its parameters' names and its numbers, and states that are no
@@ -115,7 +117,7 @@ def optimizer_settings(
 
     In a pipeline each rank's optimizer has its own parameters; groups at the same place are one.
     """
-    parts = holders.gather(together(world, lambda: _own_settings(model, optimizer)), world)
+    parts = holders.gather(run_on_all_ranks(world, lambda: _list_settings(model, optimizer)), world)
     if not holders.is_divided:
         return parts[0]
     states: dict[str, dict[str, Any]] = {}
@@ -137,13 +139,13 @@ def optimizer_settings(
     }
 
 
-def _own_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names = _parameter_names(model, optimizer)
+def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = _map_parameter_names(model, optimizer)
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
             "values": {
-                key: _plain(value)
+                key: _convert_to_json(value)
                 for key, value in group.items()
                 if key not in _IMPLEMENTATION_KEYS
             },
@@ -154,7 +156,7 @@ def _own_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     for parameter, name in names.items():
         values = optimizer.state.get(parameter, {})
         plain = {
-            key: _plain(value)
+            key: _convert_to_json(value)
             for key, value in values.items()
             if not isinstance(value, torch.Tensor)
         }
@@ -163,11 +165,11 @@ def _own_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return {"groups": groups, "states": states}
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):  # a learning rate may be held in a tensor
         return float(value)
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [_convert_to_json(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(f"an optimizer value of type {type(value).__name__} cannot be saved as JSON")
@@ -188,7 +190,9 @@ def make_optimizer_states(
     too. where: the state's folder, named in errors. place_state: memory for a state where it waits;
     None: next to its parameter.
     """
-    parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
+    parameters = {
+        name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
+    }
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     is_torchs = type(optimizer).__module__.startswith(
@@ -208,10 +212,10 @@ def make_optimizer_states(
             )
         if isinstance(optimizer, MakesStates):
             if parameter not in made:
-                made[parameter] = optimizer.new_states(parameter)
-            value = _own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)
+                made[parameter] = optimizer.make_states(parameter)
+            value = _check_own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)
         else:
-            value = _empty_state(parameter, groups[parameter], dtype, shape)
+            value = _make_empty_state(parameter, groups[parameter], dtype, shape)
         if value is None or (is_torchs and shape and dtype != parameter.dtype):
             raise CheckpointError(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its"
@@ -226,11 +230,11 @@ def make_optimizer_states(
     missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)
     if missing is not None:
         name = next(name for name, parameter in parameters.items() if parameter is missing[1])
-        raise _other_states(f"holds no optimizer state {missing[0]} of {name}", where)
+        raise _make_states_fault(f"holds no optimizer state {missing[0]} of {name}", where)
     return targets
 
 
-def _own_state(
+def _check_own_state(
     value: torch.Tensor | None,
     full_name: str,
     dtype: torch.dtype,
@@ -240,7 +244,7 @@ def _own_state(
     """The state that an optimizer has made, which must be as the saved one."""
     key, name = full_name.split("/", 2)[1:]
     if value is None:
-        raise _other_states(
+        raise _make_states_fault(
             f"holds optimizer state {key} of {name}, which this run's optimizer does not keep",
             where,
         )
@@ -256,11 +260,11 @@ def _own_state(
             # Before master weights had states in fp32, a run without state_bits had them in its
             # dtype.
             raise CheckpointError(f"{where}: {what}; resume with optimizer.state_bits={bits}")
-        raise _other_states(what, where)
+        raise _make_states_fault(what, where)
     return value
 
 
-def _other_states(what: str, where: str) -> CheckpointError:
+def _make_states_fault(what: str, where: str) -> CheckpointError:
     return CheckpointError(f"{where}: {what}; {_OWN}")
 
 
@@ -269,7 +273,7 @@ def describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _empty_state(
+def _make_empty_state(
     parameter: torch.Tensor, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
     if shape and shape == tuple(parameter.shape):
@@ -318,7 +322,9 @@ def restore_settings(
                 current.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(current, tuple) else value
-    parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
+    parameters = {
+        name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
+    }
     for name, values in saved["states"].items():
         if name in parameters:
             optimizer.state[parameters[name]].update(values)
@@ -334,7 +340,9 @@ _PIECE_ELEMENTS = 2**22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def frozen_mark(model: nn.Module, world: RankGroup, holders: Holders | None = None) -> str | None:
+def hash_frozen_parameters(
+    model: nn.Module, world: RankGroup, holders: Holders | None = None
+) -> str | None:
     """A hash of the sums of every frozen parameter's bits, the same for any sharding; None: none is
     frozen. Collective.
 
@@ -349,20 +357,18 @@ def frozen_mark(model: nn.Module, world: RankGroup, holders: Holders | None = No
         leader: [] for leader in holders.leaders
     }  # by the group that counts them
     for name, kind in holders.kinds.items():
-        if kind == FROZEN:
+        if kind == BASE_WEIGHT:
             frozen[holders.first[name]].append(name)
     if not any(frozen.values()):
         return None
 
     def add_up() -> list[int]:
-        sums = [
-            _sum_of_bits(name, parameters[name].detach(), holders) for name in frozen[holders.own]
-        ]
+        sums = [_sum_bits(name, parameters[name].detach(), holders) for name in frozen[holders.own]]
         return [int(number) for number in torch.stack(sums).tolist()] if sums else []
 
-    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
+    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == BASE_WEIGHT), 0)
     for leader, part in zip(
-        holders.leaders, world.gather_json(together(world, add_up)), strict=True
+        holders.leaders, world.gather_json(run_on_all_ranks(world, add_up)), strict=True
     ):
         for name, number in zip(frozen[leader], part, strict=True):
             totals[name] = (totals[name] + number) % 2**64
@@ -375,16 +381,18 @@ def frozen_mark(model: nn.Module, world: RankGroup, holders: Holders | None = No
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sum_of_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Tensor:
+def _sum_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     total = torch.zeros((), dtype=torch.int64, device=local.device)
-    if holders.counts_here(name, parameter):
+    if holders.is_counted_here(name, parameter):
         for piece in local.reshape(-1).split(_PIECE_ELEMENTS):
             total += piece.view(_BITS[piece.element_size()]).sum(dtype=torch.int64)
     return total
 
 
-def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[str, Any] | None:
+def gather_adapter_use(
+    model: nn.Module, world: RankGroup, holders: Holders
+) -> dict[str, Any] | None:
     """What of the section `lora` decides what the adapters' numbers mean; None: the model has none.
     Collective.
     """
@@ -398,7 +406,7 @@ def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[st
             [module.settings.rank, module.settings.scaling, module.settings.dora]
             for _, module in adapted[:1]
         ],
-        "targets": sorted({target_of(name) or name.rpartition(".")[2] for name, _ in adapted}),
+        "targets": sorted({get_target(name) or name.rpartition(".")[2] for name, _ in adapted}),
         "kinds": sorted(
             {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
         ),
@@ -422,7 +430,7 @@ def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[st
     }
 
 
-def check_use(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
+def check_adapter_use(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
     """CheckpointError unless the state at `path` was saved with the adapters that the model has
     `now`.
     """
@@ -449,7 +457,7 @@ def _describe(use: dict[str, Any], keys: list[str]) -> str:
     return " and ".join(f"{key} {shown[key]}" for key in keys)
 
 
-def check_mark(path: Path, saved: str | None, now: str | None) -> None:
+def check_frozen_hash(path: Path, saved: str | None, now: str | None) -> None:
     """CheckpointError unless the frozen weights are those of the run that saved the state at
     `path`.
     """

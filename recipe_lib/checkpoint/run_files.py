@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from recipe_lib import files
-from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
@@ -74,10 +74,10 @@ def write_manifest(
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "files": [asdict(record) for record in sorted(files, key=lambda record: record.name)],
     }
-    write_json(folder / MANIFEST, fields | {_SEAL: _seal(fields)})
+    write_json(folder / MANIFEST, fields | {_SEAL: _compute_seal(fields)})
 
 
-def _seal(fields: dict[str, Any]) -> str:
+def _compute_seal(fields: dict[str, Any]) -> str:
     return hashlib.sha256(
         json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -99,12 +99,12 @@ def read_manifest(folder: Path) -> Manifest:
     version = fields.get("format")
     if type(version) is int and version > FORMAT:
         raise DamagedState(f"{MANIFEST} has format {version}, this release reads up to {FORMAT}")
-    if fields.pop(_SEAL, None) != _seal(fields):
+    if fields.pop(_SEAL, None) != _compute_seal(fields):
         raise DamagedState(f"{MANIFEST} does not match its own checksum")
-    return _from_fields(fields)
+    return _parse_manifest(fields)
 
 
-def _from_fields(fields: dict[str, Any]) -> Manifest:
+def _parse_manifest(fields: dict[str, Any]) -> Manifest:
     if not isinstance(fields.get("files"), list):
         raise DamagedState(f"{MANIFEST} lists no files")
     try:
@@ -151,7 +151,7 @@ def check_presence(folder: Path) -> Manifest:
     return manifest
 
 
-def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str | None:
+def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str | None:
     """Reads this part's share of the files and says which one differs from its hash, or None.
 
     part, parts: files are dealt out in descending size, so that ranks hash about equally many
@@ -237,7 +237,7 @@ def write_record(root: Path, record: OutputRecord) -> None:
     files.replace_text(root / RECORD, text + "\n")
 
 
-def describe(path: Path) -> str:
+def describe_file(path: Path) -> str:
     """Size and SHA-256 of a file; of one above 4 MiB that of 64 blocks of 64 KiB, spread evenly
     over it.
     """
@@ -252,7 +252,7 @@ def describe(path: Path) -> str:
     return f"{size}:{_BLOCKS}x{_BLOCK_BYTES}:{hashed.hexdigest()}"
 
 
-def unrecorded_file(folder: Path, listings: list[Listing]) -> Path | None:
+def find_unlisted_file(folder: Path, listings: list[Listing]) -> Path | None:
     """The first file in a folder that is not as one of the listings has it; the folder itself, if
     it is a link.
     """
@@ -271,20 +271,20 @@ def is_as_listed(path: Path, listing: Listing) -> bool:
     not.
     """
     try:
-        return path.name in listing and describe(path) == listing[path.name]
+        return path.name in listing and describe_file(path) == listing[path.name]
     except OSError:
         return False
 
 
-def unrecorded_in(root: Path, name: str) -> Path | None:
+def find_unrecorded_file(root: Path, name: str) -> Path | None:
     """The first file of the published folder `root/name` that no run wrote, or that was changed
     since.
     """
     record = read_record(root)
-    return unrecorded_file(root / name, record.folders.get(name, []) if record else [])
+    return find_unlisted_file(root / name, record.folders.get(name, []) if record else [])
 
 
-def unrecorded_states(states: Path) -> Path | None:
+def find_unrecorded_in_states(states: Path) -> Path | None:
     """The first file in a folder of states that is none of theirs."""
     if states.is_symlink() or (states.exists() and not states.is_dir()):
         return states
@@ -294,15 +294,15 @@ def unrecorded_states(states: Path) -> Path | None:
         if files.is_temporary(path, "step_*"):
             continue
         if path.name == BEST_FOLDER:
-            found = unrecorded_states(path)
+            found = find_unrecorded_in_states(path)
         else:
-            found = unrecorded_in_state(path) if STATE_NAME.fullmatch(path.name) else path
+            found = find_unrecorded_in_state(path) if STATE_NAME.fullmatch(path.name) else path
         if found is not None:
             return found
     return None
 
 
-def unrecorded_in_state(state: Path) -> Path | None:
+def find_unrecorded_in_state(state: Path) -> Path | None:
     """The first file of a state that its manifest does not name; without one that can be read, by
     the names alone.
     """
@@ -329,11 +329,11 @@ def publish(temporary: Path, final: Path) -> None:
     files.flush_folder(temporary)
     root = final.parent
     name = final.name
-    new = {path.name: describe(path) for path in sorted(temporary.iterdir())}
+    new = {path.name: describe_file(path) for path in sorted(temporary.iterdir())}
     files.restore_replaced(root, name)
     files.remove_leftovers(root, RECORD)
     taken = final.exists() or final.is_symlink()
-    unrecorded = unrecorded_in(root, name) if taken else None
+    unrecorded = find_unrecorded_file(root, name) if taken else None
     if unrecorded is not None:
         free = find_free(final)
         files.rename(temporary, free)
@@ -359,7 +359,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
     """Removes what was exchanged, unless something came into it at the last moment."""
-    if unrecorded_file(old, listings) is None:
+    if find_unlisted_file(old, listings) is None:
         files.remove_temporary(old)
         return
     kept = find_free(final)
@@ -391,10 +391,10 @@ BEST_RECORD = "best"  # in what a run adds to state.json
 PREFIX = "step_"
 
 
-def readable_states(root: Path) -> list[tuple[Path, Manifest]]:
+def list_readable_states(root: Path) -> list[tuple[Path, Manifest]]:
     """Folders whose manifest reads, newest first."""
     found = []
-    for path in state_folders(root):
+    for path in list_state_folders(root):
         try:
             found.append((path, read_manifest(path)))
         except DamagedState:
@@ -402,7 +402,7 @@ def readable_states(root: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda item: item[1].sequence, reverse=True)
 
 
-def state_folders(root: Path) -> list[Path]:
+def list_state_folders(root: Path) -> list[Path]:
     """Every folder with the name of a state."""
     return sorted(
         path
@@ -411,7 +411,7 @@ def state_folders(root: Path) -> list[Path]:
     )
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Of `step_40` and of `step_40-2`: 40."""
     return int(re.split("[_-]", path.name)[1])
 
@@ -421,7 +421,7 @@ def prune_states(root: Path, keep: int) -> None:
     always left.
     """
     kept = 0
-    for path, _ in readable_states(root):
+    for path, _ in list_readable_states(root):
         try:
             if kept >= keep:
                 _remove_state(path)
@@ -434,7 +434,7 @@ def prune_states(root: Path, keep: int) -> None:
 
 def _remove_state(path: Path) -> None:
     try:
-        unrecorded = unrecorded_in_state(path)
+        unrecorded = find_unrecorded_in_state(path)
         if unrecorded is None:
             files.remove_folder(path)
         else:
@@ -448,8 +448,8 @@ def prune_best(root: Path, current: str | None) -> None:
     itself; and what a killed run left of others.
     """
     files.remove_leftovers(root / BEST_FOLDER, f"{PREFIX}*")
-    named = {current} | {best_named_in(path) for path, _ in readable_states(root)}
-    for path, _ in readable_states(root / BEST_FOLDER):
+    named = {current} | {read_best_name(path) for path, _ in list_readable_states(root)}
+    for path, _ in list_readable_states(root / BEST_FOLDER):
         if path.name not in named:
             _remove_state(path)
 
@@ -464,7 +464,7 @@ def read_state_json(state: Path) -> dict[str, Any]:
         ) from error
 
 
-def best_named_in(state: Path) -> str | None:
+def read_best_name(state: Path) -> str | None:
     """The folder, in `best`, of the best step that a state's run had by then; None: it kept none,
     or is damaged.
     """
@@ -476,7 +476,7 @@ def best_named_in(state: Path) -> str | None:
     return name if isinstance(name, str) and STATE_NAME.fullmatch(name) else None
 
 
-def bring_best(state: Path, root: Path, name: str) -> str:
+def copy_best_state(state: Path, root: Path, name: str) -> str:
     """Sees to it that the weights of the best step that `state` names are in `root/best`: copied
     where the state is another run's. Returns the folder's name there. Raises CheckpointError if
     they are gone.
@@ -500,12 +500,12 @@ def bring_best(state: Path, root: Path, name: str) -> str:
     return target.name
 
 
-def best_state(root: Path) -> Path | None:
+def find_best_state(root: Path) -> Path | None:
     """The weights that a run in `root` has as its best: those that its newest state names, or
     without a state the newest; None: it keeps none.
     """
-    states = [path for path, _ in readable_states(root)]
+    states = [path for path, _ in list_readable_states(root)]
     if states:
-        name = best_named_in(states[0])
+        name = read_best_name(states[0])
         return None if name is None else root / BEST_FOLDER / name
-    return next((path for path, _ in readable_states(root / BEST_FOLDER)), None)
+    return next((path for path, _ in list_readable_states(root / BEST_FOLDER)), None)

@@ -13,25 +13,25 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
-from recipe_lib.adapters.peft_names import targets_of
-from recipe_lib.adapters.peft_patterns import PatternError, first_matches
-from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig, scaling
+from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
+from recipe_lib.adapters.peft_names import list_targets
+from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
+from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig, compute_scaling
 from recipe_lib.checkpoint.adapter_files import (
     BASE_STORAGE,
     AdapterFile,
     check_fits,
+    find_usual_scaling,
     read_adapter,
-    usual_scaling,
 )
-from recipe_lib.checkpoint.adapter_in import load_adapter
-from recipe_lib.checkpoint.weight_accounts import read_headers
-from recipe_lib.checkpoint.weights_in import load_weights
+from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.tensor_matching import read_headers
+from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.local_files import format_install_line, has_package
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, get_first_line
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.peaks import free_host_memory
+from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.models import Decoder, build_meta, read_config
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import allocate
@@ -55,7 +55,7 @@ class Comparison:
     largest: float
     change: float | None
 
-    def agrees(self, dtype: torch.dtype) -> bool:
+    def is_within_rounding(self, dtype: torch.dtype) -> bool:
         """Whether the difference is what rounding explains, and no more (NaN never does)."""
         return self.difference <= _TOLERANCE[dtype] * max(self.largest, 1e-3)
 
@@ -69,19 +69,21 @@ class Comparison:
         )
 
 
-def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
+def make_adapter_settings(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     """The section `lora` that makes a model for an adapter: its largest rank, and its usual
     scaling.
     """
     modules = adapter.modules(spec)
-    rank = max(adapter.config.rank_of(module) for module in modules)
+    rank = max(adapter.config.get_rank(module) for module in modules)
     return LoraConfig(
         rank=rank,
-        alpha=usual_scaling(adapter, spec) / scaling(1.0, rank, adapter.config.rslora),
+        alpha=find_usual_scaling(adapter, spec) / compute_scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
         target_modules=(
-            [one.name for one in modules] if isinstance(spec, ExternalSpec) else targets_of(modules)
+            [one.name for one in modules]
+            if isinstance(spec, ExternalSpec)
+            else list_targets(modules)
         ),
         quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
@@ -106,7 +108,7 @@ def load_model(
     return model.eval()
 
 
-def model_of_adapter(
+def load_model_with_adapter(
     folder: Path,
     spec: ModelSpec,
     base: Path,
@@ -123,14 +125,14 @@ def model_of_adapter(
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
-    cfg = adapter_settings_of(adapter, spec)
+    cfg = make_adapter_settings(adapter, spec)
     cfg.quantize_base = storage or cfg.quantize_base
     cfg.dtype = "fp32" if dtype != torch.float64 else None
     model = load_model(spec, base, dtype, device, cfg)
     return model, load_adapter(model, spec, folder, some=True)
 
 
-def prompt_tokens(vocabulary: int, max_positions: int) -> torch.Tensor:
+def make_prompt(vocabulary: int, max_positions: int) -> torch.Tensor:
     """Return the fixed prompt of random tokens `[2, 32]`, shorter for a model of fewer
     positions.
     """
@@ -139,21 +141,21 @@ def prompt_tokens(vocabulary: int, max_positions: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
+def compute_prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
     """Logits `[2, 32, v]` of a prompt that is the same for all models of one vocabulary, on the
     host.
     """
-    tokens = prompt_tokens(model.spec.vocab_size, model.spec.max_positions).to(
+    tokens = make_prompt(model.spec.vocab_size, model.spec.max_positions).to(
         next(model.parameters()).device
     )
     with (
         phase("computing logits of a fixed prompt"),
-        nullcontext() if with_adapters else adapters_off(model),
+        nullcontext() if with_adapters else disable_adapters(model),
     ):
         return model(tokens).cpu()
 
 
-def compare(
+def compare_logits(
     trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor | None = None
 ) -> Comparison:
     """trained, exported, before: logits of the trained and of the reloaded model, and of the base
@@ -198,10 +200,10 @@ def check_with_peft(
     if (
         adapter.metadata.get(BASE_STORAGE, "none") != "none"
     ):  # PEFT has the base's own numbers, not their rounding
-        model = model_of_adapter(folder, spec, base, dtype, device, storage="none")[0]
-        trained = (prompt_logits(model), prompt_logits(model, with_adapters=False))
+        model = load_model_with_adapter(folder, spec, base, dtype, device, storage="none")[0]
+        trained = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
         del model
-    with quiet_transformers():
+    with silence_transformers():
         try:
             with phase("opening the base with transformers"):
                 model = open_model(base, dtype, device)
@@ -218,7 +220,7 @@ def check_with_peft(
         if is_resized:  # its new rows have no numbers before PEFT brings them
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
         alone = _compare_steady(trained[1], base_logits, None, dtype)
-        if not alone.agrees(dtype):
+        if not alone.is_within_rounding(dtype):
             return f"note: not opened with PEFT: transformers computes the base otherwise: {alone}"
         _check_patterns(adapter.config, model)
         opened = _open_adapter(model, adapter, device)
@@ -226,7 +228,7 @@ def check_with_peft(
             return f"note: not opened with PEFT: {opened}"
         logits = compute_logits(opened, vocabulary, spec.max_positions)
     before = trained[1] if trained[1].shape == trained[0].shape else None
-    comparison = compare(trained[0], logits, before)
+    comparison = compare_logits(trained[0], logits, before)
     steady = _compare_steady(trained[0], logits, before, dtype)
     # However little the adapter changes: closer than half of that, or as close as the libraries are
     # without it.
@@ -234,7 +236,7 @@ def check_with_peft(
         steady.change / 2, 2 * alone.difference
     )
     reader = f"PEFT {version('peft')} on transformers {version('transformers')}"
-    if missed or not steady.agrees(dtype):
+    if missed or not steady.is_within_rounding(dtype):
         raise CheckpointError(
             f"{folder}: {reader} computes another model than was trained: {comparison}; use the"
             f" merged model (tune export {folder} --merge), or write the adapter again (--adapter"
@@ -261,16 +263,16 @@ def check_with_transformers(
     why_not = _why_not_opened(folder, spec, dtype, device, "transformers")
     if why_not is not None:
         return f"note: not opened with transformers: {why_not}"
-    with quiet_transformers():
+    with silence_transformers():
         try:
             with phase("opening the model with transformers"):
                 model = open_model(folder, dtype, device)
             logits = compute_logits(model, trained.shape[-1], spec.max_positions)
         except (ImportError, *_FAULTS) as error:
             return f"note: not opened with transformers: it says {get_first_line(error)}"
-    comparison = compare(trained, logits, before)
+    comparison = compare_logits(trained, logits, before)
     reader = f"transformers {version('transformers')}"
-    if not _compare_steady(trained, logits, before, dtype).agrees(dtype):
+    if not _compare_steady(trained, logits, before, dtype).is_within_rounding(dtype):
         raise CheckpointError(
             f"{folder}: {reader} computes another model than was trained: {comparison}; do not use"
             " it there, and report this"
@@ -294,7 +296,7 @@ def open_model(
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Keep the bars, advice and warnings of transformers and PEFT away from the user."""
     from transformers.utils import logging
 
@@ -332,7 +334,7 @@ def _why_not_opened(
     needed = (
         sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values()) * dtype.itemsize
     )
-    room, what = free_host_memory()
+    room, what = find_free_host_memory()
     if device.type == "cpu" and needed > room:
         return f"it takes {format_bytes(needed)} of host memory, {format_bytes(room)} {what}"
     return None
@@ -363,10 +365,10 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     whole = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
     try:
-        first_matches(
+        find_first_matches(
             tuple(pattern for pattern in whole if isinstance(pattern, str)), names, whole=True
         )
-        first_matches((*config.rank_pattern, *config.alpha_pattern), names)
+        find_first_matches((*config.rank_pattern, *config.alpha_pattern), names)
     except PatternError as fault:
         raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
 
@@ -374,7 +376,7 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
 @torch.no_grad()
 def compute_logits(model: nn.Module, vocabulary: int, max_positions: int) -> Tensor:
     """Return logits of the fixed prompt by transformers' model, on the host."""
-    tokens = prompt_tokens(vocabulary, max_positions)
+    tokens = make_prompt(vocabulary, max_positions)
     with phase("computing logits of a fixed prompt"):
         logits: Tensor = model(
             input_ids=tokens.to(next(model.parameters()).device), use_cache=False
@@ -391,8 +393,8 @@ def _compare_steady(
     experts.
     """
     if dtype.itemsize >= torch.float32.itemsize:
-        return compare(trained, logits, before)
+        return compare_logits(trained, logits, before)
     differences = (trained.double() - logits.double()).abs().amax(dim=-1).flatten()
     steady = differences.argsort()[: max(1, len(differences) // 2)]
     kept = [None if one is None else one.flatten(0, 1)[steady] for one in (trained, logits, before)]
-    return compare(kept[0], kept[1], kept[2])
+    return compare_logits(kept[0], kept[1], kept[2])

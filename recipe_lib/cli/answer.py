@@ -22,10 +22,10 @@ import torch
 
 from recipe_lib.config.local_files import MODEL_FOLDER
 from recipe_lib.config.suggest import show
-from recipe_lib.data import render_prompt, system_fault
+from recipe_lib.data import render_prompt, why_no_system_message
 from recipe_lib.data.messages import check_order, read_turns
 from recipe_lib.data.sample_files import parse_sample
-from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
+from recipe_lib.data.samples import SampleFault, SamplePlaces, describe_kind
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, OutOfMemoryError
 from recipe_lib.files import LineFile, report_storage_faults
 from recipe_lib.generation.sample import (
@@ -35,7 +35,7 @@ from recipe_lib.generation.sample import (
     check_prompt,
     generate,
     generate_batch,
-    prompted,
+    show_prompt_phase,
 )
 from recipe_lib.generation.source import (
     DTYPE_NAMES,
@@ -84,7 +84,7 @@ def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> 
     tokenizer = load_tokenizer(source.tokenizer, by_key=False)
     if (
         arguments.system is not None
-        and (fault := system_fault(tokenizer, arguments.system)) is not None
+        and (fault := why_no_system_message(tokenizer, arguments.system)) is not None
     ):
         raise ConfigError(f"--system: {fault}; leave it out, and put it into the question")
     if arguments.prompts is not None:
@@ -169,7 +169,7 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
             raise DataError(f"{location}: prompt is empty; give a text, or remove the line")
         return value
     if not isinstance(value, list):
-        raise DataError(f"{location}: {key}: found {kind_of(value)}, {_EXPECTED}")
+        raise DataError(f"{location}: {key}: found {describe_kind(value)}, {_EXPECTED}")
     try:
         turns = read_turns(row, key)
         check_order(turns.messages, SamplePlaces(turns.places))
@@ -365,7 +365,7 @@ def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse
     is_empty = True
     with loaded(source, arguments) as (model, device):
         tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
-        for token in prompted(tokens, len(prompt)):
+        for token in show_prompt_phase(tokens, len(prompt)):
             piece = text.push(token)
             is_empty = is_empty and not piece
             sys.stdout.write(piece)

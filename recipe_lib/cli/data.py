@@ -28,7 +28,7 @@ from recipe_lib.logs import is_quiet, print_wrapped, wants_color
 from recipe_lib.units import pluralize
 
 if TYPE_CHECKING:
-    from recipe_lib.data.inspect import Shown
+    from recipe_lib.data.inspect import ShownSequence
     from recipe_lib.tokenizers import Tokenizer
 
 # (trained, special token) -> how it looks on a terminal
@@ -208,10 +208,10 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
     """One sequence of a batch: a document, a pair, or a pack of them."""
     from rich.text import Text
 
-    from recipe_lib.report.terminal import open_console, put, terminal_width
+    from recipe_lib.report.terminal import get_terminal_width, open_console, put
 
     colors = wants_color(sys.stdout)
-    console = open_console(terminal_width(), colors)
+    console = open_console(get_terminal_width(), colors)
     tokens, trained = (
         sum(document.tokens for document in documents),
         sum(document.trained for document in documents),
@@ -243,19 +243,19 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
 
 def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     """Prints counts and what is wrong; exit code 2 if something is that was not allowed."""
-    from recipe_lib.data import report_lines
-    from recipe_lib.data.inspect import ids_used, inspect, special_tokens
+    from recipe_lib.data import format_report_lines
+    from recipe_lib.data.inspect import collect_ids, inspect, list_special_tokens
 
     tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
     untrained = None
     if source is not None and source.folder is not None:
-        from recipe_lib.checkpoint.weights_in import untrained_embeddings
+        from recipe_lib.checkpoint.weight_loading import find_untrained_embeddings
 
-        special = special_tokens(tokenizer)
-        used = sorted(special.keys() & ids_used(dataset, validation))
+        special = list_special_tokens(tokenizer)
+        used = sorted(special.keys() & collect_ids(dataset, validation))
         untrained = [
             special[token]
-            for token in untrained_embeddings(source.spec, source.folder, used, special)
+            for token in find_untrained_embeddings(source.spec, source.folder, used, special)
         ]
     found = inspect(dataset, validation, cfg.max_seq_len, untrained)
     faults = [finding for finding in found.findings if finding.name not in arguments.allow]
@@ -264,8 +264,8 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
         print(json.dumps(found.numbers | {"findings": findings}))
     else:
         held_out = validation.report if validation is not None else None
-        report(found, report_lines(dataset.report, held_out, faults=False))
-    if note := dataset.report.plain_note():
+        report(found, format_report_lines(dataset.report, held_out, faults=False))
+    if note := dataset.report.describe_plain_template():
         print(note, file=sys.stderr)
     for finding in faults:
         more = [f"  and {finding.more} more"] if finding.more and finding.places else []

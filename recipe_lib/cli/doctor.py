@@ -128,7 +128,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     """
     import torch
 
-    from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
+    from recipe_lib.plan.measured.measure_rates import CPU_SIZES, GPU_SIZES, list_collective_steps
 
     def steps(rank: int, folder: Path) -> Iterable[Step]:
         if not on_gpu:
@@ -136,7 +136,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
                 max(1, cores() // ranks)
             )  # of this rank's process, among the others
         sizes = GPU_SIZES if on_gpu else CPU_SIZES
-        return collective_steps(
+        return list_collective_steps(
             rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS
         )
 
@@ -166,7 +166,7 @@ def write(path: str, facts: dict[str, Any]) -> str:
     """Write the rates as a calibration of the planner's, if they were measured; return a line about
     it.
     """
-    from recipe_lib.plan.timing.calibration import with_links
+    from recipe_lib.plan.measured.rates_file import add_links
 
     steps, links = facts["steps"], facts["links"]
     measured = steps.get("calibration")
@@ -175,5 +175,5 @@ def write(path: str, facts: dict[str, Any]) -> str:
     if links and links["failed"]:
         links = None
     low = {name: steps[f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in steps}
-    replace_text(Path(path), json.dumps(with_links(measured, links, low), indent=2) + "\n")
+    replace_text(Path(path), json.dumps(add_links(measured, links, low), indent=2) + "\n")
     return f"{path}: rates of {measured['device']}; `tune plan --calibration {path}` uses the file"

@@ -109,9 +109,9 @@ def measure_host_memory() -> dict[str, Any]:
     """total: of the machine. free: what a process can still get. what: limits it, the machine or a
     control group (a container's, a batch job's).
     """
-    from recipe_lib.memory.peaks import free_host_memory
+    from recipe_lib.memory.peaks import find_free_host_memory
 
-    free, what = free_host_memory()
+    free, what = find_free_host_memory()
     return {
         "total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "free": free,
@@ -142,9 +142,9 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
-    from recipe_lib.plan.timing.calibrate import (
+    from recipe_lib.plan.measured.measure_rates import (
         calibrate,
-        matmul_rate,
+        measure_matmul_rate,
     )  # torch, once it is known to start
 
     gpus = describe_torch()["gpus"]
@@ -152,7 +152,7 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
         yield f"rates of GPU {number}", partial(measure_gpu, f"cuda:{number}")
     for name, capability in LOW_PRECISION.items() if gpus else ():
         if tuple(gpus[0]["capability"]) >= capability:
-            yield f"{name} matmuls", partial(matmul_rate, "cuda:0", name)
+            yield f"{name} matmuls", partial(measure_matmul_rate, "cuda:0", name)
     if not gpus:
         import torch
 
@@ -205,10 +205,10 @@ def measure_gpu(device: str) -> dict[str, float]:
     """Return the rates of copies with the host, and of `bf16` products."""
     import torch
 
-    from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate
+    from recipe_lib.plan.measured.measure_rates import measure_copy_rates, measure_matmul_rate
 
     with torch.get_device_module("cuda").device(device):
-        return copy_rates(device) | {"bf16": matmul_rate(device, "bf16")}
+        return measure_copy_rates(device) | {"bf16": measure_matmul_rate(device, "bf16")}
 
 
 def verify_copies(

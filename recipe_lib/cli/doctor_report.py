@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
-from recipe_lib.plan.timing.calibration import LARGE_MATMUL
-from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
+from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
+from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
-    heading,
+    get_terminal_width,
     open_console,
     put,
+    put_heading,
     put_section,
-    terminal_width,
-    text_of,
+    read_console,
 )
 from recipe_lib.report.view import Section, Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
@@ -211,7 +211,7 @@ WIDTH = 160  # columns without a terminal
 
 def report(facts: dict[str, Any], findings: list[Finding]) -> str:
     """Return the whole text, findings last: that is what stays on the screen."""
-    console = open_console(terminal_width(WIDTH))
+    console = open_console(get_terminal_width(WIDTH))
     for section in (
         Section("software", facts=_list_software(facts)),
         Section("GPUs and rates", facts=_describe_gpus(facts)),
@@ -219,13 +219,13 @@ def report(facts: dict[str, Any], findings: list[Finding]) -> str:
         Section("host", facts=_describe_host(facts)),
     ):
         put_section(console, section)
-    heading(console, "findings")
+    put_heading(console, "findings")
     for finding in findings:
         put(console, f"{finding['name']}: {finding['line']}", indent=2, wrap=False)
         put(console, f"-> {finding['remedy']}", indent=4, wrap=False)
     if not findings:
         put(console, "none: all is well", indent=2)
-    return text_of(console).lstrip("\n")
+    return read_console(console).lstrip("\n")
 
 
 def per_second(rate: float) -> str:
@@ -326,7 +326,7 @@ def _tabulate_collectives(measured: dict[str, Any]) -> Table:
             seconds = points[size, operation]
             row += [
                 format_duration(seconds),
-                per_second(wire_bytes(operation, size, measured["ranks"]) / seconds),
+                per_second(count_wire_bytes(operation, size, measured["ranks"]) / seconds),
             ]
         rows.append(row)
     header = ["size", *(name for operation in OPERATIONS for name in (operation, ""))]

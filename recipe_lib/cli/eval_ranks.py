@@ -23,13 +23,13 @@ from recipe_lib.config.suggest import show
 from recipe_lib.data import (
     Dataset,
     build_validation_dataset,
-    report_lines,
+    format_report_lines,
     settle_formats,
     warn_of_positions,
 )
 from recipe_lib.errors import ConfigError, OutOfMemoryError
-from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
-from recipe_lib.evaluation.placed_model import PlacedModel, place_model
+from recipe_lib.evaluation.evaluated_model import EvaluatedModel, load_evaluated_model
+from recipe_lib.evaluation.harness import build_harness_model, flatten_metrics, run_tasks
 from recipe_lib.evaluation.results import (
     BASE,
     EXAMPLES_FILE,
@@ -37,20 +37,20 @@ from recipe_lib.evaluation.results import (
     SUMMARY_FILE,
     TUNED,
     Evaluation,
-    Measured,
+    ModelResults,
     score_sequences,
 )
 from recipe_lib.generation.answer_questions import (
     Question,
+    build_questions,
+    compute_metric,
     generate_answers,
-    metric_of_answers,
-    questions_of,
 )
 from recipe_lib.generation.source import GenerationSource, choose_dtype, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.parallel import World, make_world, meet_ranks, start_world
-from recipe_lib.report.terminal import Table, table_lines, terminal_width
+from recipe_lib.report.terminal import Table, format_table_lines, get_terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
 FOLDER = "eval"
@@ -103,7 +103,7 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
     """
     dataset = build_validation_dataset(cfg, tokenizer)
     assert dataset is not None
-    for line in report_lines(dataset.report):
+    for line in format_report_lines(dataset.report):
         get_logger().info(line)
     warn_of_positions(source.spec.max_positions, dataset)
     if dataset.group != 1:
@@ -116,10 +116,12 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
 
 def _placed(
     arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World
-) -> PlacedModel:
+) -> EvaluatedModel:
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     with _fits(source, world), world.heartbeat.phase("loading weights"):
-        return place_model(cfg, source, world, storage, _base_folder(arguments, cfg, source))
+        return load_evaluated_model(
+            cfg, source, world, storage, _base_folder(arguments, cfg, source)
+        )
 
 
 def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> None:
@@ -133,7 +135,7 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
         size = cfg.validation.batch_size or cfg.batch_size
 
         def measured(model: Any, which: str) -> dict[tuple[str, str], float]:
-            ours = harness_model(
+            ours = build_harness_model(
                 model,
                 spec=source.spec,
                 tokenizer=tokenizer,
@@ -142,7 +144,7 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
                 seed=arguments.seed,
             )
             with _fits(source, world), world.heartbeat.phase(f"tasks ({which})"):
-                return metric_rows(run_tasks(ours, tasks, **options))
+                return flatten_metrics(run_tasks(ours, tasks, **options))
 
         found = _measure_both(placed, arguments, measured)
     if arguments.json:
@@ -155,7 +157,7 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
         for task, name in found[TUNED]
     ]
     table = Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric"))
-    print("\n".join(table_lines(table, terminal_width())))
+    print("\n".join(format_table_lines(table, get_terminal_width())))
 
 
 def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSource) -> Path | None:
@@ -172,7 +174,7 @@ def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSour
 
 def _questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
     """The questions of all sequences that have one, and a line about those that have none."""
-    asked = questions_of(dataset, tokenizer.stop_ids)
+    asked = build_questions(dataset, tokenizer.stop_ids)
     if len(asked) < len(dataset):
         get_logger().info(
             "note: %d of %d sequences have no question to answer (plain text, or an answer that max_seq_len has cut); "
@@ -204,20 +206,20 @@ def _fits(source: GenerationSource, world: World) -> Iterator[None]:
 
 
 def _measure(
-    placed: PlacedModel,
+    placed: EvaluatedModel,
     cfg: Any,
     arguments: argparse.Namespace,
     dataset: Dataset,
     questions: dict[int, Question],
     tokenizer: Tokenizer,
     world: World,
-) -> dict[str, Measured]:
+) -> dict[str, ModelResults]:
     """The tuned model, then its base, whose weights may take the place of the tuned ones; in the
     order of the table.
     """
 
-    def measured(model: Any, which: str) -> Measured:
-        found = Measured()
+    def measured(model: Any, which: str) -> ModelResults:
+        found = ModelResults()
         with world.heartbeat.phase(f"likelihoods ({which})"):
             found.scores = score_sequences(
                 model, placed.parallel, dataset, cfg, world, tokenizer.pad_id
@@ -234,14 +236,14 @@ def _measure(
                     stop_ids=tokenizer.stop_ids, **options,
                 )  # fmt: skip
         for name in ("exact_match", *arguments.metric) if questions else ():
-            found.metrics[name] = metric_of_answers(name, found.answers, questions, tokenizer)
+            found.metrics[name] = compute_metric(name, found.answers, questions, tokenizer)
         return found
 
     return _measure_both(placed, arguments, measured)
 
 
 def _measure_both(
-    placed: PlacedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
+    placed: EvaluatedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
 ) -> dict[str, Result]:
     """Measure the tuned model, then its base, whose weights may take its place; return both in a
     table's order.
@@ -249,7 +251,7 @@ def _measure_both(
     tuned = measure(placed.model, TUNED)
     if arguments.no_base or placed.base is None:
         return {TUNED: tuned}
-    with placed.as_base() as base:
+    with placed.use_base_weights() as base:
         return {BASE: measure(base, BASE), TUNED: tuned}
 
 
@@ -259,7 +261,7 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
     if arguments.json:
         sys.stdout.write(json.dumps(evaluation.summary()) + "\n")
         return
-    print("\n".join(table_lines(evaluation.table(), terminal_width())))
+    print("\n".join(format_table_lines(evaluation.table(), get_terminal_width())))
     if not is_quiet():
         summary = evaluation.summary()
         print(

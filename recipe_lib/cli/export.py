@@ -4,7 +4,7 @@ others load it.
 
 import argparse
 
-from recipe_lib.checkpoint.weight_files import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
+from recipe_lib.checkpoint.model_folders import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
 from recipe_lib.cli.arguments import SWITCH, Options, Parser
 from recipe_lib.errors import DONE, ConfigError, raise_faults
 from recipe_lib.units import choose_lines

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from recipe_lib.checkpoint.adapter_config import read_adapter_config
+from recipe_lib.checkpoint.adapter_export import compute_file_rank, export_adapter
 from recipe_lib.checkpoint.adapter_files import (
     BASE_DTYPE,
     BASE_IMPLEMENTATION,
@@ -23,26 +24,30 @@ from recipe_lib.checkpoint.adapter_files import (
     check_fits,
     read_adapter,
 )
-from recipe_lib.checkpoint.adapter_out import export_adapter, file_rank
+from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint
-from recipe_lib.checkpoint.merged import merge_adapter
-from recipe_lib.checkpoint.model_card import model_card, public_name
-from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.run_files import best_state, read_record, read_state_json, step_of
-from recipe_lib.checkpoint.state import find_state, holds_adapters, load_state
-from recipe_lib.checkpoint.tokenizer_out import CHAT_TEMPLATE, TOKENIZER_FILES
+from recipe_lib.checkpoint.model_card import get_public_name, make_model_card
+from recipe_lib.checkpoint.model_export import export_model
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.resumable_state import find_state, has_adapters, load_state
+from recipe_lib.checkpoint.run_files import (
+    find_best_state,
+    parse_step,
+    read_record,
+    read_state_json,
+)
+from recipe_lib.checkpoint.tensor_matching import log_left_out
+from recipe_lib.checkpoint.tokenizer_export import CHAT_TEMPLATE, TOKENIZER_FILES
 from recipe_lib.checkpoint.verify import (
     Comparison,
-    adapter_settings_of,
     check_with_peft,
     check_with_transformers,
-    compare,
+    compare_logits,
+    compute_prompt_logits,
     load_model,
-    model_of_adapter,
-    prompt_logits,
+    load_model_with_adapter,
+    make_adapter_settings,
 )
-from recipe_lib.checkpoint.weight_accounts import tell_left_out
-from recipe_lib.checkpoint.weights_out import export_model
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import (
@@ -55,11 +60,17 @@ from recipe_lib.config.local_files import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
-from recipe_lib.data import trained_template
+from recipe_lib.data import find_trained_template
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.generation.source import DTYPE_NAMES, choose_device, choose_dtype
 from recipe_lib.logs import print_wrapped
-from recipe_lib.models import Decoder, build_meta, preset_config, read_config, read_trained_spec
+from recipe_lib.models import (
+    Decoder,
+    build_meta,
+    read_config,
+    read_preset_config,
+    read_trained_spec,
+)
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.parallel import DTYPES
@@ -201,7 +212,7 @@ def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
     """Of a run that keeps its best step the weights of that, as the newest state has it; else the
     newest state.
     """
-    best = best_state(root) if cfg.checkpoint.keep_best else None
+    best = find_best_state(root) if cfg.checkpoint.keep_best else None
     if best is None:
         return find_state(root, "latest", SingleRank())
     newer = [path.parent for path in root.glob("best/step_*/manifest.json") if path.parent != best]
@@ -234,9 +245,9 @@ def beside_weights(
     cfg, run = found.cfg, found.records
     folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
-    template = trained_template(cfg, tokenizer)
+    template = find_trained_template(cfg, tokenizer)
     if found.state:
-        step: int | None = step_of(found.state)
+        step: int | None = parse_step(found.state)
         extra = read_state_json(found.state)["extra"]
         is_best = found.state.absolute().parent.name == BEST_FOLDER
         exported = f"best step {step}: {extra['metric']} {extra['value']:.4f}" if is_best else None
@@ -244,7 +255,7 @@ def beside_weights(
         summary = find_object(run / SUMMARY_FILE) if run else {}  # a run that was killed has none
         step = summary.get("exported_step")
         exported = summary.get("outcome")
-    shown = public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
+    shown = get_public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
     commands = _list_commands(
         spec, shown, cfg.trained_adapters if is_adapter else None, template is not None
     )
@@ -271,11 +282,11 @@ def _beside_strange_adapter(
     assert found.adapter is not None
     held = read_adapter(found.adapter)
     assert base is not None
-    lora, named = adapter_settings_of(held, spec), resolve_base_name(held.config.base, base)
+    lora, named = make_adapter_settings(held, spec), resolve_base_name(held.config.base, base)
     own = any((found.adapter / name).is_file() for name in TOKENIZER_FILES)
-    shown, template = public_name(named, base), (found.adapter / CHAT_TEMPLATE).is_file()
+    shown, template = get_public_name(named, base), (found.adapter / CHAT_TEMPLATE).is_file()
     commands = _list_commands(spec, shown, lora if is_adapter else None, template)
-    card = model_card(
+    card = make_model_card(
         None, base=named, base_folder=base, lora=lora, is_adapter=is_adapter, commands=commands
     )
     return {"tokenizer_folder": found.adapter if own else base, "card": card}
@@ -288,7 +299,7 @@ def _list_commands(
     if adapter is None:
         return model_commands(ANYWHERE)
     return adapter_commands(
-        ANYWHERE, base, adapter, rank=file_rank(spec, adapter), template=template
+        ANYWHERE, base, adapter, rank=compute_file_rank(spec, adapter), template=template
     )
 
 
@@ -365,14 +376,14 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
 
 def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
-    if found.state is None or holds_adapters(found.state):
+    if found.state is None or has_adapters(found.state):
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: holds an adapter; use --merge or --adapter"
         )
     cfg, out = found.cfg, _target(found, "model", arguments)
     device = choose_device(arguments.device)
     base = find_checkpoint(cfg.model.path) if cfg.model.path else None
-    config = read_config(base) if base else preset_config(cfg.model.preset)
+    config = read_config(base) if base else read_preset_config(cfg.model.preset)
     spec = read_trained_spec(config, cfg.model.path or cfg.model.preset, cfg.model.implementation)
     dtype = DTYPES[cfg.dtype]
     model = build_meta(spec, dtype)
@@ -383,12 +394,12 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     beside = beside_weights(found, base, spec, is_adapter=False)
     export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **beside)
     if base:
-        tell_left_out(spec, base, "export")
-    trained = prompt_logits(model)
+        log_left_out(spec, base, "export")
+    trained = compute_prompt_logits(model)
     del model
     tell(
         f"model: {out}",
-        compare(trained, prompt_logits(load_model(spec, out, dtype, device))),
+        compare_logits(trained, compute_prompt_logits(load_model(spec, out, dtype, device))),
         dtype,
         out,
     )
@@ -398,7 +409,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
 
 def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The adapter of a folder or of a state, alone or merged into its base."""
-    if found.state is not None and not holds_adapters(found.state):
+    if found.state is not None and not has_adapters(found.state):
         raise CheckpointError(f"{found.state}: is of a run that trained all weights; use --hf")
     base = base_of(found, arguments)
     config = read_config(base)
@@ -421,7 +432,7 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
             " write; copy the folder as it is, or merge it (--merge)"
         )
     model, dtype = _trained_model(found, spec, base, config, device)
-    trained = (prompt_logits(model), prompt_logits(model, with_adapters=False))
+    trained = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
     with tempfile.TemporaryDirectory(prefix="tune-export-") as scratch:
         adapter = found.adapter or Path(scratch) / "adapter"
         if rewrite:
@@ -449,7 +460,7 @@ def _trained_model(
     check_fits(adapter, spec)
     check_base(adapter, spec, base)
     dtype = choose_dtype(DTYPE_NAMES.get(adapter.metadata.get(BASE_DTYPE, ""), "auto"), config)
-    return model_of_adapter(found.adapter, spec, base, dtype, device)[0], dtype
+    return load_model_with_adapter(found.adapter, spec, base, dtype, device)[0], dtype
 
 
 def _write_adapter(
@@ -465,7 +476,7 @@ def _write_adapter(
     else:
         assert found.adapter is not None
         adapter = read_adapter(found.adapter)
-        lora, name = adapter_settings_of(adapter, spec), adapter.config.base
+        lora, name = make_adapter_settings(adapter, spec), adapter.config.base
     export_adapter(
         model,
         spec,
@@ -488,7 +499,7 @@ def _check_adapter(
     device: torch.device,
     trained: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    model, filled = model_of_adapter(adapter, spec, base, dtype, device)
+    model, filled = load_model_with_adapter(adapter, spec, base, dtype, device)
     held = read_adapter(adapter)
     print_wrapped(
         f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is"
@@ -499,9 +510,9 @@ def _check_adapter(
             "note: vLLM does not load DoRA adapters; serve the merged model there (tune export"
             " --merge)"
         )
-    logits = prompt_logits(model)
+    logits = compute_prompt_logits(model)
     del model  # PEFT's comes in its place
-    tell(f"adapter: {adapter}", compare(trained[0], logits, trained[1]), dtype, adapter)
+    tell(f"adapter: {adapter}", compare_logits(trained[0], logits, trained[1]), dtype, adapter)
     print_wrapped(check_with_peft(adapter, base, spec, dtype, device, trained))
 
 
@@ -512,7 +523,7 @@ def _tell_next(
     held = read_adapter(adapter)
     if held.extras:  # which neither vLLM nor PEFT knows
         return
-    lora, base = adapter_settings_of(held, spec), arguments.base or held.config.base
+    lora, base = make_adapter_settings(held, spec), arguments.base or held.config.base
     template = (adapter / CHAT_TEMPLATE).is_file()
     given = bool(arguments.base) and os.path.abspath(arguments.base) != held.config.base
     commands = adapter_commands(
@@ -544,8 +555,8 @@ def _check_merged(
     print_wrapped(
         f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there"
     )
-    comparison = compare(
-        trained[0], prompt_logits(load_model(spec, out, wanted, device)), trained[1]
+    comparison = compare_logits(
+        trained[0], compute_prompt_logits(load_model(spec, out, wanted, device)), trained[1]
     )
     coarser = min(dtype, wanted, key=lambda kind: kind.itemsize)
     tell(f"model: {out}", comparison, coarser, out)
@@ -563,7 +574,7 @@ def tell(written: str, comparison: Comparison, dtype: torch.dtype, out: Path) ->
     rounding.
     """
     print_wrapped(written)
-    if not comparison.agrees(dtype):
+    if not comparison.is_within_rounding(dtype):
         raise CheckpointError(
             f"{out}: does not compute what was trained: {comparison}; do not use it, and report"
             " this"

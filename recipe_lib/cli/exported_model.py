@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_adapter, write_gguf_model
-from recipe_lib.checkpoint.gguf.gguf_file import package
-from recipe_lib.checkpoint.quantized_out import check_quantizable, write_quantized
-from recipe_lib.checkpoint.weight_accounts import tell_left_out
-from recipe_lib.checkpoint.weight_files import ADAPTER_KINDS, GROUP_SIZE
+from recipe_lib.checkpoint.gguf.gguf_file import import_gguf
+from recipe_lib.checkpoint.model_folders import ADAPTER_KINDS, GROUP_SIZE
+from recipe_lib.checkpoint.quantized_export import check_quantizable, write_quantized
+from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.arguments import check_place
 from recipe_lib.cli.export_trained import CONFIG, base_of, find_export, run_of, write_merged
 from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_snapshot
@@ -56,7 +56,7 @@ def find_exported(arguments: argparse.Namespace) -> ExportedModel:
     named = Path(arguments.checkpoint).expanduser()
     source = find_source(str(named) if named.exists() else arguments.checkpoint, arguments.base)
     if source.adapter is None:
-        tell_left_out(source.spec, source.folder, "export")
+        log_left_out(source.spec, source.folder, "export")
     folder = source.adapter or source.folder
     own = folder.absolute()
     if is_hub_snapshot(folder, arguments.checkpoint):
@@ -119,7 +119,7 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     """Writes the file and prints what it is, what differs in llama.cpp, and the check.
     CheckpointError, StorageError, SetupError without the package.
     """
-    package()
+    import_gguf()
     found = find_exported(arguments)
     kind = arguments.gguf
     out = target_of_export(found, arguments, f"-{kind}.gguf")

@@ -7,7 +7,7 @@ import os
 import subprocess
 from functools import cache
 
-from recipe_lib.plan.hardware import HARDWARE, Hardware, reported_hardware
+from recipe_lib.plan.hardware import HARDWARE, Hardware, find_reported_hardware
 from recipe_lib.units import MIB
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -54,7 +54,7 @@ def own_device() -> Hardware | None:
     if not gpus:
         return None
     name, size = gpus[0]
-    reported = reported_hardware(name, int(size * SHARE_OF_TOTAL))
+    reported = find_reported_hardware(name, int(size * SHARE_OF_TOTAL))
     known = HARDWARE.get(reported.name)
     # A slice of a card, or another size of it than the table's, has the memory that it says.
     return known if known and 0.9 < known.memory / size <= 1 else reported

@@ -24,10 +24,10 @@ from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
 from recipe_lib.errors import DONE
 from recipe_lib.files import replace_text
-from recipe_lib.plan.result import DOES_NOT_FIT, Plan, read_plan
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, Plan, read_plan
 
 if TYPE_CHECKING:
-    from recipe_lib.plan.trace import Trace
+    from recipe_lib.plan.tracing.trace import Trace
 
 
 NO_ROOM = 3  # exit codes
@@ -92,7 +92,7 @@ def quiet_libraries() -> Iterator[None]:
 
 def text_of(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> str:
     """The report; with another plan, what is different here."""
-    from recipe_lib.plan.report import render, render_diff
+    from recipe_lib.plan.views.report import render, render_diff
     from recipe_lib.report.terminal import wants_color
 
     if other is not None:
@@ -181,7 +181,7 @@ def write(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:
     if arguments.json:
         put_json(arguments.json, plan.to_json())
     if arguments.html:
-        from recipe_lib.plan.report import render_html
+        from recipe_lib.plan.views.report import render_html
 
         replace_text(Path(arguments.html), render_html(plan, trace))
     if arguments.snapshot:
@@ -193,7 +193,7 @@ def write(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:
 
 def calibrate(path: Path) -> str:
     """Measure this machine's device and write its rates; return the line that says so."""
-    from recipe_lib.plan.timing.calibrate import calibrate as measure
+    from recipe_lib.plan.measured.measure_rates import calibrate as measure
 
     rates = measure()
     replace_text(path, json.dumps(rates, indent=2) + "\n")

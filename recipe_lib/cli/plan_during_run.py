@@ -38,7 +38,7 @@ from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, escape_invisible
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrap_lines
-from recipe_lib.plan.receipts import describe_run
+from recipe_lib.plan.measured.receipts import describe_run
 from recipe_lib.reading import read_object
 from recipe_lib.report.phases import ERASE
 from recipe_lib.report.planned import FIGURES
@@ -46,7 +46,7 @@ from recipe_lib.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
-    from recipe_lib.plan.result import Plan, RankPlan
+    from recipe_lib.plan.plan_schema import Plan, RankPlan
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
@@ -234,14 +234,14 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.tracing.simulate import FIRST, STEADY, list_short_steps
-    from recipe_lib.plan.tracing.simulate_deep import few_layers
-    from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
-    from recipe_lib.plan.world.shape_only_model import layer_count
+    from recipe_lib.plan.simulated_world.shape_only_model import count_layers
+    from recipe_lib.plan.tracing.simulated_micro_batches import count_micro_batches_to_simulate
+    from recipe_lib.plan.tracing.trace_deep_model import choose_depths
+    from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, list_short_steps
 
     with explained(recipe, cfg):
-        layers = sum(few_layers(planned, shaped) or [layer_count(shaped)])
-        is_short = layers * fewest_to_simulate(planned, shaped) > MAX_LAYERS
+        layers = sum(choose_depths(planned, shaped) or [count_layers(shaped)])
+        is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
         figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
     run = asdict(describe_run(cfg, shaped, settings))

@@ -15,19 +15,26 @@ from recipe_lib.cli.arguments import put_json
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger
-from recipe_lib.plan.receipts import (
+from recipe_lib.plan.measured.receipts import (
     VARIABLE,
     Receipt,
     append_receipt,
     describe_run,
     find_nearest,
+    get_receipts_file,
     is_off,
     make_receipt,
     quote_line,
     read_receipts,
-    receipts_file,
 )
-from recipe_lib.report.terminal import Table, open_console, put, put_table, terminal_width, text_of
+from recipe_lib.report.terminal import (
+    Table,
+    get_terminal_width,
+    open_console,
+    put,
+    put_table,
+    read_console,
+)
 from recipe_lib.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
@@ -45,7 +52,7 @@ def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None
         read_metrics,
     )  # torch, which the launcher has imported by now
 
-    path = receipts_file()
+    path = get_receipts_file()
     try:
         receipt = make_receipt(figures, summary, read_metrics(Path(figures["output_dir"])))
         if "reserved" not in receipt.errors:  # by which receipts are compared
@@ -71,7 +78,7 @@ def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
     if is_off():
         return ""
     try:
-        receipts, _ = read_receipts(receipts_file())
+        receipts, _ = read_receipts(get_receipts_file())
     except OSError:  # `tune plan --receipts` says what is wrong
         return ""
     nearest = find_nearest(receipts, describe_run(cfg, shaped, settings))
@@ -82,7 +89,7 @@ def list_receipts(arguments: argparse.Namespace) -> str:
     """Return what `--receipts` prints; with --json the same for programs. ConfigError for a file
     that is none.
     """
-    path = receipts_file()
+    path = get_receipts_file()
     try:
         receipts, unreadable = read_receipts(path)
     except OSError as error:
@@ -122,7 +129,7 @@ def render_receipts(
         rows.append(
             [receipt.time[:10], run.card, str(run.ranks), run.config, run.recipe, *sizes, *off]
         )
-    console = open_console(width or terminal_width())
+    console = open_console(width or get_terminal_width())
     header = [
         "date",
         "card",
@@ -144,4 +151,4 @@ def render_receipts(
         f" {fmean(map(abs, errors)):.1%} mean absolute, {max(errors, key=abs):+.1%} worst",
     )
     put(console, f"in {path}, on this machine alone{passed}")
-    return text_of(console)
+    return read_console(console)

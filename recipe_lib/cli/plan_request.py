@@ -26,7 +26,7 @@ from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError, find_lines_in, raise_faults
 from recipe_lib.plan.hardware import Hardware, find_hardware, parse_fit
-from recipe_lib.plan.world.sequence_choice import check_choice
+from recipe_lib.plan.simulated_world.sequence_choice import check_choice
 from recipe_lib.units import GIB
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]
     if arguments.device:
         hardware = find_hardware(arguments.device)
     elif arguments.calibration:
-        from recipe_lib.plan.timing.calibration import read_calibrated_device
+        from recipe_lib.plan.measured.rates_file import read_calibrated_device
 
         hardware, unknown = read_calibrated_device(arguments.calibration)
         of_file = f"the device is that of --calibration, {hardware.name}"
@@ -274,7 +274,7 @@ def settings_for(
     recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
 ) -> tuple["PlanSettings", list[str]]:
     """What a plan needs besides recipe and config, and what was assumed for it."""
-    from recipe_lib.plan.world.sequence_lengths import planned_sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
 
     ranks, hardware, assumed = device_for(arguments)
     traced = read_ranks(arguments.rank, ranks)
@@ -282,11 +282,11 @@ def settings_for(
 
     calibration = None
     if arguments.calibration:
-        from recipe_lib.plan.timing.calibration import read_calibration
+        from recipe_lib.plan.measured.rates_file import read_calibration
 
         calibration = read_calibration(arguments.calibration, hardware)
     different = max(1, ranks // count_same_batch_ranks(cfg.parallel))
-    sequence = planned_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
+    sequence = choose_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
     settings = PlanSettings(
         hardware=hardware,
         ranks=ranks,
@@ -310,20 +310,20 @@ def prepare(
     decides: `parallel.strategy: auto` becomes what `tune run` would choose. What concerns this
     machine is added to `arguments.notes`.
     """
-    from recipe_lib.plan.world.shape_only_model import plannable
+    from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
-    shaped, said = plannable(cfg)
+    shaped, said = make_plannable(cfg)
     planned = recipe_class(recipe)
     settings, assumed = settings_for(recipe, cfg, arguments)
     if (
         decides and shaped.parallel.strategy == "auto" and settings.ranks > 1
     ):  # one rank shards nothing
         from recipe_lib.plan.search.advice import choose_strategy
-        from recipe_lib.plan.search.trials import STRATEGY_KEY, changed
+        from recipe_lib.plan.search.trials import STRATEGY_KEY, apply_changes
 
         with explained(recipe, cfg):
             strategy, line = choose_strategy(planned, shaped, settings, expandable=is_expandable())
-        shaped, said = changed(shaped, {STRATEGY_KEY: strategy}), [*said, line]
+        shaped, said = apply_changes(shaped, {STRATEGY_KEY: strategy}), [*said, line]
     assumptions = (*assumed, *said, *arguments.notes)
     arguments.notes = [*assumed, *arguments.notes]
     return planned, shaped, dataclasses.replace(settings, assumptions=assumptions)
@@ -347,11 +347,11 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ran
     }
     if not given:
         return None
-    from recipe_lib.plan.allocation.untraced_memory import outside_torch
-    from recipe_lib.plan.search.trials import communicator_sizes
+    from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
+    from recipe_lib.plan.search.trials import list_communicator_sizes
 
     return dataclasses.replace(
-        outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given
+        estimate_outside_torch(hardware, list_communicator_sizes(cfg.parallel, ranks)), **given
     )
 
 

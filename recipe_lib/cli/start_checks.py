@@ -139,17 +139,17 @@ def _check_model(cfg: Any, with_weights: bool) -> str | None:
     """Its folder and config.json, and the files of its weights; a native one is of a family that is
     known.
     """
-    from recipe_lib.models import preset_config
-    from recipe_lib.models.families import spec_of_run
+    from recipe_lib.models import read_preset_config
+    from recipe_lib.models.families import read_run_spec
 
     if cfg.model.implementation == "transformers":
         check_transformers()
     name = cfg.model.path
     if not name:
         if cfg.model.implementation == "native" and cfg.model.preset:
-            spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
+            read_run_spec(cfg, read_preset_config(cfg.model.preset), cfg.model.preset)
         return None
-    read_spec = partial(spec_of_run, cfg) if cfg.model.implementation == "native" else None
+    read_spec = partial(read_run_spec, cfg) if cfg.model.implementation == "native" else None
     return _check_checkpoint(name, read_spec, with_weights)
 
 
@@ -157,12 +157,12 @@ def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
     """A further checkpoint of the recipe, by the key that names it; in the words of
     `_check_model`.
     """
-    from recipe_lib.models import spec_from_config
+    from recipe_lib.models import build_spec
 
     section, _, word = key.partition(".")
     name = getattr(getattr(cfg, section), word)
     try:
-        note = _check_checkpoint(name, spec_from_config, with_weights) if name else None
+        note = _check_checkpoint(name, build_spec, with_weights) if name else None
     except UserError as error:
         raise ConfigError(*(f"{key}: {fault}" for fault in error.faults)) from error
     return f"{key}: {note}" if note else None
@@ -171,7 +171,7 @@ def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
 def _check_checkpoint(
     name: str, read_spec: Callable[[dict[str, Any], str], Any] | None, with_weights: bool
 ) -> str | None:
-    from recipe_lib.checkpoint.weight_files import find_weights
+    from recipe_lib.checkpoint.model_folders import find_weights
     from recipe_lib.models import read_config
 
     if _is_made_by_a_run(name, MODEL_FOLDER):

@@ -72,9 +72,9 @@ def run(words: list[str]) -> int:
             f"tune tp-plan: found no package transformers; {format_install_line('transformers')}"
         )
     silence_torchao()
-    from recipe_lib.checkpoint.verify import quiet_transformers
+    from recipe_lib.checkpoint.verify import silence_transformers
 
-    with quiet_transformers():
+    with silence_transformers():
         from recipe_lib.cli.tp_plan_report import as_json, certificates, plans_for, report
 
         # How weights are stored is no part of the model.
@@ -115,16 +115,16 @@ def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this
     machine.
     """
-    from recipe_lib.models.spec import preset_config, read_config
-    from recipe_lib.plan.world.shape_only_model import in_hub_cache
+    from recipe_lib.models.spec import read_config, read_preset_config
+    from recipe_lib.plan.simulated_world.shape_only_model import find_in_hub_cache
 
     path = Path(name).expanduser()
     presets = list_presets()
     if path.exists():
         return read_config(path)
     if name in presets:
-        return preset_config(name)
-    cached = in_hub_cache(name)
+        return read_preset_config(name)
+    cached = find_in_hub_cache(name)
     if cached is not None:
         return read_config(Path(cached))
     near = find_nearest(name, presets)

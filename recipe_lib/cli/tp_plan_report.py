@@ -152,7 +152,7 @@ def report(
     every axis.
     """
     console = terminal.open_console(
-        terminal.terminal_width(WIDTH), terminal.wants_color(sys.stdout)
+        terminal.get_terminal_width(WIDTH), terminal.wants_color(sys.stdout)
     )
     unlike = {plan.hash(): plan for plan in plans.values()}
     for name, plan in unlike.items():
@@ -185,7 +185,7 @@ def report(
         _line(console, f"not legal: {size}: {why}", terminal.WARNING)
     for proof in proofs:
         _proof(console, proof)
-    print(terminal.text_of(console), end="")
+    print(terminal.read_console(console), end="")
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.checkpoint.weight_files import exported_folder
+from recipe_lib.checkpoint.model_folders import find_exported_folder
 from recipe_lib.cli.arguments import SWITCH, Options, Parser
 from recipe_lib.cli.hub_refusals import one_line
 from recipe_lib.config.local_files import ADAPTER_CONFIG
@@ -92,7 +92,7 @@ def find_folder(name: str) -> Path:
         raise CheckpointError(
             f"{show(name)}: no such folder; expected a run's output_dir, a model or an adapter"
         )
-    folder = exported_folder(named)
+    folder = find_exported_folder(named)
     for file, kind in ((ADAPTER_CONFIG, "adapter"), ("config.json", "model")):
         if (folder / file).is_file():
             if not any(folder.glob("*.safetensors")):

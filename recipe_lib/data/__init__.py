@@ -5,24 +5,22 @@ from recipe_lib.data.batches import (
     StepBatches,
     check_packing_isolation,
     make_step,
-    step_batches,
-    validation_steps,
+    make_training_steps,
+    make_validation_steps,
 )
+from recipe_lib.data.chat_templates import find_trained_template
+from recipe_lib.data.data_plan import DataPlan, Packs, pack
 from recipe_lib.data.dataset import (
-    DataPlan,
     Dataset,
-    Packs,
     TokenSequence,
-    as_trained,
+    adapt_to_recipe,
     check_vocabulary,
-    pack,
     warn_of_overlap,
     warn_of_positions,
 )
-from recipe_lib.data.dataset_report import report_lines
+from recipe_lib.data.dataset_report import format_report_lines
 from recipe_lib.data.find_format import settle_formats
-from recipe_lib.data.rendering import trained_template
-from recipe_lib.data.templates import render_prompt, system_fault
+from recipe_lib.data.label_masks import render_prompt, why_no_system_message
 from recipe_lib.data.tokenize_dataset import (
     PreparedData,
     build_dataset,
@@ -38,7 +36,7 @@ __all__ = [
     "Packs",
     "TokenSequence",
     "StepBatches",
-    "as_trained",
+    "adapt_to_recipe",
     "build_dataset",
     "build_datasets",
     "build_validation_dataset",
@@ -47,12 +45,12 @@ __all__ = [
     "make_step",
     "pack",
     "render_prompt",
-    "report_lines",
+    "format_report_lines",
     "settle_formats",
-    "step_batches",
-    "system_fault",
-    "trained_template",
-    "validation_steps",
+    "make_training_steps",
+    "why_no_system_message",
+    "find_trained_template",
+    "make_validation_steps",
     "warn_of_overlap",
     "warn_of_positions",
 ]

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from recipe_lib.data.dataset import DataPlan, Dataset, TokenSequence, pack
+from recipe_lib.data.data_plan import DataPlan, pack
+from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import (
     AttentionInfo,
-    document_positions,
+    compute_document_positions,
     has_varlen,
     make_attention_info,
 )
@@ -79,9 +80,9 @@ class Batch(_Tensors):
     labels: torch.Tensor
     positions: torch.Tensor | None = None
     attention: AttentionInfo | None = None
-    segments: torch.Tensor | None = None
-    num_segments: int = 0
-    values: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    num_sequences: int = 0
+    targets: torch.Tensor | None = None
     sequences: tuple[tuple[int, ...], ...] = ()
 
 
@@ -96,10 +97,10 @@ class StepBatches(_Tensors):
     """
 
     micro_batches: list[Batch]
-    trained_tokens: int
+    num_label_tokens: int
     total_tokens: int
     padded_tokens: int
-    items: int = 0
+    num_items: int = 0
     step: int | None = None
     mismatched: list[Batch] = field(default_factory=list)
 
@@ -133,14 +134,14 @@ def make_step(
             f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x"
             f" {batch_size}"
         )
-    answer_of = None if mismatched is None else _circle(slots)
+    answer_of = None if mismatched is None else _pair_with_previous(slots)
     step = _StepSlots(
         dataset, slots, batch_size, pad_id, multiple, pack_length, mismatched, answer_of
     )
     return step.batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
-def validation_steps(
+def make_validation_steps(
     dataset: Dataset,
     data_rank: int,
     data_ranks: int,
@@ -165,7 +166,7 @@ def validation_steps(
     batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # no more than there are
     together = batch_size * data_ranks
     nothing = np.empty(0, dtype=np.int64)
-    answer_of = None if mismatched is None else _circle(range(dataset.items))
+    answer_of = None if mismatched is None else _pair_with_previous(range(dataset.items))
     for start in range(0, len(slots), together):
         part = slots[start : start + together]
         part += [nothing] * (together - len(part))
@@ -175,7 +176,7 @@ def validation_steps(
         yield step.batches([data_rank])
 
 
-def _circle(order: Iterable[Any]) -> dict[int, int]:
+def _pair_with_previous(order: Iterable[Any]) -> dict[int, int]:
     """Of items, or slots of them, each one's and the one before it, of the first the last."""
     circle = np.concatenate([np.atleast_1d(slot) for slot in order]).tolist()
     return dict(zip(circle, circle[-1:] + circle[:-1], strict=True))
@@ -216,10 +217,10 @@ class _StepSlots:
         )
         return StepBatches(
             micro_batches=[self.batch(rows[number]) for number in own],
-            trained_tokens=int(self.dataset.trained_counts[numbers].sum()),
+            num_label_tokens=int(self.dataset.trained_counts[numbers].sum()),
             total_tokens=int(self.dataset.lengths[numbers].sum()),
             padded_tokens=sum(self.width(micro_batch) * len(micro_batch) for micro_batch in rows),
-            items=len(numbers) // self.dataset.group,
+            num_items=len(numbers) // self.dataset.group,
             mismatched=[self.mismatched(rows[number]) for number in own] if self.answer_of else [],
         )
 
@@ -258,7 +259,7 @@ class _StepSlots:
         items = [number // self.dataset.group for row in rows for number in row][
             :: self.dataset.group
         ]
-        return replace(batch, values=torch.from_numpy(self.dataset.values[items]))
+        return replace(batch, targets=torch.from_numpy(self.dataset.values[items]))
 
     def mismatched(self, rows: list[list[int]]) -> Batch:
         """The prompts of the same sequences, each with the answer of another one."""
@@ -293,16 +294,18 @@ class _StepSlots:
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), attention=info)
         if self.packed:
             positions, info = (
-                document_positions(lengths, width),
+                compute_document_positions(lengths, width),
                 make_attention_info(lengths, width),
             )
             batch = replace(batch, positions=positions, attention=info)
         if self.dataset.group > 1 or self.dataset.labeled:
-            batch = replace(batch, segments=torch.from_numpy(segments), num_segments=num_segments)
+            batch = replace(
+                batch, sequence_ids=torch.from_numpy(segments), num_sequences=num_segments
+            )
         return batch
 
 
-def step_batches(
+def make_training_steps(
     dataset: Dataset,
     plan: DataPlan,
     *,
@@ -430,7 +433,7 @@ def check_packing_isolation(
     training = model.training
     model.eval()  # dropout would move the logits
     try:
-        leak, difference, has_experts, dtype = _measure(
+        leak, difference, has_experts, dtype = _measure_leaks(
             model, spec.vocab_size, device, pipeline, multiple
         )
     finally:
@@ -460,7 +463,7 @@ def check_packing_isolation(
         )
 
 
-def _measure(
+def _measure_leaks(
     model: nn.Module,
     vocab_size: int,
     device: torch.device,
@@ -484,16 +487,19 @@ def _measure(
     ]
     sequences = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
-    logits, *moved = [_logits(model, part, device, pipeline, multiple) for part in packed]
-    padded = _logits(model, sequences, device, pipeline, multiple, packed=False)
+    logits, *moved = [_compute_logits(model, part, device, pipeline, multiple) for part in packed]
+    padded = _compute_logits(model, sequences, device, pipeline, multiple, packed=False)
     measured, dtype = torch.zeros(3, device=device), next(model.parameters()).dtype
     if (
         logits is not None and padded is not None
     ):  # None: another rank has the last stage of a pipeline
         changes = zip(moved, (first, ~first), strict=True)
-        leaks = [_distance(found[~changed], logits[~changed]) for found, changed in changes]
+        leaks = [_compute_distance(found[~changed], logits[~changed]) for found, changed in changes]
         alone = torch.cat([padded[at, : len(document)] for at, document in enumerate(documents)])
-        measured[0], measured[1] = torch.stack(leaks).max(), _distance(logits.flatten(0, 1), alone)
+        measured[0], measured[1] = (
+            torch.stack(leaks).max(),
+            _compute_distance(logits.flatten(0, 1), alone),
+        )
         dtype = logits.dtype
     measured[2] = float(any(".experts." in name for name, _ in model.named_parameters()))
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -502,7 +508,7 @@ def _measure(
     return leak, difference, bool(has_experts), dtype
 
 
-def _logits(
+def _compute_logits(
     model: nn.Module,
     tokens: Tensor,
     device: torch.device,
@@ -518,7 +524,7 @@ def _logits(
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
     batch = Batch(tokens, tokens)
     if packed:
-        positions = document_positions(_LENGTHS, tokens.shape[1])
+        positions = compute_document_positions(_LENGTHS, tokens.shape[1])
         batch = replace(
             batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1])
         )
@@ -532,7 +538,7 @@ def _logits(
     return None if logits is None else logits[:, :width]
 
 
-def _distance(found: Tensor, expected: Tensor) -> Tensor:
+def _compute_distance(found: Tensor, expected: Tensor) -> Tensor:
     """The norm of the difference over the norm of what was expected, fp32 `[]`."""
     expected = expected.float()
     return (found.float() - expected).norm() / expected.norm().clamp(

@@ -30,7 +30,7 @@ from recipe_lib import errors
 from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder
-from recipe_lib.data.sample_files import hash_of
+from recipe_lib.data.sample_files import hash_contents
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.errors import UserError
 from recipe_lib.files import compute_sha256, flush_folder, write_bytes
@@ -153,7 +153,7 @@ def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
     """
     try:
         if key is not None:
-            return _read(root / key) or _made_under_lock(root, key, make)
+            return _read_stored(root / key) or _make_under_lock(root, key, make)
     except _Unusable as unusable:
         warn_on_first_rank(
             "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in"
@@ -166,34 +166,34 @@ def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
         return Stored(writer.arrays(), writer.checksums, report)
 
 
-def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
-    with _locked(root, key) as lock:
+def _make_under_lock(root: Path, key: str, make: Make) -> Stored:
+    with _hold_lock(root, key) as lock:
         folder = root / key
-        found = _read(folder, say=True)
+        found = _read_stored(folder, say=True)
         if found is not None:
             return found
-        noted = _find_noted(lock)
+        noted = _find_noted_failure(lock)
         if noted is not None:
             raise noted
         try:
-            return _made(folder, make)
+            return _make_folder(folder, make)
         except (UserError, _Unusable) as error:
             _note_failure(lock, error)
             raise
 
 
-def _made(folder: Path, make: Make) -> Stored:
+def _make_folder(folder: Path, make: Make) -> Stored:
     partial = folder.with_name(f"{folder.name}.partial")
-    with _refusals_of_the_disk():
-        _remove(partial)
-        _remove(folder)
+    with _convert_os_errors():
+        _remove_folder(partial)
+        _remove_folder(folder)
         partial.mkdir(parents=True)
     try:
-        with _refusals_of_the_disk(), closing(ArrayWriter(partial)) as writer:
+        with _convert_os_errors(), closing(ArrayWriter(partial)) as writer:
             report = make(writer)
             writer.sync()
             content = {"checksums": writer.checksums, "report": report.to_json()}
-            manifest = {"content": content, "sha256": _checksum(content)}
+            manifest = {"content": content, "sha256": _hash_json(content)}
             write_bytes(partial / MANIFEST, json.dumps(manifest).encode())
             flush_folder(partial)
             partial.rename(folder)
@@ -201,11 +201,11 @@ def _made(folder: Path, make: Make) -> Stored:
             return Stored(map_arrays(folder), writer.checksums, report)
     finally:
         with suppress(OSError):  # a rest that the next one to hold the lock removes
-            _remove(partial)
+            _remove_folder(partial)
 
 
 @contextmanager
-def _refusals_of_the_disk() -> Iterator[None]:
+def _convert_os_errors() -> Iterator[None]:
     """An OSError inside is the cache's: what goes wrong with the sources is a UserError."""
     try:
         yield
@@ -213,12 +213,12 @@ def _refusals_of_the_disk() -> Iterator[None]:
         raise _Unusable(error.strerror or str(error)) from None
 
 
-def _checksum(content: Any) -> str:
+def _hash_json(content: Any) -> str:
     """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read(folder: Path, say: bool = False) -> Stored | None:
+def _read_stored(folder: Path, say: bool = False) -> Stored | None:
     """What a folder holds; None: nothing, or not what was written there. say: then with a line
     about it.
     """
@@ -232,7 +232,7 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
             name: compute_sha256(folder / name) if (folder / name).is_file() else None
             for name in ARRAYS
         }
-        found[MANIFEST] = _checksum(content)
+        found[MANIFEST] = _hash_json(content)
         wrong = next(
             (name for name in (MANIFEST, *ARRAYS) if found[name] != checksums.get(name)), None
         )
@@ -252,7 +252,7 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
     return None
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     """Removes a folder of ours; of somebody else's, nothing but files that have the names of ours.
     Raises OSError.
     """
@@ -264,15 +264,15 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(root: Path, key: str) -> Iterator[TextIO]:
+def _hold_lock(root: Path, key: str) -> Iterator[TextIO]:
     """Holds the lock of a key; waits while another process holds it. Raises _Unusable."""
     path = root / f"{key}.lock"
-    with _refusals_of_the_disk():
+    with _convert_os_errors():
         root.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")
     with file:
         try:
-            _let_the_first_rank_go_ahead(file, root / key)
+            _wait_for_first_rank(file, root / key)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise _Unusable(f"no file locks: {error.strerror or error}") from None
@@ -284,14 +284,14 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
             )  # workers have inherited the file, and may outlive the block
 
 
-def _let_the_first_rank_go_ahead(lock: TextIO, folder: Path) -> None:
+def _wait_for_first_rank(lock: TextIO, folder: Path) -> None:
     """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most; the first
     rank does not.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
     deadline = time.monotonic() + FIRST_RANK_SECONDS
-    while time.monotonic() < deadline and not folder.exists() and _find_noted(lock) is None:
+    while time.monotonic() < deadline and not folder.exists() and _find_noted_failure(lock) is None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -300,7 +300,7 @@ def _let_the_first_rank_go_ahead(lock: TextIO, folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _launch() -> str | None:
+def _name_launch() -> str | None:
     """A name for the launch that this process is one of several ranks of; None: it is the only
     one.
     """
@@ -317,7 +317,7 @@ def _launch() -> str | None:
 
 
 def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
-    launch = _launch()
+    launch = _name_launch()
     if launch is not None:
         with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
@@ -334,12 +334,12 @@ _NOTED_KINDS: dict[str, type[UserError | _Unusable]] = {_Unusable.__name__: _Unu
 }
 
 
-def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
+def _find_noted_failure(lock: TextIO) -> UserError | _Unusable | None:
     """Return the failure of another process of this launch."""
     lock.seek(0)
     try:
         noted = parse_json(lock.read(2**20))
-        if noted["launch"] == _launch() is not None:
+        if noted["launch"] == _name_launch() is not None:
             return _NOTED_KINDS[noted["error"]](*map(str, noted["faults"]))
     except (OSError, ValueError, TypeError, KeyError):
         pass
@@ -355,7 +355,7 @@ PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow", "num
 FOLDERS = ("data", "tokenizers")
 
 
-def cache_key(
+def compute_cache_key(
     settings: Mapping[str, Any],
     files: Sequence[SampleFile],
     encoders: Sequence[SourceEncoder],
@@ -368,14 +368,14 @@ def cache_key(
     plugin's format the file that it stands in is looked at, and not what that file imports. Raises
     DataError: a file cannot be read.
     """
-    readers = [_code_of(encoder.read) for encoder in encoders]
+    readers = [_identify_reader(encoder.read) for encoder in encoders]
     file = Path(tokenizer.place)
     if None in readers or not file.is_file():
         return None
     beside = {
         path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()
     }
-    token_files = _hashes({file, *beside})
+    token_files = _hash_files({file, *beside})
     decides = {
         "settings": settings,
         "files": [[file.place, file.identity] for file in files],
@@ -395,26 +395,28 @@ def cache_key(
             sorted(tokenizer.stop_ids),
         ],
         "arrays": ARRAYS,
-        "code": _our_code(),
+        "code": _identify_code(),
     }
-    return _checksum(decides)
+    return _hash_json(decides)
 
 
-def _code_of(reader: Any) -> list[str] | None:
+def _identify_reader(reader: Any) -> list[str] | None:
     """The name of a function and the hash of the file that it stands in."""
     try:
         file = Path(inspect.getsourcefile(inspect.unwrap(reader)) or "")
     except TypeError:
         return None
-    return [getattr(reader, "__qualname__", ""), *_hashes([file])[0]] if file.is_file() else None
+    return (
+        [getattr(reader, "__qualname__", ""), *_hash_files([file])[0]] if file.is_file() else None
+    )
 
 
 @cache
-def _our_code() -> list[Any]:
+def _identify_code() -> list[Any]:
     here = Path(__file__).parents[1]
-    files = _hashes(path for folder in FOLDERS for path in (here / folder).glob("*.py"))
+    files = _hash_files(path for folder in FOLDERS for path in (here / folder).glob("*.py"))
     return [files, [[name, version(name)] for name in PACKAGES if find_spec(name)]]
 
 
-def _hashes(paths: Iterable[Path]) -> list[list[str]]:
-    return [[path.name, hash_of(path)["sha256"]] for path in sorted(paths)]
+def _hash_files(paths: Iterable[Path]) -> list[list[str]]:
+    return [[path.name, hash_contents(path)["sha256"]] for path in sorted(paths)]

@@ -123,7 +123,7 @@ class Dataset:
         self.source_of = np.zeros(self.items, dtype=np.int16) if source_of is None else source_of
         self.values = np.zeros(self.items) if values is None else values
         known = checksums or {
-            name: checksum(part)
+            name: compute_checksum(part)
             for name, part in zip(_PRINTED, (ids, trained, offsets), strict=True)
         }
         printed = [
@@ -131,10 +131,10 @@ class Dataset:
             group,
             self.weights,
             [known[name] for name in _PRINTED],
-            checksum(self.source_of),
+            compute_checksum(self.source_of),
         ]
         if labeled:
-            printed += [checksum(self.values), report.classes if report else [], scored]
+            printed += [compute_checksum(self.values), report.classes if report else [], scored]
         self.fingerprint = hashlib.sha256(json.dumps(printed, sort_keys=True).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class Dataset:
         labels = np.where(self._trained[start + 1 : end], ids[1:], np.int32(IGNORED))
         return TokenSequence(ids[:-1], labels)
 
-    def labeled_answers(self) -> "Dataset":
+    def convert_to_labeled_answers(self) -> "Dataset":
         """The same with their values in batches; of pairs an item for each answer, whose value is 1
         for a chosen one and 0 for a rejected one.
         """
@@ -173,13 +173,13 @@ class Dataset:
         }  # fmt: skip
         return self._seen(**split | {"labeled": True})
 
-    def scored(self, most: int) -> "Dataset":
+    def convert_to_scored(self, most: int) -> "Dataset":
         """The same with their values in batches, and all ids of a sequence, `most` or fewer, as its
         tokens: a score is read at the last one, whose label alone is none of -100.
         """
         return self._seen(labeled=True, scored=most)
 
-    def with_values(self, values: np.ndarray) -> "Dataset":
+    def replace_values(self, values: np.ndarray) -> "Dataset":
         """The same with other values, fp64 `[items]`."""
         return self._seen(values=values)
 
@@ -198,7 +198,7 @@ class Dataset:
             self.ids, self._offsets, self._trained, self.report, self._settings, **made | changes
         )
 
-    def last_ids(self) -> set[int]:
+    def find_last_ids(self) -> set[int]:
         """The ids that sequences end with, those that are only targets included."""
         return set(np.unique(self.ids[self._offsets[1:] - 1]).tolist())
 
@@ -215,11 +215,13 @@ class Dataset:
         """uint64 `[items]`: equal for items with the same tokens and labels."""
         if self._origin:
             return self._origin.digests
-        return np.fromiter(map(self._digest, range(self.items)), dtype=np.uint64, count=self.items)
+        return np.fromiter(
+            map(self._compute_item_digest, range(self.items)), dtype=np.uint64, count=self.items
+        )
 
-    def _digest(self, item: int) -> int:
+    def _compute_item_digest(self, item: int) -> int:
         start, end = (int(self._offsets[at * self.group]) for at in (item, item + 1))
-        return digest_of(self.ids[start:end].tobytes(), self._trained[start:end].tobytes())
+        return compute_digest(self.ids[start:end].tobytes(), self._trained[start:end].tobytes())
 
     @cached_property
     def largest_id(self) -> int:
@@ -227,24 +229,24 @@ class Dataset:
         return int(self.ids.max())
 
 
-def as_trained(cfg: FullFinetuneConfig, dataset: Dataset) -> Dataset:
+def adapt_to_recipe(cfg: FullFinetuneConfig, dataset: Dataset) -> Dataset:
     """The dataset as the recipe of a config trains on it."""
     if cfg.scores_sequences:
-        return dataset.scored(cfg.max_seq_len)
-    return dataset.labeled_answers() if cfg.samples == "labeled answers" else dataset
+        return dataset.convert_to_scored(cfg.max_seq_len)
+    return dataset.convert_to_labeled_answers() if cfg.samples == "labeled answers" else dataset
 
 
-def checksum(array: np.ndarray) -> str:
+def compute_checksum(array: np.ndarray) -> str:
     """SHA-256 of an array's bytes, in hex."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
-def digest_of(ids: bytes, trained: bytes) -> int:
+def compute_digest(ids: bytes, trained: bytes) -> int:
     """64 bits that are equal for equal ids (int32) and trained flags (uint8)."""
     return int.from_bytes(hashlib.blake2b(ids + trained, digest_size=8).digest(), "little")
 
 
-def copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Items that repeat an earlier one, int64 `[c]`, ascending; and for each the last one that it
     is the same as.
     """
@@ -255,7 +257,7 @@ def copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found[by_item], earlier[by_item]
 
 
-def overlap(training: "Dataset", validation: "Dataset") -> np.ndarray:
+def find_overlap(training: "Dataset", validation: "Dataset") -> np.ndarray:
     """Validation items that are training items as well, token by token; int64, ascending."""
     return np.flatnonzero(np.isin(validation.digests, training.digests))
 
@@ -283,7 +285,7 @@ def check_vocabulary(
         )
     for dataset in datasets:
         if dataset is not None and dataset.largest_id >= model_vocab_size:
-            token = tokenizer.token_bytes(dataset.largest_id).decode(errors="replace")
+            token = tokenizer.get_token_bytes(dataset.largest_id).decode(errors="replace")
             raise DataError(
                 f"{dataset.report.source}: found the token {token!r} with the id"
                 f" {dataset.largest_id}, expected ids below the model's"
@@ -316,7 +318,7 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
     """
     if validation is None:
         return
-    shared = overlap(training, validation)
+    shared = find_overlap(training, validation)
     if len(shared):
         warn_on_first_rank(
             "warning: %d of %d validation %ss of %s are training %ss as well (first: %s); take them out of one",
@@ -529,7 +531,7 @@ class DataPlan:
         """Slots of the first epoch."""
         return len(self._epoch(0)[0])
 
-    def packed_share(self) -> float | None:
+    def compute_packed_share(self) -> float | None:
         """How much of the first epoch's packs is tokens, where all are as long as the fullest; None
         without packing.
         """
@@ -541,7 +543,7 @@ class DataPlan:
         """Return the slots of an epoch in the order they are taken, and the tokens of the fullest
         pack; None: there is no packing, and a slot is an item.
         """
-        items = self._taken(number)
+        items = self._list_taken_items(number)
         if self._shuffle:
             items = items[_drawn_order(len(items), self._seed, number, _ORDER)]
         if self._capacity is None:
@@ -561,7 +563,7 @@ class DataPlan:
         )
         return Packs(offsets, taken), int(pack_lengths.max())
 
-    def _taken(self, epoch: int) -> np.ndarray:
+    def _list_taken_items(self, epoch: int) -> np.ndarray:
         """The items of an epoch in file order, as often as their source's weight says."""
         numbers = _numbers(len(self._lengths), self._seed, epoch, _SHARES)
         parts = []

@@ -184,13 +184,15 @@ class DataReport:
         token.
         """
         found = [
-            (part.source, fault) for part in self.parts or [self] if (fault := part.share_fault())
+            (part.source, fault)
+            for part in self.parts or [self]
+            if (fault := part.find_share_fault())
         ]
         if found:
             remedy = "or set data.check_label_mask to false if it is meant"
             raise DataError(*(f"{source}: {fault}, {remedy}" for source, fault in found))
 
-    def sample_faults(self) -> list[str]:
+    def list_sample_faults(self) -> list[str]:
         """Return a line for each of the first bad samples of one source, and one that counts them
         all.
         """
@@ -214,7 +216,7 @@ class DataReport:
             ),
         ]
 
-    def nothing_left(self) -> str | None:
+    def why_nothing_left(self) -> str | None:
         """Return why one source has no sequence; None: it has some."""
         if self.sequences:
             return None
@@ -239,7 +241,7 @@ class DataReport:
             f" {', '.join(reasons)}; {remedy}"
         )
 
-    def share_fault(self) -> str | None:
+    def find_share_fault(self) -> str | None:
         """Return what is wrong with the share of trained tokens of one source; None: nothing.
 
         Texts are learned as a whole, and so is everything where `data.train_on` is all. A
@@ -260,7 +262,7 @@ class DataReport:
             " data.train_on"
         )
 
-    def plain_note(self) -> str | None:
+    def describe_plain_template(self) -> str | None:
         """Return that the built-in template is written where nobody asked for it; None: it is
         not.
         """
@@ -279,26 +281,26 @@ class DataReport:
         """
         lines = [
             (
-                f"data: {self._counts()} read from {self.source} (format {self.format}, template "
-                f"{self.template}), {self.tokens} tokens; label tokens: {self._label_tokens()}, "
-                f"{_percent(self.label_token_fraction)}"
+                f"data: {self._describe_counts()} read from {self.source} (format {self.format}, template "
+                f"{self.template}), {self.tokens} tokens; label tokens: {self._describe_label_tokens()}, "
+                f"{_format_percent(self.label_token_fraction)}"
             ),
             *(
-                f"data: {part._counts()} from {part.source} (format {part.format}), {part.tokens}"
-                f" tokens, {_percent(part.label_token_fraction)} trained"
+                f"data: {part._describe_counts()} from {part.source} (format {part.format}), {part.tokens}"
+                f" tokens, {_format_percent(part.label_token_fraction)} trained"
                 for part in self.parts
             ),
-            *([f"data: {self.bos_line()}"] if self.sequences else []),
+            *([f"data: {self.describe_bos()}"] if self.sequences else []),
         ]
         lines += (
-            self._sequence_lines()
-            + self._lost_lines()
+            self._describe_sequences()
+            + self._describe_losses()
             + self.special.lines(self.chats)
-            + self._odd_lines()
+            + self._describe_oddities()
         )
-        return lines + self._bad_lines() if faults else lines
+        return lines + self._describe_bad_samples() if faults else lines
 
-    def _counts(self) -> str:
+    def _describe_counts(self) -> str:
         """Return how many sequences (pairs) there are, and what they were made of."""
         kind = (
             pluralize(self.pairs, "pair")
@@ -321,7 +323,7 @@ class DataReport:
         """Usable samples that are no texts."""
         return self.samples_read - sum(self.bad_samples.values()) - self.texts
 
-    def _label_tokens(self) -> str:
+    def _describe_label_tokens(self) -> str:
         if self.classified:
             return "whole texts, each of which has a class"
         if self.train_on == "all" or (self.texts and not self._others):
@@ -332,7 +334,7 @@ class DataReport:
             else "answers incl. end-of-turn"
         )
 
-    def _sequence_lines(self) -> list[str]:
+    def _describe_sequences(self) -> list[str]:
         """Return what became of conversations of several answers, and who says what an answer
         is.
         """
@@ -364,7 +366,7 @@ class DataReport:
             (self.first_mark, f"data: first that is not: {self.first_mark}"),
         )
 
-    def _lost_lines(self) -> list[str]:
+    def _describe_losses(self) -> list[str]:
         """Return what was cut off."""
         long = self.truncated_sequences + self.skipped_long_sequences
         share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
@@ -372,13 +374,13 @@ class DataReport:
         empty = ""
         if self.emptied_sequences:
             empty = f", {self.emptied_sequences} of them left out because no answer was left"
-        of = f"{pluralize(self.items_made, self.noun)} ({_percent(long / max(1, self.items_made))})"
+        of = f"{pluralize(self.items_made, self.noun)} ({_format_percent(long / max(1, self.items_made))})"
         return choose_lines(
             (
                 long,
                 (
                     f"{'warning: data' if share else 'data'}: {long} of {of} exceed"
-                    f" {self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} of their"
+                    f" {self.max_seq_len} tokens and were {done}{empty}; {_format_percent(share)} of their"
                     " answer tokens lost"
                 ),
             ),
@@ -392,7 +394,7 @@ class DataReport:
             ),
         )
 
-    def _odd_lines(self) -> list[str]:
+    def _describe_oddities(self) -> list[str]:
         """Return what is not as most would expect, and no fault; what samples hold that is not
         read, and of data.ignore_columns what none has.
         """
@@ -452,7 +454,7 @@ class DataReport:
             (missing, f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}"),
         )
 
-    def _bad_lines(self) -> list[str]:
+    def _describe_bad_samples(self) -> list[str]:
         """Return which samples are left out, or the same as another one."""
         are = "is" if self.duplicate_sequences == 1 else "are"
         first = ", the same as ".join(self.duplicates[0]) if self.duplicates else ""
@@ -479,7 +481,7 @@ class DataReport:
             f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()
         ]
 
-    def bos_line(self) -> str:
+    def describe_bos(self) -> str:
         """Return what is put before a sequence, or who decides it."""
         ours = (
             "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
@@ -494,7 +496,7 @@ class DataReport:
         )
 
 
-def report_lines(
+def format_report_lines(
     training: DataReport, validation: DataReport | None = None, *, faults: bool = True
 ) -> list[str]:
     """Return the lines of both, those of the validation so named; what is put before sequences once
@@ -503,7 +505,9 @@ def report_lines(
     lines = training.lines(faults=faults)
     if validation is not None:
         once = (
-            "" if validation.bos_line() != training.bos_line() else f"data: {training.bos_line()}"
+            ""
+            if validation.describe_bos() != training.describe_bos()
+            else f"data: {training.describe_bos()}"
         )
         own = [line for line in validation.lines(faults=faults) if line != once]
         lines += [line.replace("data: ", "validation: ", 1) for line in own]
@@ -515,5 +519,5 @@ _COUNTS = [
 ]
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"

@@ -13,15 +13,24 @@ from typing import Any, NamedTuple
 from recipe_lib.config.registry import get_registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.answers import pick_trained
-from recipe_lib.data.dataset import digest_of
-from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.find_format import fitting
-from recipe_lib.data.rendering import THOUGHT_KEYS, TemplateFields
-from recipe_lib.data.samples import (
+from recipe_lib.data.column_names import (
     MESSAGE_READ,
     RENDERED,
     UNWANTED,
+    is_idle,
+    is_idle_key,
+    is_label,
+    normalize_name,
+    says_nothing,
+    says_wanted,
+    why_not_column,
+    why_not_key,
+)
+from recipe_lib.data.dataset import compute_digest
+from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.data.find_format import find_fitting_formats
+from recipe_lib.data.label_masks import Encoded, Encoder
+from recipe_lib.data.samples import (
     Classified,
     Completion,
     Conversation,
@@ -29,30 +38,23 @@ from recipe_lib.data.samples import (
     LabeledAnswer,
     Preference,
     RawSample,
-    Renamed,
+    RenamedSample,
     Sample,
     SampleFault,
-    columns_section,
+    describe_kind,
     find_columns,
+    format_overrides,
     format_path,
-    is_idle,
-    is_idle_key,
+    get_columns_section,
+    get_path,
     is_json_list,
-    is_label,
-    kind_of,
     list_conversations,
-    located,
-    normalize_name,
-    overrides,
     parse_column,
-    path_of,
-    says_nothing,
-    says_wanted,
-    why_not_column,
-    why_not_key,
+    prefix_place,
 )
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.data.templates import Encoded, Encoder
+from recipe_lib.data.thinking import THOUGHT_KEYS, TemplateFields
+from recipe_lib.data.trained_spans import pick_trained
 from recipe_lib.errors import DataError, UserError
 
 
@@ -102,7 +104,7 @@ class Chunk:
         self.trained.extend(trained)
         self.sample_of.append(sample)
         self.values.append(value)
-        self.digests.append(digest_of(ids.tobytes(), bytes(trained)))
+        self.digests.append(compute_digest(ids.tobytes(), bytes(trained)))
 
 
 class SourceEncoder:
@@ -131,7 +133,7 @@ class SourceEncoder:
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
-                    f"{columns_section(section)}.columns.{name}: the format {self.format} has no"
+                    f"{get_columns_section(section)}.columns.{name}: the format {self.format} has no"
                     f" such column, expected one of {', '.join(known)}{did_you_mean(name, known)}"
                 )
 
@@ -166,7 +168,7 @@ class SourceEncoder:
                     self._read(chunk, number, place, sample)
                 except SampleFault as fault:
                     self.encoder.special.take()
-                    chunk.report.add_bad(fault.cause, located(place, fault))
+                    chunk.report.add_bad(fault.cause, prefix_place(place, fault))
         except UserError as error:
             chunk.fault = error
         chunk.report.sequences = len(chunk.lengths)
@@ -177,8 +179,8 @@ class SourceEncoder:
     def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
         """Add what a row becomes, and count what it holds that nobody reads."""
         row, left_out = self.unread.leave_out(row)
-        renamed = self._renamed(row, place)
-        self.unread.tidy(renamed)
+        renamed = self._rename_columns(row, place)
+        self.unread.tidy_columns(renamed)
         sample = self.read(renamed)
         texts = collect_texts(sample)
         idle_names = self.unread.find(renamed, sample, texts)
@@ -187,7 +189,7 @@ class SourceEncoder:
             (*left_out, *idle_names), place if any(map(_CONTROL.search, texts)) else ""
         )
 
-    def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
+    def _rename_columns(self, sample: Mapping[str, Any], place: str) -> RenamedSample:
         """Return the sample under the names that the format knows. Raises SampleFault for a missing
         column.
         """
@@ -204,8 +206,8 @@ class SourceEncoder:
                 )
             expected = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
-            (one,) = overrides(columns_section(self.section), {missing[0]: "NAME"})
-            others = fitting(sample, self.columns)  # of those without labels
+            (one,) = format_overrides(get_columns_section(self.section), {missing[0]: "NAME"})
+            others = find_fitting_formats(sample, self.columns)  # of those without labels
             remedy = (
                 f"these are of the format {others[0]}: set {self.section}.format={others[0]}"
                 if others
@@ -216,7 +218,9 @@ class SourceEncoder:
                 f"found the columns {found}, expected {expected} (format {self.format}); "
                 + (remedy or f"name yours with {one}"),
             )
-        return Renamed(sample, self.columns, columns_section(self.section), self.names.required)
+        return RenamedSample(
+            sample, self.columns, get_columns_section(self.section), self.names.required
+        )
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
         """Add what a sample becomes, and count it."""
@@ -225,7 +229,7 @@ class SourceEncoder:
             self._add_document(chunk, number, sample.text)
             report.special.note(place, self.encoder.special.take())
             return
-        items = self._items(report, place, sample)
+        items = self._encode_items(report, place, sample)
         spelled = self.encoder.special.take()
         report.special.note(place, spelled)
         report.preferences += isinstance(sample, Preference)
@@ -238,17 +242,17 @@ class SourceEncoder:
         report.labels += isinstance(sample, LabeledAnswer)
         report.classified += isinstance(sample, Classified)
         for item in items:
-            kept = self._shortened(report, place, item)
+            kept = self._truncate_item(report, place, item)
             if kept:
                 report.pairs += len(kept) == 2
                 if isinstance(sample, Classified):  # read as a whole, as a text is
                     report.text_tokens += len(kept[0].ids) - 1
                 report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
-                report.prompt_tokens += sum(map(self._prompt_tokens, kept))
+                report.prompt_tokens += sum(map(self._count_prompt_tokens, kept))
                 sequences = ((encoded.ids, encoded.trained) for encoded in kept)
-                chunk.append(number, *sequences, value=_value(sample, chunk.classes))
+                chunk.append(number, *sequences, value=_get_item_value(sample, chunk.classes))
 
-    def _items(
+    def _encode_items(
         self,
         report: DataReport,
         place: str,
@@ -274,16 +278,16 @@ class SourceEncoder:
             report.marked_answers += len(whole.marked.answers)
             report.marks_differing += len(whole.marked.differing)
             if whole.marked.differing and not report.first_mark:
-                report.first_mark = located(place, whole.marked.differing[0])
+                report.first_mark = prefix_place(place, whole.marked.differing[0])
         return [(encoded,) for encoded in whole.sequences]
 
-    def _prompt_tokens(self, encoded: Encoded) -> int:
+    def _count_prompt_tokens(self, encoded: Encoded) -> int:
         """Return how many tokens are outside of the answers, BOS left out."""
         first_is_none = bool(encoded.answers and encoded.answers[0][0] == 0)
         first_is_none |= encoded.ids[0] == self.encoder.tokenizer.bos_id
         return encoded.trained.count(False) - first_is_none
 
-    def _shortened(
+    def _truncate_item(
         self, report: DataReport, place: str, sequences: tuple[Encoded, ...]
     ) -> tuple[Encoded, ...]:
         """Return the sequences of an item within the limit; none, if nothing is left to learn from
@@ -334,7 +338,7 @@ class SourceEncoder:
             chunk.append(number, (piece, [False] + [True] * (len(piece) - 1)))
 
 
-def _value(sample: Sample, classes: list[str]) -> float:
+def _get_item_value(sample: Sample, classes: list[str]) -> float:
     """Return the number that an item keeps. classes: names that have a number; a new one is
     added.
     """
@@ -426,7 +430,7 @@ class UnreadNames:
         left_out |= found
         return {key: inner for key, inner in value.items() if f"messages.{key}" not in found}
 
-    def tidy(self, row: Renamed) -> None:
+    def tidy_columns(self, row: RenamedSample) -> None:
         """Drop optional columns that say nothing, in place, and put columns of other names under
         the one that the format reads, where the row lacks that.
         """
@@ -443,7 +447,7 @@ class UnreadNames:
             row[column] = row.pop(alias)
             row.own = {**row.own, column: alias}
 
-    def find(self, row: Renamed, sample: Sample, texts: Sequence[str]) -> list[str]:
+    def find(self, row: RenamedSample, sample: Sample, texts: Sequence[str]) -> list[str]:
         """Return the names of what the row holds that is known to change nothing; `messages.KEY` is
         that of messages' keys. texts: of the sample.
 
@@ -491,7 +495,7 @@ class UnreadNames:
         return [f"file.{key}" for key in keys]
 
     def _why_not_idle(
-        self, name: str, value: Any, row: Renamed, is_text: bool, texts: Sequence[str]
+        self, name: str, value: Any, row: RenamedSample, is_text: bool, texts: Sequence[str]
     ) -> str:
         """Return what a column holds that is not read; empty: it changes nothing."""
         column = self._column_by_alias.get(name)
@@ -499,7 +503,7 @@ class UnreadNames:
             return (
                 ""
                 if row[column] == value
-                else f"another {column} than the one in {path_of(row, column)}"
+                else f"another {column} than the one in {get_path(row, column)}"
             )
         if why := why_not_column(name, value, is_text):
             return why
@@ -525,9 +529,9 @@ class UnreadNames:
                 return ""
         if _holds_text(value) and _repeats(value, texts):
             return ""
-        return kind_of(value) + self._not_read
+        return describe_kind(value) + self._not_read
 
-    def _suggest_columns(self, row: Renamed, faults: Mapping[str, str]) -> str:
+    def _suggest_columns(self, row: RenamedSample, faults: Mapping[str, str]) -> str:
         """Return the remedy for columns that the format may know by another name; empty: there is
         none.
         """
@@ -583,7 +587,7 @@ class UnreadNames:
                     elif not is_idle_key(key, value):
                         why = (
                             why_not_key(key)
-                            or f"{kind_of(value)}, which the chat template does not read"
+                            or f"{describe_kind(value)}, which the chat template does not read"
                         )
                         faults.setdefault(name, f"{chat.places.at(number, f'.{key}')}: found {why}")
                     idle_names.append(name)
@@ -591,7 +595,7 @@ class UnreadNames:
             raise self._build_fault(faults)
         return idle_names
 
-    def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
+    def _find_variables(self, variables: Mapping[str, Any], row: RenamedSample) -> Iterator[str]:
         """Yield what `find` returns, of what the row gives the chat template besides messages and
         tools.
         """
@@ -602,7 +606,7 @@ class UnreadNames:
             full_name = name if name == column else f"{column}.{name}"
             if full_name not in self.ignored and (name == column or not is_label(value)):
                 fault = (
-                    f"{path_of(row, column)}: found {name}, which the chat template does not read"
+                    f"{get_path(row, column)}: found {name}, which the chat template does not read"
                 )
                 raise self._build_fault(
                     {full_name: fault}, ", or tokenizer.chat_template to one that does"

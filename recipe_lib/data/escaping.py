@@ -94,10 +94,10 @@ class SpecialCounts:
                     " applied"
                 ),
             ),
-            (self.split, f"warning: data: {self.split_line()}"),
+            (self.split, f"warning: data: {self.describe_split()}"),
         )
 
-    def split_line(self) -> str:
+    def describe_split(self) -> str:
         """Return which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
         remedies = []
@@ -178,7 +178,7 @@ class SpecialTokens:
         """Take off what was noted for content that stands in a second sequence as well."""
         if self.spelled.parsed or self.spelled.unparsed:
             noted = self.spelled.parsed if parses else self.spelled.unparsed
-            noted -= self._escaped(content)[2]
+            noted -= self._escape_content(content)[2]
 
     def escape(self, content: list[Any], parses: bool = False) -> tuple[Any, Escape]:
         """Return the same with a private letter inside each special token that is only written in
@@ -187,11 +187,11 @@ class SpecialTokens:
         Rendering puts the template's own special tokens between; these are found, the others are
         not.
         """
-        changed, letter, counts = self._escaped(content)
+        changed, letter, counts = self._escape_content(content)
         self._add(counts, parses)
         return changed, Escape(letter, parses)
 
-    def unused_letters(self, content: Any, count: int) -> list[str]:
+    def find_unused_letters(self, content: Any, count: int) -> list[str]:
         """Return letters that neither the content nor the chat template holds. Raises SampleFault:
         there are none left.
         """
@@ -228,7 +228,7 @@ class SpecialTokens:
                 tokens += self.pattern.findall(text)
         return Counter(tokens)
 
-    def _escaped(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
+    def _escape_content(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
         """Return the content with a letter in each special token, the letter, and how many there
         are of each; the tags of an answer's thought are none.
         """
@@ -236,12 +236,12 @@ class SpecialTokens:
         if self.pattern is None or not counts:
             return content, None, counts
         special = self.pattern
-        letter = self.unused_letters(content, 1)[0]
+        letter = self.find_unused_letters(content, 1)[0]
         changed = _change_texts(
             content, lambda text: special.sub(lambda m: m.group()[0] + letter + m.group()[1:], text)
         )
         if isinstance(changed[0], list):
-            tagged_messages = [with_tags(message, letter) for message in changed[0]]
+            tagged_messages = [restore_tags(message, letter) for message in changed[0]]
             for before, after in zip(changed[0], tagged_messages, strict=True):
                 if after is not before:  # each tag that is back has lost a letter
                     counts.subtract(TAGS[: len(before["content"]) - len(after["content"])])
@@ -249,7 +249,7 @@ class SpecialTokens:
         return changed, letter, +counts
 
 
-def with_tags(message: Message, letter: str) -> Message:
+def restore_tags(message: Message, letter: str) -> Message:
     """The message with the tags of its thought as they were, where `letter` was written into them:
     they are no words.
 

@@ -15,13 +15,13 @@ from recipe_lib.config.schema_data import resolve_sources, resolve_validation_so
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.samples import (
     OTHER_NAMES,
-    Renamed,
+    RenamedSample,
     SampleFault,
-    called,
-    columns_section,
+    find_column,
     find_columns,
+    format_overrides,
+    get_columns_section,
     is_json_list,
-    overrides,
 )
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError
@@ -29,25 +29,25 @@ from recipe_lib.units import choose_lines
 
 AUTO, PAIRS, LABELED = "auto", "preference", ("kto", "classification")
 LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
-MOST_NAMED = 12  # columns that a line names
+MAX_NAMED_COLUMNS = 12  # columns that a line names
 # Of several formats whose columns are all there, the first: `text` is often one more column, the
 # whole sample in a row.
-_ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
+_FORMATS_IN_ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
 _LISTS = ("messages", "conversations")
 
 
-def _order(samples: str) -> tuple[str, ...]:
+def _order_formats(samples: str) -> tuple[str, ...]:
     """Return the formats of a recipe that trains on such samples: those with labels where it has a
     use for these.
     """
     return (
-        _ORDER
-        if set(SAMPLES[samples]) <= set(_ORDER)
-        else tuple(dict.fromkeys((*SAMPLES[samples], *_ORDER)))
+        _FORMATS_IN_ORDER
+        if set(SAMPLES[samples]) <= set(_FORMATS_IN_ORDER)
+        else tuple(dict.fromkeys((*SAMPLES[samples], *_FORMATS_IN_ORDER)))
     )
 
 
-def fitting(
+def find_fitting_formats(
     sample: Mapping[str, Any], columns: Mapping[str, str], samples: str = "answers"
 ) -> list[str]:
     """Return the formats whose columns a sample has, the likeliest first. columns: as
@@ -58,7 +58,7 @@ def fitting(
     ]
     fitting_formats = list[str]()
     other_formats = list[str]()
-    for name in (*plugin_formats, *_order(samples)):
+    for name in (*plugin_formats, *_order_formats(samples)):
         required = find_columns(name).required
         values = [_find_value(name, column, sample, columns) for column in required]
         are_lists = [isinstance(value, list) or is_json_list(value) for value in values]
@@ -81,11 +81,13 @@ def _find_value(
     return next((value for value in values if value is not None), None)
 
 
-def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
+def _find_formats_with_nulls(
+    sample: Mapping[str, Any], columns: Mapping[str, str], samples: str
+) -> list[str]:
     """Return the formats whose columns a sample has the names of, whatever they hold."""
     return [
         name
-        for name in _order(samples)
+        for name in _order_formats(samples)
         if all(columns.get(column, column) in sample for column in find_columns(name).required)
     ]
 
@@ -105,14 +107,14 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     for number, source in enumerate(resolve_sources(data)):
         section = data.sources[number] if data.sources else data
         if source.format == AUTO:
-            section.format = _settled(
+            section.format = _settle_format(
                 cfg, source, f"data.sources[{number}]" if data.sources else "data"
             )
             if section.format == AUTO:
                 continue
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
     if held_out is not None and finds_validation:
-        validation.format = _settled(cfg, held_out, "validation")
+        validation.format = _settle_format(cfg, held_out, "validation")
         if validation.format not in {AUTO, *(one.format for one in resolve_sources(data))}:
             lines.append(
                 f"data: format {validation.format}, found by the columns of {validation.source}"
@@ -120,11 +122,11 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     return lines
 
 
-def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
+def _settle_format(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """Return the format of a source; `auto` where none of its samples can be read."""
     files = open_sources(source, cache=get_cache_root(cfg.data.cache_dir), section=section)
     format_key = f"{section}.format"
-    section = columns_section(section)
+    section = get_columns_section(section)
     found = find_format(
         files,
         source.columns or {},
@@ -133,7 +135,7 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
         ignored=cfg.data.ignore_columns,
     )
     usable = SAMPLES[cfg.samples]
-    known = (*_ORDER, *LABELED)
+    known = (*_FORMATS_IN_ORDER, *LABELED)
     faults = choose_lines(
         (
             found == PAIRS and PAIRS not in usable,
@@ -143,7 +145,7 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
             ),
         ),
         (
-            cfg.trains_on_pairs and found in _ORDER and found != PAIRS,
+            cfg.trains_on_pairs and found in _FORMATS_IN_ORDER and found != PAIRS,
             (
                 f"{source.source}: found the columns of the format {found}, expected those of"
                 f" {PAIRS} (chosen, rejected), as the loss compares two answers; name yours with"
@@ -166,7 +168,7 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     return found
 
 
-def with_format(
+def fill_in_format(
     source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
 ) -> SourceConfig:
     """Return the source with the format of its files in the place of `auto`. Raises DataError if
@@ -196,20 +198,24 @@ def find_format(
     _check_names(columns, section)
     first = [
         (place, {name: row[name] for name in row if name not in ignored})
-        for place, row in _first(files)
+        for place, row in _read_first_samples(files)
     ]
-    votes = Counter(name for _, sample in first for name in fitting(sample, columns, samples)[:1])
-    if not votes and first and not _remedy(first[0][1], section, samples):
+    votes = Counter(
+        name for _, sample in first for name in find_fitting_formats(sample, columns, samples)[:1]
+    )
+    if not votes and first and not _suggest_columns(first[0][1], section, samples):
         votes = Counter(
-            name for _, sample in first for name in _with_nulls(sample, columns, samples)[:1]
+            name
+            for _, sample in first
+            for name in _find_formats_with_nulls(sample, columns, samples)[:1]
         )
     if votes or not first:  # of columns that hold null, reading says so
         return votes.most_common(1)[0][0] if votes else AUTO
     place, sample = first[0]
-    raise DataError(f"{place}: {no_format(sample, columns, section, samples)}")
+    raise DataError(f"{place}: {describe_no_format(sample, columns, section, samples)}")
 
 
-def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
+def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
     """Return the first samples that can be read, with their places, of the first file that has
     any.
     """
@@ -236,18 +242,18 @@ def _check_names(columns: Mapping[str, str], section: str) -> None:
             raise DataError(f"{section}.columns.{name}: no format has such a column{hint}")
 
 
-def no_format(
+def describe_no_format(
     sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers"
 ) -> str:
     """Return what is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
-    found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"
+    found = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
     known = "; ".join(
         f"{name}:"
         f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
-        for name in _order(samples)
+        for name in _order_formats(samples)
     )
-    remedy = "" if columns else _remedy(sample, section, samples)
+    remedy = "" if columns else _suggest_columns(sample, section, samples)
     remedy = remedy or (
         f"say which column is which with {section}.format and {section}.columns, or write the rows"
         " in one of these layouts (docs/your_data.md)"
@@ -255,23 +261,23 @@ def no_format(
     return f"found the columns {found}, which are those of no format ({known}); {remedy}"
 
 
-def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
+def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> str:
     """Return the overrides that name the sample's columns, where they are known by other names."""
-    for name in _order(samples):
+    for name in _order_formats(samples):
         read = find_columns(name)
         file_names = dict[str, str]()
         for column in read.known:
             others = [
                 other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()
             ]
-            file_name = called(column, sample, others)
+            file_name = find_column(column, sample, others)
             if file_name and file_name not in file_names.values():
                 file_names[column] = file_name
         renamed = {
             column: file_name for column, file_name in file_names.items() if file_name != column
         }
         if file_names.keys() >= set(read.required) and _can_read(name, sample, renamed, section):
-            words = [f"{section}.format={name}", *overrides(section, renamed)]
+            words = [f"{section}.format={name}", *format_overrides(section, renamed)]
             return f"set {' '.join(words)}, if that is what they are"
     return ""
 
@@ -284,7 +290,7 @@ def _can_read(
     """
     try:
         get_registered("data.format", name)(
-            Renamed(sample, renamed, section, find_columns(name).required)
+            RenamedSample(sample, renamed, section, find_columns(name).required)
         )
     except SampleFault as fault:
         return fault.cause.startswith("empty")

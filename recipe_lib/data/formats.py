@@ -14,21 +14,21 @@ from itertools import takewhile
 from typing import Any
 
 from recipe_lib.config.registry import register
+from recipe_lib.data.column_names import SAME_AS, read_truth, says_nothing
 from recipe_lib.data.messages import (
-    WHOLE,
+    CONVERSATION_COLUMNS,
     Turns,
+    build_conversation,
     check_answers,
     check_order,
-    conversation,
+    make_text_turn,
     place_of_turn,
     read_tools,
     read_turn,
     read_turns,
-    text_turn,
 )
 from recipe_lib.data.samples import (
     OTHER_NAMES,
-    SAME_AS,
     Classified,
     Columns,
     Completion,
@@ -39,22 +39,20 @@ from recipe_lib.data.samples import (
     MessagePlace,
     Preference,
     RawSample,
-    Renamed,
+    RenamedSample,
     Sample,
     SampleFault,
     SamplePlaces,
-    called,
-    found_in,
-    kind_of,
+    describe_field,
+    describe_kind,
+    find_column,
+    format_overrides,
+    format_value,
+    get_path,
     open_json_list,
-    overrides,
     parse_column,
-    path_of,
-    read_truth,
+    read_text_field,
     refuse_keys,
-    says_nothing,
-    shown,
-    text_of,
 )
 
 # Reads what comes before an answer out of the columns of a row: a system message, earlier turns,
@@ -85,7 +83,7 @@ def with_system(sample: RawSample, turns: Turns) -> Turns:
     """
     if says_nothing(sample.get("system")):
         return turns
-    system = text_turn(sample, "system", "system")
+    system = make_text_turn(sample, "system", "system")
     system_messages = [message for message in turns.messages if message["role"] == "system"]
     if not system_messages:
         return system + turns
@@ -96,7 +94,7 @@ def with_system(sample: RawSample, turns: Turns) -> Turns:
         return turns
     raise SampleFault(
         "two system messages",
-        f"{path_of(sample, 'system')}: found text, and a system message among the messages that"
+        f"{get_path(sample, 'system')}: found text, and a system message among the messages that"
         " differs from it, expected one of them, or both alike",
     )
 
@@ -112,12 +110,12 @@ def read_history(sample: RawSample) -> Turns:
     for number, pair in enumerate(value if isinstance(value, list) else [value]):
         where = f"{path}[{number}]" if isinstance(value, list) else path
         if not isinstance(pair, list) or len(pair) != 2:
-            found = f"a list of {len(pair)}" if isinstance(pair, list) else kind_of(pair)
+            found = f"a list of {len(pair)}" if isinstance(pair, list) else describe_kind(pair)
             raise SampleFault(
                 "history is no pairs", f"{where}: found {found}, expected [question, answer]"
             )
         for index, role in enumerate(("user", "assistant")):
-            text = text_of({str(index): pair[index]}, str(index), where=where)
+            text = read_text_field({str(index): pair[index]}, str(index), where=where)
             turns += Turns(
                 [{"role": role, "content": text}], [MessagePlace(where, f"{where}[{index}]")]
             )
@@ -135,13 +133,13 @@ def read_question(sample: RawSample, name: str) -> Turns:
         if not says_nothing(sample.get("input")):
             raise SampleFault(
                 "input beside messages",
-                f"{path_of(sample, 'input')}: found {found_in(sample, 'input')} beside {name} of"
+                f"{get_path(sample, 'input')}: found {describe_field(sample, 'input')} beside {name} of"
                 " messages, expected it inside of them",
             )
         return turns
-    input_text = text_of(sample, "input", may_be_missing=True)
-    question = text_of(sample, name, may_be_missing=bool(input_text.strip()))
-    where = path_of(sample, name if question or name in sample else "input")
+    input_text = read_text_field(sample, "input", may_be_missing=True)
+    question = read_text_field(sample, name, may_be_missing=bool(input_text.strip()))
+    where = get_path(sample, name if question or name in sample else "input")
     content = "\n".join(text for text in (question, input_text) if text.strip())
     return Turns([{"role": "user", "content": content}], [MessagePlace(where, where)])
 
@@ -151,13 +149,13 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
     value = sample.get(name)
     if isinstance(value, list):
         return read_turns(sample, name)
-    path = path_of(sample, name)
+    path = get_path(sample, name)
     if isinstance(value, dict):
         return Turns([read_turn(value, path)], [place_of_turn(value, path)])
     if not isinstance(value, str):
-        found = found_in(sample, name)
+        found = describe_field(sample, name)
         raise SampleFault(f"{name} is no text", f"{path}: found {found}, expected text or messages")
-    return text_turn(sample, name, role)
+    return make_text_turn(sample, name, role)
 
 
 def open_request(sample: RawSample) -> RawSample:
@@ -167,7 +165,7 @@ def open_request(sample: RawSample) -> RawSample:
     request = sample.get("input")
     if not isinstance(request, dict):
         return sample
-    path = path_of(sample, "input")
+    path = get_path(sample, "input")
     refuse_keys(
         request, ("messages", "tools"), path, owner="input", expected="expected messages and tools"
     )
@@ -180,10 +178,10 @@ def open_request(sample: RawSample) -> RawSample:
         if not says_nothing(sample.get(name)):
             raise SampleFault(
                 "two prompts",
-                f"{path_of(sample, name)}: found it beside input, expected one of the two",
+                f"{get_path(sample, name)}: found it beside input, expected one of the two",
             )
-    opened = Renamed({**sample, "input": None} | columns, {}, "data")
-    own_names = sample.own if isinstance(sample, Renamed) else {}
+    opened = RenamedSample({**sample, "input": None} | columns, {}, "data")
+    own_names = sample.own if isinstance(sample, RenamedSample) else {}
     opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
     return opened
 
@@ -195,8 +193,8 @@ def read_answer(sample: RawSample, name: str) -> Turns:
     text = sample.get(name)
     if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
         return read_column(sample, name, "assistant")
-    path = path_of(sample, name)
-    parts = _SPEAKER.split(text_of(sample, name))[1:]  # speaker and words in turn
+    path = get_path(sample, name)
+    parts = _SPEAKER.split(read_text_field(sample, name))[1:]  # speaker and words in turn
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
     messages: list[Message] = [
         {"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)
@@ -213,14 +211,14 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
     if "chat_template_kwargs" not in sample and "documents" not in sample:
         return {}
     arguments = sample.get("chat_template_kwargs")
-    path = path_of(sample, "chat_template_kwargs")
+    path = get_path(sample, "chat_template_kwargs")
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
         arguments = parse_column(arguments, "chat_template_kwargs", path, expected="an object")
         path = f"{path}|fromjson|"
     if says_nothing(arguments):
         arguments = {}
     if not isinstance(arguments, dict):
-        found = kind_of(arguments)
+        found = describe_kind(arguments)
         raise SampleFault(
             "template arguments", f"{path}: found {found}, expected an object {{name: value}}"
         )
@@ -244,12 +242,12 @@ def refuse_beside_text(sample: RawSample, *names: str) -> None:
         if not says_nothing(sample.get(name)):
             raise SampleFault(
                 f"{name} beside text",
-                f"{path_of(sample, name)}: found {found_in(sample, name)} beside a text that no"
+                f"{get_path(sample, name)}: found {describe_field(sample, name)} beside a text that no"
                 " chat template writes, expected it in the text, or messages in place of the text",
             )
 
 
-__all__ = ["Reader", "RawSample", "columns", "conversation", "text_of"]
+__all__ = ["Reader", "RawSample", "columns", "build_conversation", "read_text_field"]
 
 Reader = Callable[[RawSample], Sample]
 
@@ -276,7 +274,7 @@ def columns(
 _columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
-def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
+def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
     """Return the conversation of these turns, with the system message, tools and template arguments
     of the row.
 
@@ -285,7 +283,7 @@ def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
     all_turns = with_system(sample, turns)
     num_added = len(all_turns.messages) - len(turns.messages)
     tools, path = read_tools(sample)
-    return conversation(
+    return build_conversation(
         all_turns.messages,
         tools,
         SamplePlaces(all_turns.places, path),
@@ -304,9 +302,11 @@ def read_alpaca(sample: RawSample) -> Conversation:
     if not asked.messages[0]["content"].strip():
         raise SampleFault(
             "empty instruction",
-            f"{path_of(sample, 'instruction')}: found an empty instruction, expected text",
+            f"{get_path(sample, 'instruction')}: found an empty instruction, expected text",
         )
-    return _chat(sample, read_history(sample) + asked + text_turn(sample, "output", "assistant"))
+    return _build_chat(
+        sample, read_history(sample) + asked + make_text_turn(sample, "output", "assistant")
+    )
 
 
 @register("data.format", "sharegpt")
@@ -315,7 +315,7 @@ def read_sharegpt(sample: RawSample) -> Conversation:
     """Read `conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and
     `tools` (may be JSON).
     """
-    return _chat(sample, read_turns(sample, "conversations"))
+    return _build_chat(sample, read_turns(sample, "conversations"))
 
 
 @register("data.format", "messages")
@@ -324,7 +324,7 @@ def read_messages(sample: RawSample) -> Conversation:
     """Read `messages`: a list of {role, content} as chat APIs have it; and perhaps `system`,
     `tools` for the chat template.
     """
-    return _chat(sample, read_turns(sample, "messages", names_calls=False))
+    return _build_chat(sample, read_turns(sample, "messages", names_calls=False))
 
 
 @register("data.format", "prompt_completion")
@@ -338,29 +338,29 @@ def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
         sample.get("completion"), (list, dict)
     ):
         asked = read_column(sample, "prompt", "user")
-        return _chat(
+        return _build_chat(
             sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages)
         )
     refuse_beside_text(sample, *CHAT)
-    completion = text_of(sample, "completion")
+    completion = read_text_field(sample, "completion")
     if not completion:
         raise SampleFault(
             "empty answer",
-            f"{path_of(sample, 'completion')}: found an empty completion, expected text to"
+            f"{get_path(sample, 'completion')}: found an empty completion, expected text to"
             " train on",
         )
-    return Completion(text_of(sample, "prompt"), completion)
+    return Completion(read_text_field(sample, "prompt"), completion)
 
 
 @register("data.format", "text")
 @_columns("text")
 def read_text(sample: RawSample) -> Document:
     """Read `text`, or a whole .txt file."""
-    text = text_of(sample, "text")
+    text = read_text_field(sample, "text")
     if not text:
         raise SampleFault(
             "empty text",
-            f"{path_of(sample, 'text')}: found an empty text, expected something to train on",
+            f"{get_path(sample, 'text')}: found an empty text, expected something to train on",
         )
     return Document(text)
 
@@ -440,7 +440,7 @@ def _check_end(
     last = turns.messages[-1]["role"] if len(turns.messages) > asked else "nothing"
     if last != "assistant":
         raise SampleFault(
-            cause, f"{path_of(sample, name)}: found {last} at its end, expected {expected}"
+            cause, f"{get_path(sample, name)}: found {last} at its end, expected {expected}"
         )
 
 
@@ -474,8 +474,11 @@ def _read_margin(value: object) -> float:
     "prompt",
     "completion",
     "label",
-    optional=("instruction", "input", "output", "history", *WHOLE, *CHAT),
-    instead={"prompt": ("instruction", *WHOLE), "completion": ("output", *WHOLE)},
+    optional=("instruction", "input", "output", "history", *CONVERSATION_COLUMNS, *CHAT),
+    instead={
+        "prompt": ("instruction", *CONVERSATION_COLUMNS),
+        "completion": ("output", *CONVERSATION_COLUMNS),
+    },
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
     """Read `prompt` (text, or messages), `completion` (text, a message, or several) and `label`:
@@ -485,11 +488,11 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
     `conversations` the last one is the completion.
     """
     label = _read_label(sample)
-    before = _read_prompt(sample, ("prompt", "instruction", *WHOLE))
+    before = _read_prompt(sample, ("prompt", "instruction", *CONVERSATION_COLUMNS))
     ends = [name for name in ("completion", "output") if sample.get(name) is not None]
     if len(ends) > 1:
         raise SampleFault("two completions", f"found {' and '.join(ends)}, expected one of the two")
-    if ends or all(sample.get(name) is None for name in WHOLE):
+    if ends or all(sample.get(name) is None for name in CONVERSATION_COLUMNS):
         answer = read_column(sample, ends[0] if ends else "completion", "assistant")
         turns = _continue_with(before, answer)
         num_asked = len(before.messages)
@@ -500,7 +503,7 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     if all(message["role"] == "system" for message in prompt):
-        where = path_of(sample, "prompt")
+        where = get_path(sample, "prompt")
         raise SampleFault(
             "no prompt", f"{where}: found no message of the user, expected what is answered"
         )
@@ -524,9 +527,10 @@ def _read_label(sample: RawSample) -> bool:
     value = sample.get("label")
     label = read_truth(value)
     if label is None:
-        where = path_of(sample, "label")
+        where = get_path(sample, "label")
         raise SampleFault(
-            "label is not true or false", f"{where}: found {shown(value)}, expected true or false"
+            "label is not true or false",
+            f"{where}: found {format_value(value)}, expected true or false",
         )
     return label
 
@@ -546,11 +550,11 @@ def read_classification(sample: RawSample) -> Classified:
     label = _read_class(sample)
     if given == ["text"]:
         refuse_beside_text(sample, *CHAT)
-        text = text_of(sample, "text")
+        text = read_text_field(sample, "text")
         if not text.strip():
             raise SampleFault(
                 "empty text",
-                f"{path_of(sample, 'text')}: found an empty text, expected one with a class",
+                f"{get_path(sample, 'text')}: found an empty text, expected one with a class",
             )
         return Classified(Document(text), label)
     turns = with_system(sample, read_column(sample, given[0], "user"))
@@ -565,9 +569,10 @@ def _read_class(sample: RawSample) -> str:
     value = sample.get("label")
     text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
     if not text or (isinstance(value, int) and value < 0):
-        where = path_of(sample, "label")
+        where = get_path(sample, "label")
         raise SampleFault(
-            "no class", f"{where}: found {shown(value)}, expected text or a whole number from 0 on"
+            "no class",
+            f"{where}: found {format_value(value)}, expected text or a whole number from 0 on",
         )
     return text.lower() if isinstance(value, bool) else text
 
@@ -584,10 +589,10 @@ def _why_no_prompt(
         messages and messages[0]["role"] == "assistant" for messages in answers
     ):
         return None
-    column = called("prompt", sample, OTHER_NAMES["prompt"])
-    section = sample.section if isinstance(sample, Renamed) else "data"
+    column = find_column("prompt", sample, OTHER_NAMES["prompt"])
+    section = sample.section if isinstance(sample, RenamedSample) else "data"
     remedy = (
-        f"; if {column} is the prompt, set {overrides(section, {'prompt': column})[0]}"
+        f"; if {column} is the prompt, set {format_overrides(section, {'prompt': column})[0]}"
         if column
         else ""
     )

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.dataset import Dataset, TokenSequence, overlap, pack
+from recipe_lib.data.data_plan import pack
+from recipe_lib.data.dataset import Dataset, TokenSequence, find_overlap
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import pluralize
 
-SHOWN = 5  # places that a finding names
+MAX_PLACES = 5  # places that a finding names
 NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins without a sample
 
 
@@ -54,7 +55,7 @@ def inspect(
     report = training.report
     room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
     packs = len(pack(training.item_lengths, room))
-    numbers = _sample_counts(report) | {
+    numbers = _collect_counts(report) | {
         "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
         "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
         "longest_sequence": int(training.lengths.max()) if len(training) else 0,
@@ -64,36 +65,42 @@ def inspect(
         "validation_sequences": len(validation) if validation is not None else 0,
     }
     shared = (
-        overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
+        find_overlap(training, validation)
+        if validation is not None
+        else np.array([], dtype=np.int64)
     )
     numbers |= {
         "duplicate_sequences": report.duplicate_sequences,
         "overlapping_sequences": len(shared),
     }
-    findings = _report_findings(report, max_seq_len)
+    findings = _find_faults(report, max_seq_len)
     if validation is not None:
-        numbers["validation"] = _sample_counts(validation.report)
-        own = _report_findings(validation.report, max_seq_len)
+        numbers["validation"] = _collect_counts(validation.report)
+        own = _find_faults(validation.report, max_seq_len)
         findings += [
             replace(one, line=f"validation: {one.line}", dataset="validation") for one in own
         ]
         if len(shared):
-            both = _said(len(shared), f"validation {validation.report.noun}", "is", "are")
-            places = [validation.place(item) for item in shared[:SHOWN].tolist()]
-            one = _placed("overlap", f"{both} in the training data as well", len(shared), places)
+            both = _count_with_verb(
+                len(shared), f"validation {validation.report.noun}", "is", "are"
+            )
+            places = [validation.place(item) for item in shared[:MAX_PLACES].tolist()]
+            one = _make_finding(
+                "overlap", f"{both} in the training data as well", len(shared), places
+            )
             findings.append(replace(one, dataset="validation"))
     if untrained_tokens is not None:
         numbers["untrained_tokens"] = list(untrained_tokens)
     if untrained_tokens:
-        names = ", ".join(untrained_tokens[:SHOWN]) + (
-            ", ..." if len(untrained_tokens) > SHOWN else ""
+        names = ", ".join(untrained_tokens[:MAX_PLACES]) + (
+            ", ..." if len(untrained_tokens) > MAX_PLACES else ""
         )
         told = f"the sequences use {names}, whose embeddings the checkpoint has never trained"
         findings.append(Finding("untrained-tokens", f"{told}; train the embedding as well", 0))
     return Inspection(numbers, findings)
 
 
-def _sample_counts(report: DataReport) -> dict[str, Any]:
+def _collect_counts(report: DataReport) -> dict[str, Any]:
     return {
         "samples_read": report.samples_read,
         "sequences": report.sequences,
@@ -125,16 +132,16 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
     }
 
 
-def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
+def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     """Return what the counts of a dataset say is wrong."""
     parts = report.parts or [report]
     special = report.special
     lost = report.lost_answer_tokens
     long = report.truncated_sequences + report.skipped_long_sequences if lost else 0
-    exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
+    exceed = f"{_count_with_verb(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
     share = lost / max(1, report.trained_tokens + lost)
     bad = [
-        _placed(
+        _make_finding(
             "bad-samples",
             f"{pluralize(count, 'bad sample')}: {cause}",
             count,
@@ -143,23 +150,23 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
         for cause, count in report.bad_samples.most_common()
     ]
     empty = [
-        Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.nothing_left())
+        Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.why_nothing_left())
     ]
     by_count = [
         Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
         Finding(
             "no-answer-left",
-            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the"
+            f"{_count_with_verb(report.emptied_sequences, report.noun, 'is', 'are')} left out because the"
             f" whole answer is after {max_seq_len} tokens",
             report.emptied_sequences,
         ),
         Finding(
             "untrained-ends",
-            f"{_said(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn"
+            f"{_count_with_verb(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn"
             " token: nothing teaches to stop there",
             report.untrained_ends,
         ),
-        _placed(
+        _make_finding(
             "generation-marks",
             f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something"
             " else than what is generated",
@@ -172,8 +179,10 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
             " system's or user's message",
             report.unseen_samples,
         ),
-        _placed("split-special-tokens", special.split_line(), special.samples, special.places),
-        _placed(
+        _make_finding(
+            "split-special-tokens", special.describe_split(), special.samples, special.places
+        ),
+        _make_finding(
             "control-characters",
             f"in {pluralize(report.control_characters, 'sample')} a text holds a control character"
             " (JSON reads \\b as one; a backslash is two there)",
@@ -184,11 +193,11 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
     shares = [
         Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
         for part in parts
-        if (fault := part.share_fault())
+        if (fault := part.find_share_fault())
     ]
-    copies = _placed(
+    copies = _make_finding(
         "duplicates",
-        f"{_said(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
+        f"{_count_with_verb(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
         report.duplicate_sequences,
         [f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
@@ -201,16 +210,16 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
     ]
 
 
-def _said(count: int, noun: str, one: str, several: str) -> str:
+def _count_with_verb(count: int, noun: str, one: str, several: str) -> str:
     """`1 pair repeats`, `2 pairs repeat`."""
     return f"{pluralize(count, noun)} {one if count == 1 else several}"
 
 
-def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
+def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
     return Finding(name, line, count, places, count - len(places))
 
 
-def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """The special tokens: id -> text."""
     texts = tokenizer.special_texts
     return {
@@ -220,7 +229,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     }
 
 
-def ids_used(*datasets: Dataset | None) -> set[int]:
+def collect_ids(*datasets: Dataset | None) -> set[int]:
     """Every id that stands in the sequences."""
     return {
         number
@@ -240,7 +249,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSequence:
     """A sequence with what is known about it. place: the file and line it came from. tokens,
     trained: counts.
 
@@ -256,11 +265,11 @@ class Shown:
     pieces: list[Piece]
 
 
-def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
+def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSequence]:
     """The sequences of an item: one, or a pair's chosen and rejected answer."""
     sequences = range(item * dataset.group, (item + 1) * dataset.group)
     return [
-        Shown(
+        ShownSequence(
             number=sequence,
             place=dataset.place(item),
             answer=(
@@ -270,7 +279,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
             ),
             tokens=int(dataset.lengths[sequence]),
             trained=int(dataset.trained_counts[sequence]),
-            pieces=list(pieces_of(dataset[sequence], tokenizer)),
+            pieces=list(split_pieces(dataset[sequence], tokenizer)),
         )
         for sequence in sequences
     ]
@@ -284,7 +293,7 @@ def _show_label(dataset: Dataset, item: int) -> str:
     return f"class {dataset.report.classes[value]}" if dataset.report.classified else ""
 
 
-def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
+def split_pieces(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     """The text of a sequence, in order: all tokens, and the last target if it is trained.
 
     A target is trained if the loss counts it; the first token is never one. Ids of one kind are
@@ -293,10 +302,10 @@ def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     targets = sequence.labels >= 0
     ids = np.append(sequence.tokens, sequence.labels[-1:][targets[-1:]])
     trained = np.append(False, targets)[: len(ids)]
-    special = np.isin(ids, list(special_tokens(tokenizer)))
+    special = np.isin(ids, list(list_special_tokens(tokenizer)))
     kinds = zip(ids.tolist(), trained.tolist(), special.tolist(), strict=True)
     for (is_trained, is_special), run in groupby(kinds, key=itemgetter(1, 2)):
-        text = b"".join(tokenizer.token_bytes(number) for number, *_ in run).decode(
+        text = b"".join(tokenizer.get_token_bytes(number) for number, *_ in run).decode(
             "utf-8", errors="replace"
         )
         yield Piece(text, is_trained, is_special)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from recipe_lib.data.rendering import THOUGHT_KEYS
+from recipe_lib.data.column_names import is_idle_key, read_truth, says_nothing
 from recipe_lib.data.samples import (
     Conversation,
     Message,
@@ -17,18 +17,16 @@ from recipe_lib.data.samples import (
     RawSample,
     SampleFault,
     SamplePlaces,
-    found_in,
-    is_idle_key,
-    kind_of,
-    list_of,
+    describe_field,
+    describe_kind,
+    format_value,
+    get_path,
     parse_column,
-    path_of,
-    read_truth,
+    read_object_list,
+    read_text_field,
     refuse_keys,
-    says_nothing,
-    shown,
-    text_of,
 )
+from recipe_lib.data.thinking import THOUGHT_KEYS
 from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -43,8 +41,11 @@ SPEAKERS = {
 # others it says no.
 TRAINED, MASKED = ("train", "training", "loss"), ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
-WHOLE = ("messages", "conversations")  # columns that hold a conversation up to its last answer
-CALLS = (
+CONVERSATION_COLUMNS = (
+    "messages",
+    "conversations",
+)  # columns that hold a conversation up to its last answer
+CALL_ROLES = (
     "function_call",
     "tool_call",
 )  # an assistant's turn that is a call, or a list of them, as JSON
@@ -79,13 +80,13 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
     places = list[MessagePlace]()
     value = sample.get(name)
     if (
-        name in WHOLE
+        name in CONVERSATION_COLUMNS
         and isinstance(value, list)
         and value
         and all(isinstance(text, str) for text in value)
     ):
-        return _read_texts(value, path_of(sample, name))
-    turns, path = list_of(sample, name)
+        return _read_texts(value, get_path(sample, name))
+    turns, path = read_object_list(sample, name)
     for number, turn in enumerate(turns):
         where = f"{path}[{number}]"
         message = read_turn(turn, where)
@@ -126,7 +127,7 @@ def _read_texts(texts: Sequence[str], path: str) -> Turns:
     turns = Turns()
     for number, text in enumerate(texts):
         where = f"{path}[{number}]"
-        content = text_of({"text": text}, "text", where=where)
+        content = read_text_field({"text": text}, "text", where=where)
         turns += Turns(
             [{"role": ROLES[1 + number % 2], "content": content}], [MessagePlace(where, where)]
         )
@@ -138,10 +139,12 @@ def place_of_turn(turn: RawSample, where: str) -> MessagePlace:
     return MessagePlace(where, f"{where}.{'value' if 'from' in turn else 'content'}")
 
 
-def text_turn(sample: RawSample, name: str, role: str) -> Turns:
+def make_text_turn(sample: RawSample, name: str, role: str) -> Turns:
     """Return the one message that is the text of a column."""
-    path = path_of(sample, name)
-    return Turns([{"role": role, "content": text_of(sample, name)}], [MessagePlace(path, path)])
+    path = get_path(sample, name)
+    return Turns(
+        [{"role": role, "content": read_text_field(sample, name)}], [MessagePlace(path, path)]
+    )
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
@@ -173,25 +176,25 @@ def read_turn(turn: RawSample, where: str) -> Message:
     elif is_api and content is None and "tool_calls" in kept:
         content = ""
     else:
-        content = text_of(turn, text_key, where=where)
+        content = read_text_field(turn, text_key, where=where)
     return kept | {"role": role, "content": content}
 
 
 def is_call(turn: RawSample) -> bool:
     """Return whether a turn is nothing but the call of a tool."""
-    return turn.get("from", turn.get("role")) in CALLS
+    return turn.get("from", turn.get("role")) in CALL_ROLES
 
 
 def _read_call_turn(turn: RawSample, text_key: str, kept: dict[str, Any], where: str) -> Message:
     """Return a turn that is nothing but calls as a message of the assistant. kept: what it holds
     besides them.
     """
-    text = text_of(turn, text_key, where=where)
+    text = read_text_field(turn, text_key, where=where)
     if second := next((key for key in _CALL_KEYS if key in kept), None):
         raise SampleFault(
             "calls of a message", f"{where}: found {text_key} and {second}, expected one of the two"
         )
-    calls, idle = take_idle(calls_in_text(text, f"{where}.{text_key}"))
+    calls, idle = take_idle(parse_calls(text, f"{where}.{text_key}"))
     return kept | idle | {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -212,13 +215,13 @@ def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
     if key == "tool_calls":
         if not isinstance(held, list):
             raise SampleFault(
-                _CAUSE, f"{path}: found {kind_of(held)}, expected a list of calls {_CALL}"
+                _CAUSE, f"{path}: found {describe_kind(held)}, expected a list of calls {_CALL}"
             )
         calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(held)]
     elif (
         not isinstance(held, dict) or "function" in held
     ):  # the older field holds a function itself
-        found = kind_of(held) if not isinstance(held, dict) else "an object with function"
+        found = describe_kind(held) if not isinstance(held, dict) else "an object with function"
         raise SampleFault(_CAUSE, f"{path}: found {found}, expected {_FUNCTION}")
     else:
         calls = [_read_call(held, path)]
@@ -233,7 +236,7 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if known_role is None:
-        said = shown(role) if key in message else "nothing"
+        said = format_value(role) if key in message else "nothing"
         expected = "human, gpt, system, tool, function_call or observation"
         if key == "role":
             expected = f"one of {', '.join(ROLES)}"
@@ -254,7 +257,7 @@ def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[st
         return kept
     flags = {name: _read_flag(name, kept.pop(name), where) for name in sorted(_FLAGS & kept.keys())}
     if len(set(flags.values())) > 1:
-        found = " and ".join(f"{name}: {shown(message[name])}" for name in flags)
+        found = " and ".join(f"{name}: {format_value(message[name])}" for name in flags)
         raise SampleFault(
             "flags that differ", f"{where}: found {found}, expected them to say the same"
         )
@@ -273,12 +276,13 @@ def _read_flag(name: str, value: Any, where: str) -> bool:
     if says is None:
         expected = "0 or 1" if name == "weight" else "true or false"
         raise SampleFault(
-            f"{name} is no switch", f"{where}.{name}: found {shown(value)}, expected {expected}"
+            f"{name} is no switch",
+            f"{where}.{name}: found {format_value(value)}, expected {expected}",
         )
     return says is not (name in MASKED)
 
 
-def conversation(
+def build_conversation(
     messages: Sequence[Message],
     tools: Sequence[RawSample] | None = None,
     places: SamplePlaces | None = None,
@@ -358,11 +362,11 @@ def _read_text_part(part: Any, where: str) -> str:
             owner="a part",
             expected="which is not read, expected a part of type and text",
         )
-        return text_of(part, "text", where=where)
-    found = kind_of(part)
+        return read_text_field(part, "text", where=where)
+    found = describe_kind(part)
     if isinstance(part, dict):
         found = (
-            f"a part of the type {shown(part['type'])}"
+            f"a part of the type {format_value(part['type'])}"
             if "type" in part
             else "an object without a type"
         )
@@ -388,13 +392,13 @@ _check_keys = partial(
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     """Return one call as chat APIs have it. Raises SampleFault."""
     if not isinstance(call, dict):
-        raise SampleFault(_CAUSE, f"{where}: found {kind_of(call)}, expected a call {_CALL}")
+        raise SampleFault(_CAUSE, f"{where}: found {describe_kind(call)}, expected a call {_CALL}")
     is_bare = "function" not in call
     function, path = (call, where) if is_bare else (call["function"], f"{where}.function")
     if not isinstance(function, dict):
-        raise SampleFault(_CAUSE, f"{path}: found {kind_of(function)}, expected {_FUNCTION}")
+        raise SampleFault(_CAUSE, f"{path}: found {describe_kind(function)}, expected {_FUNCTION}")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        found = "empty text" if function.get("name") == "" else found_in(function, "name")
+        found = "empty text" if function.get("name") == "" else describe_field(function, "name")
         raise SampleFault(
             _CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}"
         )
@@ -432,7 +436,9 @@ def check_arguments(function: RawSample, where: str) -> None:
     given = function.get("arguments")
     if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
         return
-    found = found_in(function, "arguments") if not isinstance(given, str) else shown(given)
+    found = (
+        describe_field(function, "arguments") if not isinstance(given, str) else format_value(given)
+    )
     raise SampleFault(
         "tool call's arguments are no JSON",
         f"{where}: found {found}, expected an object, or JSON text of one ({{}} for none)",
@@ -450,7 +456,7 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
     return arguments if isinstance(arguments, dict) else None
 
 
-def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
+def parse_calls(text: str, where: str) -> list[dict[str, Any]]:
     """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list
     of them.
     """
@@ -470,7 +476,7 @@ def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
     full_calls = list[dict[str, Any]]()
     for call in calls:
         function = {"name": call["name"], "arguments": call.get("arguments") or {}}
-        check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
+        check_arguments(function, f"{where}: arguments of {format_value(call['name'])}")
         _check_keys(call, _BARE_KEYS, where)
         call_id = {"id": call["id"]} if call.get("id") else {}
         beside = {name: value for name, value in call.items() if name not in _BARE_KEYS}
@@ -512,7 +518,7 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
     """Return the column `tools`, and its path: a list of descriptions, or one as JSON text; a bare
     function is put as chat APIs have it. Raises SampleFault.
     """
-    path = path_of(sample, "tools")
+    path = get_path(sample, "tools")
     tools: Any = sample.get("tools")
     if says_nothing(tools) or (isinstance(tools, str) and tools.strip() == "null"):
         return None, path
@@ -524,7 +530,7 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
             for number, tool in enumerate(tools)
         ]
         sample = {"tools": tools}
-    described, path = list_of(sample, "tools")
+    described, path = read_object_list(sample, "tools")
     return [_read_tool(tool) for tool in described] or None, path
 
 

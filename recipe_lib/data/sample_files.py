@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipe_lib.config.suggest import show
-from recipe_lib.data.samples import SampleFault, kind_of, parse_object
+from recipe_lib.data.samples import SampleFault, describe_kind, parse_object
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.units import MIB, format_bytes
@@ -31,7 +31,7 @@ SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
 LINE_LIMIT = 2**30  # bytes of a line: a file with holes, or a disk's image, may have none that ends
 BLOCK = 2**22  # bytes read at once by a pass over a file
 
-Located = tuple[
+LocatedSample = tuple[
     str, dict[str, Any] | SampleFault
 ]  # where the sample is, and the sample or why there is none
 
@@ -49,7 +49,7 @@ class SampleFile(ABC):
     def __init__(self, place: str, sample_limit: int = SAMPLE_LIMIT) -> None:
         self.place, self.sample_limit = place, sample_limit
 
-    def too_large(self, size: int) -> SampleFault:
+    def build_size_fault(self, size: int) -> SampleFault:
         """The fault of a sample of so many bytes."""
         return SampleFault(
             "too large",
@@ -65,14 +65,14 @@ class SampleFile(ABC):
         """
 
     @abstractmethod
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
         """Samples start .. stop (exclusive; None: all that follow) in file order, each with its
         place, few at a time.
 
         A sample that cannot be used comes as a SampleFault.
         """
 
-    def first(self, count: int) -> Iterator[Located]:
+    def first(self, count: int) -> Iterator[LocatedSample]:
         """As `read(0, count)`; files that are found out about line by line, or item by item, are
         not read further.
         """
@@ -113,7 +113,7 @@ class LocalFile(SampleFile):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        return {"name": Path(self.place).name} | hash_of(self.path)
+        return {"name": Path(self.place).name} | hash_contents(self.path)
 
 
 class IndexedFile(LocalFile):
@@ -142,13 +142,13 @@ class IndexedFile(LocalFile):
     def __len__(self) -> int:
         return len(self._index)
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
         rows = map(np.ndarray.tolist, self._index[start:stop])
-        with opened(self.path) as file:
+        with open_checked(self.path) as file:
             yield from self._read_rows(file, rows, start)
 
-    def first(self, count: int) -> Iterator[Located]:
-        with opened(self.path) as scanned, opened(self.path) as file:
+    def first(self, count: int) -> Iterator[LocatedSample]:
+        with open_checked(self.path) as scanned, open_checked(self.path) as file:
             yield from self._read_rows(file, islice(self.scan(scanned), count), 0)
 
     def place_of(self, sample: int) -> str:
@@ -156,13 +156,13 @@ class IndexedFile(LocalFile):
 
     def _read_rows(
         self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int
-    ) -> Iterator[Located]:
+    ) -> Iterator[LocatedSample]:
         """Yield the samples at rows of the index. first: number of the first one."""
         at = -1
         for number, (start, end, line) in enumerate(rows, first):
             size = end - start
             if size > self.sample_limit + self.line_end:
-                yield self.locate(number, line), self.too_large(size)
+                yield self.locate(number, line), self.build_size_fault(size)
                 continue
             if at != start:
                 file.seek(start)
@@ -172,7 +172,7 @@ class IndexedFile(LocalFile):
     @cached_property
     def _index(self) -> np.ndarray:
         """Return what `scan` yields, int64 `[samples, 3]`."""
-        with opened(self.path) as file:
+        with open_checked(self.path) as file:
             return np.fromiter(chain.from_iterable(self.scan(file)), np.int64).reshape(-1, 3)
 
 
@@ -186,12 +186,12 @@ class TextFile(IndexedFile):
         """As IndexedFile says. Raises DataError."""
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content.strip():
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         try:
             return {"text": content.decode("utf-8")}
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
-            raise not_utf8(self.place, line, content[error.start]) from None
+            raise build_utf8_fault(self.place, line, content[error.start]) from None
 
 
 class JsonLinesFile(IndexedFile):
@@ -223,7 +223,7 @@ class JsonLinesFile(IndexedFile):
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         content = content.rstrip(b"\r\n")
         if len(content) > self.sample_limit:
-            return self.too_large(len(content))
+            return self.build_size_fault(len(content))
         sample = parse_sample(content)
         is_list = number == 0 and content.lstrip().startswith(b"[")
         if is_list and isinstance(sample, SampleFault):  # it may be the whole file
@@ -261,12 +261,12 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
         return sample
     return SampleFault(
         "not an object",
-        f"found {kind_of(sample)}, expected an object with the columns of the sample",
+        f"found {describe_kind(sample)}, expected an object with the columns of the sample",
     )
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_checked(path: Path) -> Iterator[BinaryIO]:
     """The file, open for reading; a DataError for what the system refuses inside, or what is no
     regular file.
     """
@@ -279,20 +279,20 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         ) from None
 
 
-def hash_of(*paths: Path) -> dict[str, Any]:
+def hash_contents(*paths: Path) -> dict[str, Any]:
     """`size` in bytes and `sha256`, in hex, of the content of one file or several. Raises
     DataError.
     """
     digest, size = hashlib.sha256(), 0
     for path in paths:
-        with opened(path) as file:
+        with open_checked(path) as file:
             while block := file.read(BLOCK):
                 digest.update(block)
                 size += len(block)
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def empty(place: str) -> DataError:
+def build_empty_fault(place: str) -> DataError:
     """The fault of a file with nothing in it."""
     return DataError(f"{place}: the file is empty, expected samples or text")
 
@@ -305,7 +305,7 @@ def build_line_fault(place: str, line: int) -> DataError:
     )
 
 
-def not_utf8(place: str, line: int, byte: int) -> DataError:
+def build_utf8_fault(place: str, line: int, byte: int) -> DataError:
     """The fault of a file with a byte that is no UTF-8."""
     return DataError(
         f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file"
@@ -356,14 +356,14 @@ class CsvFile(IndexedFile):
     @cached_property
     def _header(self) -> tuple[list[str], str]:
         """The names of the columns, and the delimiter. Raises DataError."""
-        with opened(self.path) as file:
+        with open_checked(self.path) as file:
             skip_mark(file)
             first = file.readline(LINE_LIMIT).decode("utf-8", errors="replace")
         if not first.strip():
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         is_tsv = Path(self.place.removesuffix(".gz").removesuffix(".zst")).suffix == ".tsv"
         delimiter = "\t" if is_tsv else max(_DELIMITERS, key=first.count)
-        with opened(self.path) as file:
+        with open_checked(self.path) as file:
             cells, *_ = next(_read_csv_rows(file, self.place, delimiter))
         header = [name.strip() for name in cells]
         twice = next((name for name in header if name and header.count(name) > 1), None)
@@ -394,7 +394,7 @@ def _read_csv_rows(
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise not_utf8(place, line, content[error.start]) from None
+                raise build_utf8_fault(place, line, content[error.start]) from None
             at += len(content)
             line += 1
             yield text

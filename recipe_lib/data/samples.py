@@ -169,7 +169,7 @@ class SampleFault(Exception):  # noqa: N818  (an outcome of reading a sample, tu
         super().__init__(escape_invisible(detail))
 
 
-def kind_of(value: Any) -> str:
+def describe_kind(value: Any) -> str:
     """A value in words, for error lines."""
     kinds: tuple[tuple[Any, str], ...] = (
         (type(None), "null"),
@@ -187,7 +187,7 @@ def kind_of(value: Any) -> str:
     )
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A short value as it is, for error lines: text in quotes, a number, true, false or null; else
     its kind.
     """
@@ -195,10 +195,10 @@ def shown(value: Any) -> str:
         return repr(value if len(value) <= 40 else f"{value[:37]}...")
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if isinstance(value, int | float) else kind_of(value)
+    return repr(value) if isinstance(value, int | float) else describe_kind(value)
 
 
-def located(place: str, detail: object) -> str:
+def prefix_place(place: str, detail: object) -> str:
     """A fault with its place before it; a path in the sample goes on from that of the sample
     (`rows.json:4: .[1]`).
     """
@@ -239,7 +239,8 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         repeated_key = next(key for key in keys if keys.count(key) > 1)
         raise SampleFault(
-            "key twice", f"found the key {shown(repeated_key)} twice in an object, expected it once"
+            "key twice",
+            f"found the key {format_value(repeated_key)} twice in an object, expected it once",
         )
     return json_object
 
@@ -283,7 +284,7 @@ def find_columns(form: str) -> Columns:
     return getattr(get_registered("data.format", form), "columns", Columns())
 
 
-def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
+def find_column(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
     """Return what a sample calls a column, of the column's name and others; None: there is none, or
     it is null.
     """
@@ -295,7 +296,7 @@ def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
     )
 
 
-class Renamed(dict[str, Any]):
+class RenamedSample(dict[str, Any]):
     """A sample under the names that formats know. own: by what names the file has them, as
     `data.columns`. section: of the config, in which `columns` are.
     """
@@ -318,9 +319,9 @@ class Renamed(dict[str, Any]):
         }
 
 
-def path_of(sample: RawSample, name: str) -> str:
+def get_path(sample: RawSample, name: str) -> str:
     """Return where a column is in the sample: `.messages`, `.["my column"]`."""
-    return format_path(sample.own.get(name, name) if isinstance(sample, Renamed) else name)
+    return format_path(sample.own.get(name, name) if isinstance(sample, RenamedSample) else name)
 
 
 def format_path(name: str) -> str:
@@ -332,14 +333,14 @@ def format_path(name: str) -> str:
     return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"
 
 
-def columns_section(section: str) -> str:
+def get_columns_section(section: str) -> str:
     """Return the section of the config that names the columns of a source of this one; validation
     has none of its own.
     """
     return "data" if section == "validation" else section
 
 
-def overrides(section: str, own: Mapping[str, str]) -> list[str]:
+def format_overrides(section: str, own: Mapping[str, str]) -> list[str]:
     """Return what names columns on the command line: `data.columns.prompt=question`. section: that
     of the source.
     """
@@ -352,14 +353,16 @@ def overrides(section: str, own: Mapping[str, str]) -> list[str]:
     )
 
 
-def found_in(holder: RawSample, name: str) -> str:
+def describe_field(holder: RawSample, name: str) -> str:
     """Return the kind of a field, in words, for error lines; of one that is not there,
     `nothing`.
     """
-    return kind_of(holder[name]) if name in holder else "nothing"
+    return describe_kind(holder[name]) if name in holder else "nothing"
 
 
-def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = "") -> str:
+def read_text_field(
+    sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = ""
+) -> str:
     """Return the text in a column. Raises SampleFault: missing, no text, or not encodable as UTF-8.
 
     where: path of the object that has it, if that is not the sample.
@@ -367,10 +370,10 @@ def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where
     value = sample.get(name)
     if value is None and may_be_missing:
         return ""
-    label = f"{where}.{name}" if where else path_of(sample, name)
+    label = f"{where}.{name}" if where else get_path(sample, name)
     if not isinstance(value, str):
         raise SampleFault(
-            f"{name} is no text", f"{label}: found {found_in(sample, name)}, expected text"
+            f"{name} is no text", f"{label}: found {describe_field(sample, name)}, expected text"
         )
     try:
         value.encode("utf-8")
@@ -383,13 +386,13 @@ def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where
     return value
 
 
-def list_of(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
+def read_object_list(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
     """Return the list of objects in a column, and its path, which an index goes behind. Raises
     SampleFault.
     """
     value, path = open_json_list(sample, name)
     if not isinstance(value, list):
-        found = found_in(sample, name)
+        found = describe_field(sample, name)
         if isinstance(value, str):
             found = "text that is no JSON list" if value.strip() else "empty text"
         raise SampleFault(
@@ -399,7 +402,7 @@ def list_of(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
         if not isinstance(item, dict):
             raise SampleFault(
                 f"{name} is no list of objects",
-                f"{path}[{number}]: found {kind_of(item)}, expected an object",
+                f"{path}[{number}]: found {describe_kind(item)}, expected an object",
             )
     return value, path
 
@@ -409,7 +412,7 @@ def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
     Raises SampleFault for one that is no JSON.
     """
     value = sample.get(name)
-    path = path_of(sample, name)
+    path = get_path(sample, name)
     if is_json_list(value):
         return parse_column(value, name, path), f"{path}|fromjson|."
     return value, path
@@ -432,7 +435,8 @@ def refuse_keys(
     for name, value in holder.items():
         if name not in read_keys and not says_nothing(value) and not is_idle(name, value):
             raise SampleFault(
-                f"key {name} of {owner}", f"{where}.{name}: found {kind_of(value)}, {expected}"
+                f"key {name} of {owner}",
+                f"{where}.{name}: found {describe_kind(value)}, {expected}",
             )
 
 

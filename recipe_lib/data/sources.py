@@ -28,21 +28,22 @@ from recipe_lib.config.local_files import (
 )
 from recipe_lib.config.schema import SourceConfig
 from recipe_lib.config.schema_data import HUB, is_hub
+from recipe_lib.data.column_names import is_idle_beside, says_nothing
 from recipe_lib.data.sample_files import (
     SAMPLE_LIMIT,
     CsvFile,
     IndexedFile,
     JsonLinesFile,
     LocalFile,
-    Located,
+    LocatedSample,
     SampleFile,
     TextFile,
-    empty,
-    hash_of,
-    not_utf8,
-    opened,
+    build_empty_fault,
+    build_utf8_fault,
+    hash_contents,
+    open_checked,
 )
-from recipe_lib.data.samples import SampleFault, is_idle_beside, kind_of, says_nothing
+from recipe_lib.data.samples import SampleFault, describe_kind
 from recipe_lib.errors import DataError, StorageError, get_first_line
 from recipe_lib.files import discard_idle, write_aside
 from recipe_lib.reading import open_regular, suggest_remedy
@@ -71,12 +72,12 @@ class JsonFile(IndexedFile):
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         if os.fstat(file.fileno()).st_size == 0:
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             scanner = _Scanner(content, self.place, self.sample_limit)
             opening = scanner.next_byte()
             if not opening:
-                raise empty(self.place)
+                raise build_empty_fault(self.place)
             self._list_path = "." if opening == b"[" else ".data"
             self._beside = scanner.beside
             yield from scanner.items()
@@ -93,7 +94,7 @@ class JsonFile(IndexedFile):
 
 def _describe(value: Any) -> str:
     """Return what kind of value was read, for error lines."""
-    return "a very long value" if value is TOO_LONG else kind_of(value)
+    return "a very long value" if value is TOO_LONG else describe_kind(value)
 
 
 class _Scanner:
@@ -194,7 +195,7 @@ class _Scanner:
             value, length = self.decoder.raw_decode(text)
         except UnicodeDecodeError as error:
             line = self.line + error.object[: error.start].count(b"\n")
-            raise not_utf8(self.place, line, error.object[error.start]) from None
+            raise build_utf8_fault(self.place, line, error.object[error.start]) from None
         except json.JSONDecodeError as error:
             is_fault = not error.msg.startswith("Unterminated") and error.pos < len(text) - UNSURE
             if cut == end or is_fault:
@@ -281,7 +282,7 @@ class ParquetFile(LocalFile):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
         """As SampleFile says; inside a sample, a field that holds null is left out."""
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
@@ -309,7 +310,7 @@ class ParquetFile(LocalFile):
         for samples that cannot be.
         """
         sample = 0.0
-        with opened(self.path) as content:
+        with open_checked(self.path) as content:
             for index in range(group.num_columns):
                 column = group.column(index)
                 own = column.total_uncompressed_size
@@ -345,7 +346,7 @@ class ParquetFile(LocalFile):
                 " take the file from a source you trust"
             )
         if not num_samples:
-            raise empty(self.place)
+            raise build_empty_fault(self.place)
         return np.cumsum(counts, dtype=np.int64)
 
 
@@ -376,7 +377,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     """The file, open; what is wrong with it is a DataError."""
     from pyarrow import ArrowException, parquet
 
-    with opened(path) as content:
+    with open_checked(path) as content:
         begins, size = content.read(len(MAGIC)), content.seek(0, os.SEEK_END)
         content.seek(max(0, size - len(MAGIC)))
         if begins != MAGIC or content.read() != MAGIC:
@@ -399,7 +400,7 @@ def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | Sampl
     is_large = batch.nbytes > file.sample_limit
     for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
         if part.nbytes > file.sample_limit:
-            yield file.too_large(part.nbytes)
+            yield file.build_size_fault(part.nbytes)
         else:
             for sample in part.to_pylist():
                 yield {name: _leave_out_nulls(value) for name, value in sample.items()}
@@ -438,7 +439,7 @@ class HubSamples(SampleFile):
     def __len__(self) -> int:
         return len(self._samples)
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
         """As SampleFile says; inside a sample, a field that holds null is left out."""
         samples = self._samples
         stop = len(samples) if stop is None else min(stop, len(samples))
@@ -453,7 +454,7 @@ class HubSamples(SampleFile):
         name = f"{self.place} {self.split}"
         files = [Path(file["filename"]) for file in self._samples.cache_files]
         if files:
-            return {"name": name} | hash_of(*files)
+            return {"name": name} | hash_contents(*files)
         digest, size = hashlib.sha256(), 0
         for _, sample in self.read():
             line = json.dumps(sample, sort_keys=True, default=str).encode()
@@ -504,7 +505,7 @@ def open_sources(
     files = list[SampleFile]()
     for path in find_files(cfg.source, f"{section}.source"):
         inside = (
-            unpacked(path, cache or get_cache_root(None)) if path.suffix in COMPRESSED else path
+            unpack_once(path, cache or get_cache_root(None)) if path.suffix in COMPRESSED else path
         )
         files.append(_KINDS[inside.suffix](inside, sample_limit, str(path)))
     return files
@@ -523,7 +524,7 @@ _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 _BLOCK = 2**18  # bytes read at a time
 
 
-def unpacked(path: Path, root: Path) -> Path:
+def unpack_once(path: Path, root: Path) -> Path:
     """The content of a compressed file, as a file below `root/unpacked`; made if it is not there
     yet.
 
@@ -564,7 +565,7 @@ def unpacked(path: Path, root: Path) -> Path:
 
 
 def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
-    blocks = _gzip_blocks(path) if path.suffix == ".gz" else _zstd_blocks(path)
+    blocks = _read_gzip_blocks(path) if path.suffix == ".gz" else _read_zstd_blocks(path)
     size, most = 0, max(_SMALL, _MOST_TIMES * path.stat().st_size)
     try:
         with closing(blocks), target.open("wb") as out:
@@ -585,13 +586,13 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
         ) from None
 
 
-def _gzip_blocks(path: Path) -> Generator[bytes]:
+def _read_gzip_blocks(path: Path) -> Generator[bytes]:
     with open_regular(path) as file, gzip.GzipFile(fileobj=file) as source:
         while block := source.read(_BLOCK):
             yield block
 
 
-def _zstd_blocks(path: Path) -> Generator[bytes]:
+def _read_zstd_blocks(path: Path) -> Generator[bytes]:
     """Yield the content, one frame after the other. Raises DataError without the package that reads
     it, and EOFError for a damaged file, or a last frame that is not whole, which the package passes
     over.

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from recipe_lib.config.local_files import get_cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import list_sources_by_section, resolve_validation_source
-from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make
-from recipe_lib.data.dataset import Dataset, Origin, copies
+from recipe_lib.data.cache import ArrayWriter, compute_cache_key, load_or_make
+from recipe_lib.data.dataset import Dataset, Origin, find_copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
-from recipe_lib.data.find_format import with_format
-from recipe_lib.data.samples import columns_section
+from recipe_lib.data.find_format import fill_in_format
+from recipe_lib.data.label_masks import Encoder
+from recipe_lib.data.samples import get_columns_section
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError, SetupError
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import Tokenizer
@@ -137,7 +137,7 @@ class DatasetBuilder:
             open_sources(source, limit, cache, section) for section, source in sources.items()
         ]
         sources = {
-            section: with_format(source, files, columns_section(section), cfg.ignore_columns)
+            section: fill_in_format(source, files, get_columns_section(section), cfg.ignore_columns)
             for (section, source), files in zip(sources.items(), opened, strict=True)
         }
         self.sources = list(sources.values())
@@ -168,7 +168,9 @@ class DatasetBuilder:
             "history": cfg.history,
             "ignore_columns": cfg.ignore_columns,
         }
-        return cache_key(self._decides() | read, self.files, self.encoders, self.tokenizer)
+        return compute_cache_key(
+            self._list_settings() | read, self.files, self.encoders, self.tokenizer
+        )
 
     def build(self) -> Dataset:
         """Return it out of the cache, or made. Raises DataError."""
@@ -181,7 +183,7 @@ class DatasetBuilder:
             arrays["offsets"],
             arrays["trained"],
             report,
-            self._decides(),
+            self._list_settings(),
             group=2 if report.pairs else 1,
             source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
             weights=[source.weight for source in self.sources],
@@ -190,7 +192,7 @@ class DatasetBuilder:
             values=arrays["values"],
         )
 
-    def _decides(self) -> dict[str, Any]:
+    def _list_settings(self) -> dict[str, Any]:
         """The settings that decide what the samples become."""
         cfg = self.cfg
         # At their defaults these change no sequence of an earlier version, whose runs can be
@@ -216,17 +218,17 @@ class DatasetBuilder:
         is wrong with the samples of all sources.
         """
         reports = [encoder.report() for encoder in self.encoders]
-        tasks = self._tasks()
+        tasks = self._split_tasks()
         samples = sum((task.stop or 0) - task.start for task in tasks)
         # Each rank of this machine makes what is kept in memory.
         shared_by = 1 if writer.folder else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = min(
-            worker_count(self.cfg.num_proc, shared_by),
-            1 + sum(map(_size, self.files)) // BYTES_PER_WORKER,
+            count_workers(self.cfg.num_proc, shared_by),
+            1 + sum(map(_estimate_bytes, self.files)) // BYTES_PER_WORKER,
         )
         with (
             phase("data: tokenizing", samples, "samples") as progress,
-            closing(in_order(self._encode, tasks, workers)) as chunks,
+            closing(map_in_order(self._encode, tasks, workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):
                 if chunk.fault is not None:
@@ -243,7 +245,7 @@ class DatasetBuilder:
                 progress.advance(chunk.report.samples_read)
         if faults := [line for part in reports for line in self._faults(part)]:
             raise DataError(*faults)
-        report = self._summed(reports)
+        report = self._sum_reports(reports)
         if report.pairs not in (0, writer.items):
             raise DataError(
                 f"{report.source}: found {report.pairs} preference pairs among {writer.items}"
@@ -264,11 +266,11 @@ class DatasetBuilder:
         no other.
         """
         if part.bad_samples and self.cfg.on_invalid == "error":
-            return part.sample_faults()
-        nothing = None if self.may_be_empty else part.nothing_left()
+            return part.list_sample_faults()
+        nothing = None if self.may_be_empty else part.why_nothing_left()
         return [nothing] if nothing else []
 
-    def _tasks(self) -> list[Task]:
+    def _split_tasks(self) -> list[Task]:
         """All samples in order, in pieces that are the same for any number of workers."""
         tasks: list[Task] = []
         left = [source.max_samples for source in self.sources]
@@ -294,7 +296,7 @@ class DatasetBuilder:
     def _encode(self, task: Task) -> Chunk:
         return self.encoders[task.source].encode(self.files[task.file], task.start, task.stop)
 
-    def _summed(self, reports: Sequence[DataReport]) -> DataReport:
+    def _sum_reports(self, reports: Sequence[DataReport]) -> DataReport:
         if len(reports) == 1:
             return reports[0]
         total = self.encoders[0].report()
@@ -308,14 +310,14 @@ class DatasetBuilder:
     def _count_copies(self, report: DataReport, writer: ArrayWriter) -> None:
         writer.sync()
         arrays = writer.arrays()
-        found, earlier = copies(arrays["digests"])
+        found, earlier = find_copies(arrays["digests"])
         report.duplicate_sequences = len(found)
         origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
         for pair in zip(found[:PLACES].tolist(), earlier[:PLACES].tolist(), strict=True):
             report.duplicates.append([origin.place(item) for item in pair])
 
 
-def _size(file: SampleFile) -> int:
+def _estimate_bytes(file: SampleFile) -> int:
     """Bytes of a local file; of a hub dataset, enough for several workers."""
     path = Path(file.place)
     return path.stat().st_size if path.is_file() else 2**40
@@ -332,7 +334,7 @@ AHEAD = 4  # pieces for each process that may be done before the first of them i
 _work: Callable[[Any], Any] | None = None  # in a worker: what it does
 
 
-def worker_count(wanted: int | None, shared_by: int = 1) -> int:
+def count_workers(wanted: int | None, shared_by: int = 1) -> int:
     """Processes to work with; wanted: `data.num_proc`, per machine. shared_by: how many of us do
     the same work on it.
 
@@ -373,7 +375,7 @@ def drop_dead_groups() -> None:
         gc.collect()
 
 
-def in_order(
+def map_in_order(
     work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int
 ) -> Generator[Result, None, None]:
     """`work` of each piece, in the order of the pieces, by so many forks of this process; 1: here.
@@ -387,7 +389,7 @@ def in_order(
         return
     done: deque[Future[Result]] = deque()
     try:
-        with forks(work, workers) as submit:
+        with start_forks(work, workers) as submit:
             for piece in pieces:
                 done.append(submit(piece))
                 if len(done) >= AHEAD * workers:
@@ -402,7 +404,7 @@ def in_order(
 
 
 @contextmanager
-def forks(
+def start_forks(
     work: Callable[[Piece], Result], workers: int
 ) -> Iterator[Callable[[Piece], Future[Result]]]:
     """`workers` forks of this process; what is yielded has one of them do `work` of a piece.
@@ -412,18 +414,20 @@ def forks(
     """
     drop_dead_groups()
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(work,)
+    )
     with warnings.catch_warnings():
         # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker
         # takes.
         warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
         try:
-            yield lambda piece: pool.submit(_run, piece)
+            yield lambda piece: pool.submit(_run_piece, piece)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _begin(work: Callable[[Any], Any]) -> None:
+def _begin_worker(work: Callable[[Any], Any]) -> None:
     global _work
     _work = work
     gc.freeze()  # what the parent left for collection is not ours to end
@@ -440,6 +444,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run(piece: Any) -> Any:
+def _run_piece(piece: Any) -> Any:
     assert _work is not None
     return _work(piece)

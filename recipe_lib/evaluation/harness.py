@@ -61,7 +61,7 @@ def run_tasks(
     return {} if found is None else dict(found["results"])
 
 
-def metric_rows(results: dict[str, Any]) -> dict[tuple[str, str], float]:
+def flatten_metrics(results: dict[str, Any]) -> dict[tuple[str, str], float]:
     """(task, metric) -> number, of what `run_tasks` gives; standard errors and names are left
     out.
     """
@@ -78,7 +78,7 @@ def metric_rows(results: dict[str, Any]) -> dict[tuple[str, str], float]:
     return rows
 
 
-def harness_model(model: torch.nn.Module, **options: Any) -> "LM":
+def build_harness_model(model: torch.nn.Module, **options: Any) -> "LM":
     """Our model as the harness asks it; options: of `HarnessMethods`. SetupError without the extra
     `eval`.
     """
@@ -140,7 +140,7 @@ class HarnessMethods:
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
-        return continuation_scores(
+        return score_continuations(
             self._model, pairs, self._spec.max_positions, self._device, self._batch_size
         )
 
@@ -173,7 +173,7 @@ class HarnessMethods:
 
         end = self._tokenizer.decode([self.eot_token_id])
         answers: list[str] = [""] * len(requests)
-        for numbers, options in _alike(
+        for numbers, options in _batch_by_options(
             [dict(request.args[1]) for request in requests], self._batch_size
         ):
             kwargs = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
@@ -203,7 +203,7 @@ class HarnessMethods:
         return answers
 
 
-def _alike(
+def _batch_by_options(
     options: list[dict[str, Any]], batch_size: int
 ) -> Iterator[tuple[list[int], dict[str, Any]]]:
     """Batches of requests that are generated in the same way: their numbers, and how."""
@@ -216,7 +216,7 @@ def _alike(
 
 
 @torch.no_grad()
-def continuation_scores(
+def score_continuations(
     model: torch.nn.Module,
     pairs: Sequence[tuple[list[int], list[int]]],
     most: int,

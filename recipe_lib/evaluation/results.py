@@ -14,7 +14,7 @@ from torch import nn
 from recipe_lib import files
 from recipe_lib.config.mesh import compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import Dataset, validation_steps
+from recipe_lib.data import Dataset, make_validation_steps
 from recipe_lib.generation.answer_questions import Question
 from recipe_lib.generation.sample import Generated
 from recipe_lib.parallel import Parallel, World
@@ -27,7 +27,7 @@ from recipe_lib.training.validation import scores_by, sequence_sums
 
 EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE = "examples.jsonl", "summary.json", "report.html"
 BASE, TUNED = "base", "tuned"
-_SHOWN = 50  # examples on the page
+_EXAMPLES_ON_PAGE = 50  # examples on the page
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SequenceScore:
 
 
 @dataclass
-class Measured:
+class ModelResults:
     """One model. scores, answers: by number of the sequence. metrics: name -> by number."""
 
     scores: dict[int, SequenceScore] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def score_sequences(
 ) -> dict[int, SequenceScore]:
     """The scores of all sequences, on every rank. Collective."""
     batch_size = cfg.validation.batch_size or cfg.batch_size
-    steps = validation_steps(
+    steps = make_validation_steps(
         dataset,
         world.data_rank,
         world.data_ranks,
@@ -106,7 +106,7 @@ class Evaluation:
     number of the sequence, those that were answered. settings: what it was done with, as text.
     """
 
-    models: Mapping[str, Measured]
+    models: Mapping[str, ModelResults]
     names: Mapping[str, str]
     dataset: Dataset
     questions: Mapping[int, Question]
@@ -131,7 +131,7 @@ class Evaluation:
         both = BASE in numbers and TUNED in numbers
         rows = []
         for name in next(iter(numbers.values())):
-            row = [name, *(_shown(each[name]) for each in numbers.values())]
+            row = [name, *(_format_number(each[name]) for each in numbers.values())]
             rows.append(
                 [*row, f"{numbers[TUNED][name] - numbers[BASE][name]:+.4f}"] if both else row
             )
@@ -174,7 +174,7 @@ class Evaluation:
             files.replace_text(
                 folder / SUMMARY_FILE, redact(json.dumps(self.summary(), indent=1) + "\n")
             )
-            files.replace_text(folder / PAGE_FILE, redact(self.page(examples[:_SHOWN])))
+            files.replace_text(folder / PAGE_FILE, redact(self.page(examples[:_EXAMPLES_ON_PAGE])))
 
     def page(self, examples: list[dict[str, Any]]) -> str:
         """The page: numbers, the first examples, settings."""
@@ -198,14 +198,14 @@ class Evaluation:
         sections = [
             Section("Numbers", table=self.table()),
             Section("Held-out samples", facts=[*counts, ("source", self.dataset.report.source)]),
-            Section(f"Answers (the first {_SHOWN} sequences)", table=answers),
+            Section(f"Answers (the first {_EXAMPLES_ON_PAGE} sequences)", table=answers),
             Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
         ]
         headline = ", ".join(
-            f"{key} {_shown(value)}" for key, value in list(summary.values())[-2].items()
+            f"{key} {_format_number(value)}" for key, value in list(summary.values())[-2].items()
         )
         return render_page("evaluation", f"{name}: evaluation", name, headline, sections)
 
 
-def _shown(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:.4f}" if abs(number) < 1e6 else f"{number:.3e}"

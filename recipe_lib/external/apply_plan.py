@@ -41,7 +41,7 @@ from recipe_lib.external.tensor_plan.exchanges import own_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
-from recipe_lib.models.language_model import ordered
+from recipe_lib.models.language_model import restore_file_order
 from recipe_lib.ops.gathered import Group, all_reduce
 
 _LENGTH = 16  # tokens of a row that a small copy is certified with; two rows
@@ -169,7 +169,7 @@ class TensorPlan:
         found, first = {}, _mesh_of(model).get_local_rank() == 0
         for name, value in model.state_dict().items():
             whole = (
-                ordered(value.full_tensor(), runs.get(name))
+                restore_file_order(value.full_tensor(), runs.get(name))
                 if isinstance(value, DTensor)
                 else value
             )

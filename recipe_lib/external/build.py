@@ -27,8 +27,8 @@ from recipe_lib.external.modules import (
 from recipe_lib.external.stage_parts import keep_parts, logits_of, only, run_alone
 from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
 from recipe_lib.logs import get_logger
-from recipe_lib.models.decoder import LinearHead, LogitsAfter
-from recipe_lib.models.families import spec_from_config
+from recipe_lib.models.decoder import LinearHead, LogitTransform
+from recipe_lib.models.families import build_spec
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import ExternalSpec, StageParts
@@ -117,13 +117,13 @@ class ExternalModel(LanguageModel):
             _say_whole(model, "its output projection is no plain linear")
         return cast(ExternalModel, model)
 
-    def stage_parts(self) -> StageParts:
-        parts: StageParts = self.spec.stage_parts()
+    def find_stage_parts(self) -> StageParts:
+        parts: StageParts = self.spec.find_stage_parts()
         return parts
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         self._division.dtype = _dtype(self)  # the parameter that says so may be left out
-        found = keep_parts(self, self.stage_parts(), layers, first=first, last=last)
+        found = keep_parts(self, self.find_stage_parts(), layers, first=first, last=last)
         self.elsewhere, self.modules_elsewhere = found
 
     def run_stage(
@@ -135,7 +135,7 @@ class ExternalModel(LanguageModel):
         layers: Iterable[int],
     ) -> Tensor:
         inputs = self.inputs_of(tokens, positions, attention)
-        run = partial(run_alone, self, self.stage_parts(), hidden, inputs, list(layers))
+        run = partial(run_alone, self, self.find_stage_parts(), hidden, inputs, list(layers))
         # With gradients if they are wanted: without, hidden states are of another shape where ranks
         # share tokens.
         output, dtype = self._run_packed(attention, run), _dtype(self)
@@ -155,7 +155,7 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        with only(self, self.stage_parts(), hidden, tokens, None):
+        with only(self, self.find_stage_parts(), hidden, tokens, None):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
     def output_head(self) -> nn.Module | None:
@@ -165,8 +165,8 @@ class ExternalModel(LanguageModel):
             division.head if division.owner._modules.get(division.name) is division.head else None
         )
 
-    def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        parts = self.stage_parts()
+    def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+        parts = self.find_stage_parts()
         return self.output_shape(parts.layers[0], tokens, parts.width)
 
     def output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
@@ -338,7 +338,7 @@ def _say_whole(model: nn.Module, reason: str) -> None:
 
 def run_trunk(
     model: Any, division: _Division, inputs: dict[str, Any]
-) -> tuple[Tensor | None, LogitsAfter]:
+) -> tuple[Tensor | None, LogitTransform]:
     """The forward without its projection: what that would read `[b, s, d]`, and what would be done
     to the logits.
 
@@ -354,7 +354,7 @@ def run_trunk(
         if stand_in.calls:
             steps.__exit__(None, None, None)
     after = steps.found(logits_of(output)) if stand_in.calls == 1 else None
-    return (None, LogitsAfter()) if after is None else (stand_in.hidden, after)
+    return (None, LogitTransform()) if after is None else (stand_in.hidden, after)
 
 
 class _StandIn(nn.Module):
@@ -423,14 +423,14 @@ class _Steps(TorchDispatchMode):
             self.divided = False
         return result
 
-    def found(self, logits: Tensor) -> LogitsAfter | None:
+    def found(self, logits: Tensor) -> LogitTransform | None:
         """What was written down; None if the logits are something else than what came of the
         column.
         """
         if not self.divided or logits is not self.last:
             return None
         if not self.steps:
-            return LogitsAfter()
+            return LogitTransform()
         names = [operator.name().partition(".")[0] for operator, _, _ in self.steps]
         numbers = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
         cap = numbers[0][0] if len(numbers[0]) == 1 else None
@@ -439,8 +439,8 @@ class _Steps(TorchDispatchMode):
             and numbers[2] == [cap]
             and isinstance(cap, int | float)
         ):
-            return LogitsAfter(softcap=float(cap))
-        return LogitsAfter(finish=partial(_repeat, self.steps))
+            return LogitTransform(softcap=float(cap))
+        return LogitTransform(finish=partial(_repeat, self.steps))
 
 
 _HERE = object()  # where the tensor stood among an operator's arguments
@@ -512,7 +512,7 @@ def parameters_on_meta() -> Iterator[None]:
 @register("model", "native")
 def native_module(config: dict[str, Any]) -> nn.Module:
     """Our own decoder of a config.json, on meta."""
-    return build_meta(spec_from_config(config, "config.json"), torch.float32)
+    return build_meta(build_spec(config, "config.json"), torch.float32)
 
 
 @register("model", "transformers")

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.external.tensor_plan.exchanges import Ranks
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.models.language_model import Entry, replaced_entries
-from recipe_lib.ops.dtensor_shards import local
+from recipe_lib.models.language_model import Entry, replace_entries
+from recipe_lib.ops.dtensor_shards import get_local
 
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
 _Place = tuple[dict[str, Any], str]
@@ -150,7 +150,7 @@ class CompiledLayers:
             self.like = alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
-        held = [local(tensors[name]) for tensors, name in self.places[path]]
+        held = [get_local(tensors[name]) for tensors, name in self.places[path]]
         try:
             like = self.like[path]
             traced_as = like if _state_of(self.layers[like]) == _state_of(layer) else path
@@ -226,7 +226,7 @@ class CompiledLayers:
             entries += [
                 (held, name, _NoNumber()) for held in attributes for name in NUMBERS if name in held
             ]
-        with replaced_entries(entries), self.alone(rank, length):
+        with replace_entries(entries), self.alone(rank, length):
             found, call.outputs_spec = pytree.tree_flatten(
                 self.forwards[call.path](*args, **kwargs)
             )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters.lora import adapter_settings
+from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.external import stage_parts
@@ -38,8 +38,8 @@ from recipe_lib.external.transformers_config import (
     transformers_config,
 )
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
-from recipe_lib.models.language_model import layer_names
-from recipe_lib.models.meta_init import persistent_buffers
+from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.models.meta_init import list_persistent_buffers
 from recipe_lib.models.spec import (
     ExternalSpec,
     StageParts,
@@ -85,7 +85,7 @@ class ModuleSpec(ExternalSpec):
         return adopted
 
     @torch.no_grad()
-    def first_vectors(self, seed: int) -> dict[str, Tensor]:
+    def make_first_vectors(self, seed: int) -> dict[str, Tensor]:
         """Return the values that its class begins vectors and numbers with: parameters of less than
         two dimensions.
 
@@ -115,14 +115,14 @@ class ModuleSpec(ExternalSpec):
                     module.reset_parameters()
         return vectors
 
-    def layer_kinds(self) -> list[str]:
+    def list_layer_kinds(self) -> list[str]:
         """What each layer is: equal texts stand for layers of the same parameters and the same kind
         of attention.
         """
         model: Any = make_module(self.source)
         types = getattr(getattr(model, "config", None), "layer_types", None)
         kinds = []
-        for at, name in enumerate(layer_names(model)):
+        for at, name in enumerate(list_layer_names(model)):
             layer = model.get_submodule(name)
             shapes = [
                 (inside, tuple(parameter.shape)) for inside, parameter in layer.named_parameters()
@@ -135,8 +135,8 @@ class ModuleSpec(ExternalSpec):
     def layout(self) -> TensorLayout:
         return layout(self.source)
 
-    def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """See `recipe_lib.models.weight_names.weight_map`.
+    def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
+        """See `recipe_lib.models.weight_names.build_weight_map`.
 
         The file has the model's own names, or lacks the prefix of those of its body; or it has
         those of which transformers makes the model's. A tied weight is under any of its names. A
@@ -175,7 +175,7 @@ class ModuleSpec(ExternalSpec):
             renamed[name]: parameter for name, parameter in tied.items() if name in renamed
         }
 
-    def written_layout(self) -> WrittenLayout | None:
+    def build_written_layout(self) -> WrittenLayout | None:
         return writing(self.source)
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,18 +183,18 @@ class ModuleSpec(ExternalSpec):
             return dict(config)
         return spell_config(config, self.family)
 
-    def adapted_linears(self, cfg: LoraConfig) -> list[str]:
+    def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
         held = self.layout()
         left = without_adapter(held.linears, held.uncalled, self.family)
         return adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
-        add_adapters(model, cfg, adapter_settings(cfg, dtype))
+        add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)
 
-    def stage_parts(self) -> StageParts:
+    def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
 
     def shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
@@ -245,7 +245,7 @@ def read_spec(
         max_positions=next(filter(None, map(number, _POSITION_KEYS)), _MANY_POSITIONS),
         init_std=float(next(filter(None, map(number, _STD_KEYS)), 0.02)),
         tied=embedding.weight is head.weight,
-        num_layers=len(layer_names(model)),
+        num_layers=len(list_layer_names(model)),
         implementation=implementation,
         source=source,
     )
@@ -401,7 +401,7 @@ def layout(source: ModuleSource) -> TensorLayout:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     parameters, linears = dict(model.named_parameters()), layer_linears(model)
-    buffers = persistent_buffers(model)
+    buffers = list_persistent_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
     return TensorLayout(
         shapes,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapt
 from recipe_lib.config.schema import PEFT_NAMES, LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.language_model import layer_names, own_tensors
+from recipe_lib.models.language_model import get_built_tensors, list_layer_names
 
 # What is asked of a weight without reading its numbers.
 _OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
@@ -33,7 +33,7 @@ def embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
     embedding, head = _asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings")
     if embedding is not None and head is not None:
         return embedding, head
-    inside = tuple(f"{name}." for name in layer_names(model))
+    inside = tuple(f"{name}." for name in list_layer_names(model))
     outside = [module for name, module in model.named_modules() if not name.startswith(inside)]
     embedding = embedding or next(
         (module for module in outside if isinstance(module, nn.Embedding)), None
@@ -115,7 +115,7 @@ def other_parts(model: Any) -> list[str]:
 
 
 def _inside(model: nn.Module) -> dict[str, nn.Module]:
-    inside = tuple(f"{name}." for name in layer_names(model))
+    inside = tuple(f"{name}." for name in list_layer_names(model))
     other = tuple(f"{name}." for name in other_parts(model))
     return {
         name: module
@@ -184,7 +184,7 @@ class AdaptedExternal(AdaptedMatrix):
         self.kind = type(base)
         self.transposed = is_transposed(base)
 
-    def frozen_rows(self, start: int, stop: int) -> Tensor:
+    def get_frozen_rows(self, start: int, stop: int) -> Tensor:
         """Rows of W `[stop - start, in]`."""
         weight: Any = self.weight
         return weight[:, start:stop].t() if self.transposed else weight[start:stop]
@@ -260,7 +260,7 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
     Linears that a recipe added are left as they are. Raises ConfigError as `adapter_targets` does,
     and for a model whose layers have no linears for an adapter.
     """
-    built = own_tensors(model)
+    built = get_built_tensors(model)
     linears = {
         name: base
         for name, base in layer_linears(model).items()

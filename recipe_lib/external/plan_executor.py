@@ -49,8 +49,8 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     pattern_of,
     tensors_in,
 )
-from recipe_lib.models.language_model import layer_names
-from recipe_lib.ops.dtensor_shards import local
+from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 # What a class calls in the place of another function where it is compiled, with the same arguments.
@@ -146,7 +146,7 @@ class _Execution(TorchFunctionMode):
             if each.kind != "assemble":
                 self.boundaries.setdefault((each.module, each.call), []).append(each)
         self.expected = Counter(module for module, _ in self.boundaries)
-        layers = layer_names(model)
+        layers = list_layer_names(model)
         self.must_run = {
             layer: {pattern_of(path) for path in self.expected if path.startswith(f"{layer}.")}
             for layer in layers
@@ -158,7 +158,7 @@ class _Execution(TorchFunctionMode):
         """The forward of the model as that of one rank; those of the modules within become so in
         place.
         """
-        layers = set(layer_names(self.model))
+        layers = set(list_layer_names(self.model))
         for path, module in self.model.named_modules():
             self.compiled.originals[path] = module.forward
             if path and module is not head:
@@ -308,7 +308,7 @@ class _Execution(TorchFunctionMode):
         ]
         if held:
             if self.running.alone is None:
-                self.kept.note_parameters([local(value) for value in held])
+                self.kept.note_parameters([get_local(value) for value in held])
             whole = {
                 id(value): parts
                 for value in held
@@ -367,7 +367,7 @@ class _Execution(TorchFunctionMode):
         """
 
         def take_own(tensor: Tensor) -> Tensor:
-            parts, own = whole.get(id(tensor)), local(tensor)
+            parts, own = whole.get(id(tensor)), get_local(tensor)
             return own if parts is None else self.exchanges.assemble(own, parts)
 
         return pytree.tree_map_only(Tensor, take_own, given)

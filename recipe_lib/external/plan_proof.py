@@ -43,7 +43,7 @@ from recipe_lib.external.tensor_plan.tracing import output_values
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS
 from recipe_lib.models import build_meta
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.parallel.fsdp import materialize
 from recipe_lib.parallel.world import World
@@ -206,7 +206,7 @@ def _made_anew(model: Any, spec: ExternalSpec) -> Any:
     does nothing then.
     """
     made = build_meta(spec, torch.float32)
-    layers = [*layer_names(model), *model.elsewhere]
+    layers = [*list_layer_names(model), *model.elsewhere]
     adapted = {
         name: module
         for name, module in all_modules(model).items()

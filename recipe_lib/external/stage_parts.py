@@ -25,7 +25,7 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import embedding_and_head, other_parts
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
-from recipe_lib.models.language_model import hold_tied_weight, layer_names, replaced_entries
+from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
 from recipe_lib.models.meta_init import allocate, build_meta
 from recipe_lib.models.spec import StageParts
 
@@ -125,7 +125,7 @@ def only(
     if running:
         last = parts.layers[running[-1]]
         swaps[last] = _Last(model.get_submodule(last))
-    return replaced_entries(
+    return replace_entries(
         (*_owner_and_child(model, name), module) for name, module in swaps.items()
     )
 
@@ -249,7 +249,7 @@ def _found(model: Any) -> StageParts:
     elsewhere = tuple(other_parts(model))
     layers = [
         name
-        for name in layer_names(model)
+        for name in list_layer_names(model)
         if not name.startswith(tuple(f"{part}." for part in elsewhere))
     ]
     lists = {name.rpartition(".")[0] for name in layers}

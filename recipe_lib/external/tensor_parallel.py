@@ -31,9 +31,9 @@ from recipe_lib.external.plan_proof import all_modules, plan_of_model, prove
 from recipe_lib.external.tensor_plan.exchanges import enter, exchange, own_part
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
 from recipe_lib.logs import get_logger
-from recipe_lib.models.decoder import LogitsAfter
+from recipe_lib.models.decoder import LogitTransform
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.dtensor_shards import local
+from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.parallel.tensor import as_placed
@@ -142,7 +142,7 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingP
     if world.pipeline is not None:
         # What layers give has to be a rank's tokens after each of them, or after none; the last
         # gives to the head.
-        *before, _ = model.stage_parts().layers
+        *before, _ = model.find_stage_parts().layers
         if len({name in plan.local_outputs for name in before}) > 1:
             plan = plan_of_model(model, parallel.tensor, tokens=False)
     check_plan(model, plan, parallel)
@@ -264,15 +264,15 @@ def project(
     *,
     labels: Tensor | None = None,
     head_loss: HeadLoss | None = None,
-    after: LogitsAfter | None = None,
+    after: LogitTransform | None = None,
 ) -> Tensor:
     """As `LinearHead.forward`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`,
     0: all of it.
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """
-    weight, bias = local(head.weight), local(head.bias)
-    after = after or LogitsAfter()
+    weight, bias = get_local(head.weight), get_local(head.bias)
+    after = after or LogitTransform()
     if labels is None and vocabulary:
         return _gather_columns(
             F.linear(enter(hidden, total_over(group)), weight, bias), vocabulary, group
@@ -328,8 +328,8 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        module.weight_norms = partial(_all_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
-        module.relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
+        module.compute_weight_norms = partial(_all_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
+        module.compute_relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
         found[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
     return found
 
@@ -337,7 +337,7 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
 def _relative(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     """What this rank's outputs are multiplied by; no call of the forward that the plan counts."""
     with torch._C.DisableTorchFunction():
-        lengths: Tensor = local(module.lora_magnitude_vector)
+        lengths: Tensor = get_local(module.lora_magnitude_vector)
         return lengths / _norms(module, group, cut)
 
 
@@ -346,10 +346,14 @@ def _norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     """Of this rank's rows of the matrix. cut: the dimension of A that is cut, 1: as the matrix's
     columns are.
     """
-    weight = module.part_weight() if isinstance(module, QuantizedLinear) else local(module.weight)
+    weight = (
+        module.dequantize_local_weight()
+        if isinstance(module, QuantizedLinear)
+        else get_local(module.weight)
+    )
     weight = weight.t() if module.transposed else weight
-    first, second = local(module.lora_A.weight), local(module.lora_B.weight)
-    found = module.lengths_with(lambda start, stop: weight[start:stop], first, second)
+    first, second = get_local(module.lora_A.weight), get_local(module.lora_B.weight)
+    found = module.compute_norms_with(lambda start, stop: weight[start:stop], first, second)
     return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()
 
 

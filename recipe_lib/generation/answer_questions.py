@@ -28,7 +28,7 @@ class Question:
     reference: list[int]
 
 
-def questions_of(dataset: Dataset, stop_ids: Collection[int]) -> dict[int, Question]:
+def build_questions(dataset: Dataset, stop_ids: Collection[int]) -> dict[int, Question]:
     """The last answer of each sequence, as its label tokens have it, and what comes before it, by
     their numbers.
 
@@ -74,7 +74,7 @@ def generate_answers(
             [questions[number].prompt for number in mine],
             seeds=[derive_seed(seed, f"answer {number}") for number in mine],
             device=world.device,
-            any_rank=world.any if world.size > 1 else None,
+            any_over_ranks=world.any if world.size > 1 else None,
             **options,
         )
         own += [
@@ -85,7 +85,7 @@ def generate_answers(
     return {number: Generated(tokens, ended) for number, tokens, ended in gathered}
 
 
-def metric_of_answers(
+def compute_metric(
     name: str,
     answers: Mapping[int, Generated],
     questions: Mapping[int, Question],

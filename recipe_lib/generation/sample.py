@@ -26,7 +26,7 @@ from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 Reader = Callable[[Tensor], Tensor]
 
 
-def next_probabilities(
+def compute_next_probabilities(
     logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
     """Probabilities `[b, v]` (fp32) that the next token is drawn from, given logits `[b, v]`.
@@ -64,7 +64,7 @@ def sample_next(
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
-    probabilities = next_probabilities(logits, temperature, top_k, top_p)
+    probabilities = compute_next_probabilities(logits, temperature, top_k, top_p)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
@@ -90,7 +90,7 @@ def generate(
     if not tokens:
         raise ValueError("generate needs at least one token to begin from")
     count = min(max_new_tokens, spec.max_positions - len(tokens))
-    read = prompt_reader(model, spec, [len(tokens)], len(tokens) + max(count, 0))
+    read = make_prompt_reader(model, spec, [len(tokens)], len(tokens) + max(count, 0))
     unread = torch.tensor(
         [list(tokens)], device=next(model.parameters()).device
     )  # [1, s], later [1, 1]
@@ -103,7 +103,7 @@ def generate(
         unread = chosen[:, None]
 
 
-def prompt_reader(
+def make_prompt_reader(
     model: Decoder,
     spec: ModelSpec,
     lengths: Sequence[int],
@@ -135,13 +135,13 @@ def prompt_reader(
         if first is not None:
             places = torch.arange(past, past + count, device=device)
             positions = (places - padding[:, None]).clamp(min=0)
-            info = first if past == 0 else _longer(first, past + count)
+            info = first if past == 0 else _extend_documents(first, past + count)
         return model(unread, positions, info, cache=cache, logits_to_keep=1)[:, -1]
 
     return read
 
 
-def _longer(info: AttentionInfo, length: int) -> AttentionInfo:
+def _extend_documents(info: AttentionInfo, length: int) -> AttentionInfo:
     """Rows whose last document has grown to so many tokens."""
     assert info.documents is not None
     rows, known = info.documents.shape
@@ -180,7 +180,7 @@ def generate_batch(
     top_p: float | None = None,
     seeds: Sequence[int] | None = None,
     device: torch.device | None = None,
-    any_rank: Callable[[bool], bool] | None = None,
+    any_over_ranks: Callable[[bool], bool] | None = None,
 ) -> list[Generated]:
     """An answer to each prompt (ids, at least one each), as `generate` gives it to that prompt
     alone.
@@ -188,7 +188,7 @@ def generate_batch(
     An answer ends before a stop id, after `max_new_tokens`, or at `spec.max_positions` with its
     prompt. temperature, top_k, top_p: see `sample_next`; seeds: of each prompt's random numbers
     (needed above temperature 0), so that an answer does not depend on its batch. device: that
-    computes; None: that of the weights. any_rank: whether a bool is true on any rank, of a model
+    computes; None: that of the weights. any_over_ranks: whether a bool is true on any rank, of a model
     whose weights are sharded over ranks, which then read as many tokens as each other; a rank
     without prompts reads along. The rotations of longrope depend on the longest row.
     """
@@ -202,7 +202,7 @@ def generate_batch(
     groups = [list(range(len(prompts)))]
     if (
         not isinstance(spec, DecoderSpec)
-        and any_rank is None
+        and any_over_ranks is None
         and not cast(Any, model).reads_padding
     ):
         groups = [[number] for number in groups[0]]
@@ -210,7 +210,7 @@ def generate_batch(
     for numbers in groups:
         rows = [list(prompts[number]) for number in numbers] or [[0]]
         longest = max(map(len, rows))
-        read = prompt_reader(
+        read = make_prompt_reader(
             model, spec, [len(row) for row in rows], longest + max_new_tokens, device
         )
         generators = (
@@ -239,7 +239,7 @@ def generate_batch(
             stop_ids=frozenset(stop_ids),
             choose_next=choose_next,
             unread=padded,
-            any_rank=any_rank or bool,
+            any_rank=any_over_ranks or bool,
             max_new_tokens=max_new_tokens,
         )
     return answers
@@ -298,7 +298,7 @@ def check_prompt(tokens: list[int], spec: ModelSpec, what: str) -> None:
         )
 
 
-def prompted(tokens: Iterator[int], count: int) -> Iterator[int]:
+def show_prompt_phase(tokens: Iterator[int], count: int) -> Iterator[int]:
     """The same tokens. Until the first is there, which takes reading the prompt of `count` tokens,
     a terminal shows that; what it shows is gone before the token is given, so that text can be
     printed.
@@ -344,7 +344,7 @@ class Chat:
         text, parts, count, ended = StreamDecoder(self._tokenizer, prompt), [], 0, False
         self.why_ended = ""
         try:
-            for token in prompted(
+            for token in show_prompt_phase(
                 generate(self._model, self._spec, prompt, **self._options), len(prompt)
             ):
                 count += 1
@@ -357,11 +357,11 @@ class Chat:
             said = "".join(parts)
             if ended or said.strip():
                 self.messages = [*asked, {"role": "assistant", "content": said}]
-        self.why_ended = self._limit(len(prompt), count) or (
+        self.why_ended = self._describe_limit(len(prompt), count) or (
             NO_ANSWER if not "".join(parts) else ""
         )
 
-    def _limit(self, asked: int, count: int) -> str:
+    def _describe_limit(self, asked: int, count: int) -> str:
         """Which limit an answer of so many tokens has come to."""
         if asked + count >= self._spec.max_positions:
             return f"all {self._spec.max_positions} positions of the model are taken"

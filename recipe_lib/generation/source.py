@@ -22,9 +22,9 @@ from recipe_lib.checkpoint.huggingface import (
     find_checkpoint,
     load_weights,
 )
-from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
-from recipe_lib.checkpoint.verify import model_of_adapter
-from recipe_lib.checkpoint.weight_files import exported_folder
+from recipe_lib.checkpoint.model_folders import find_exported_folder
+from recipe_lib.checkpoint.tokenizer_export import TOKENIZER_FILES
+from recipe_lib.checkpoint.verify import load_model_with_adapter
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, SetupError
@@ -61,23 +61,25 @@ def find_source(name: str, base: str | None = None) -> GenerationSource:
 
     Raises CheckpointError for what is none, or is damaged, by its headers.
     """
-    folder = exported_folder(find_checkpoint(name))
+    folder = find_exported_folder(find_checkpoint(name))
     if (folder / ADAPTER_CONFIG).is_file():
-        return _of_adapter(folder, base)
+        return _find_adapter_source(folder, base)
     if base is not None:
         raise CheckpointError(f"--base: {show(name)} is a model, not an adapter; leave --base out")
-    config, spec = _checked(folder)
+    config, spec = _read_checked_spec(folder)
     return GenerationSource(folder, config, spec, folder)
 
 
-def _checked(folder: Path, implementation: str | None = None) -> tuple[dict[str, Any], ModelSpec]:
+def _read_checked_spec(
+    folder: Path, implementation: str | None = None
+) -> tuple[dict[str, Any], ModelSpec]:
     config = read_config(folder)
     spec = read_trained_spec(config, str(folder), implementation)
     check_weights(spec, folder)
     return config, spec
 
 
-def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
+def _find_adapter_source(folder: Path, base: str | None) -> GenerationSource:
     adapter = read_adapter(folder)
     named = base or adapter.config.base
     if not named:
@@ -95,7 +97,7 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
             f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an"
             f" adapter; give {trained_on} with --base"
         )
-    config, spec = _checked(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
+    config, spec = _read_checked_spec(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
     saved = check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     own = any((folder / file).is_file() for file in TOKENIZER_FILES)
@@ -119,7 +121,9 @@ def load_source(
     """
     if source.adapter is not None:
         spec = source.base_spec or source.spec
-        return model_of_adapter(source.adapter, spec, source.folder, dtype, device, storage)[0]
+        return load_model_with_adapter(source.adapter, spec, source.folder, dtype, device, storage)[
+            0
+        ]
     model = build_meta(source.spec, dtype)
     allocate(model, device)
     load_weights(model, source.spec, source.folder)

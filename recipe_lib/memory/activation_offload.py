@@ -27,12 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.peaks import pinned_bytes
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.memory.peaks import round_up_to_pinned
+from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
 
-SMALLEST = 1024  # bytes; less is not worth a copy
+MIN_OFFLOAD_BYTES = 1024  # bytes; less is not worth a copy
 
 
 def offload_activations(
@@ -51,7 +51,7 @@ def offload_activations(
     if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
-    names = layer_names(model)
+    names = list_layer_names(model)
     # In a pipeline other micro-batches come between the last layer's forward and its backward.
     resident = 0 if is_stage else memory.activation_offload_prefetch_layers
     if resident >= len(names):
@@ -60,13 +60,15 @@ def offload_activations(
             f" {len(names)} layers, of which so many at the end are not sent, expected fewer than"
             f" {len(names)}; set it lower, or remove memory.activation_offload"
         )
-    window = Window(device, memory.activation_offload_prefetch_layers, len(names) - resident)
+    window = OffloadedActivations(
+        device, memory.activation_offload_prefetch_layers, len(names) - resident
+    )
     for number, name in enumerate(names):
-        modules[name].forward = _sent(modules[name], number, window)
+        modules[name].forward = _wrap_forward(modules[name], number, window)
     return window
 
 
-def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
+def _wrap_forward(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
     """The layer's forward, of which the window keeps what autograd would."""
     forward = layer.forward
     owned: list[
@@ -80,8 +82,8 @@ def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         shared: set[int] = set()
-        for tensor in _tensors_in((args[1:], kwargs)):
-            shared.update(_addresses(tensor))
+        for tensor in _iterate_tensors((args[1:], kwargs)):
+            shared.update(_list_storages(tensor))
 
         def is_staying(address: int) -> bool:
             # Parameters and buffers as they are at the moment: FSDP gathers them, and compiled
@@ -89,17 +91,17 @@ def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]
             # in it.
             held = (tensors.get(name) for tensors, name in owned)
             return address in shared or any(
-                address in _addresses(tensor) for tensor in held if tensor is not None
+                address in _list_storages(tensor) for tensor in held if tensor is not None
             )
 
         tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
-        with window.keeping(number, is_staying, tokens):
+        with window.around_layer(number, is_staying, tokens):
             return forward(*args, **kwargs)
 
     return run
 
 
-class Kept:
+class SavedStorage:
     """One storage that a layer keeps, as a flat tensor: on the device, on the host, or on its way.
 
     `moved` is behind the copy to the host while there is one there, and behind the copy back
@@ -115,13 +117,13 @@ class Kept:
         self.moved: Copy | None = None
         self.stream = stream  # the one that computes, which the device's memory belongs to
 
-    def let_go(self) -> None:
+    def free_device_memory(self) -> None:
         """Gives the device's memory back, when the host has all of it."""
         if self.on_host is not None and self.on_device is not None and self.moved is not None:
             self.moved.wait(self.stream)
             self.on_device = None
 
-    def await_copy(self) -> None:
+    def wait_for_copy(self) -> None:
         """What is issued from here on finds the values on the device."""
         if self.on_host is None and self.moved is not None:
             self.moved.wait(self.stream)
@@ -132,7 +134,7 @@ class Kept:
             self.moved.wait(self.stream)
 
 
-class Call:
+class LayerCall:
     """One forward of a layer: what it keeps (known weakly), and the forward of the layer before it,
     if that came directly before.
     """
@@ -144,26 +146,26 @@ class Call:
     ) -> None:
         self.number, self.staying = number, staying
         self.previous = previous if previous is not None and previous.number == number - 1 else None
-        self.kept: list[weakref.ref[Kept]] = []
+        self.kept: list[weakref.ref[SavedStorage]] = []
 
-    def alive(self) -> list[Kept]:
+    def alive(self) -> list[SavedStorage]:
         """What of it autograd still holds."""
         return [kept for reference in self.kept if (kept := reference()) is not None]
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedTensor:
     """What autograd holds in place of a tensor: where it lies in which storage."""
 
-    call: Call
-    kept: Kept
+    call: LayerCall
+    kept: SavedStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class Window:
+class OffloadedActivations:
     """Moves what layers keep between device and host.
 
     device: where the layers compute. ahead: layers that may be on their way, or back, besides the
@@ -175,22 +177,22 @@ class Window:
         self.device, self.ahead, self.sent = device, ahead, sent
         self.host_bytes: dict[int, int] = {}
         self._copies = HostCopies(device)
-        self._leaving: deque[Call] = deque()  # calls whose tensors may still be on the device
-        self._last: Call | None = None
-        self._present: Call | None = None  # whose backward runs
+        self._leaving: deque[LayerCall] = deque()  # calls whose tensors may still be on the device
+        self._last: LayerCall | None = None
+        self._present: LayerCall | None = None  # whose backward runs
         # Before the first layer's tensors are sent, `judge(bytes of the host that they take,
         # tokens)` may refuse.
         self.judge: Callable[[int, int], None] | None = None
-        self._known: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
 
     @contextmanager
-    def keeping(
+    def around_layer(
         self, number: int, staying: Callable[[int], bool], tokens: int = 0
     ) -> Iterator[None]:
         """Around a layer's forward. staying: whether a storage (by its address) is none of the
         layer's to send. tokens: that the layer is given; 0: not known.
         """
-        call = Call(number, staying, self._last)
+        call = LayerCall(number, staying, self._last)
         self._present = None
         with saved_tensors_hooks(lambda tensor: self._pack(call, tensor), self._unpack):
             yield
@@ -201,7 +203,7 @@ class Window:
         while len(self._leaving) > self.ahead:
             self._let_go(self._leaving.popleft())
 
-    def _pack(self, call: Call, tensor: Tensor) -> Any:
+    def _pack(self, call: LayerCall, tensor: Tensor) -> Any:
         if (
             tensor.device.type != self.device.type
             or tensor.layout != torch.strided
@@ -210,27 +212,27 @@ class Window:
             return tensor.detach()  # itself, if it is a result, would hold the graph that holds it
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if size < SMALLEST or size % tensor.element_size() or call.staying(key):
+        if size < MIN_OFFLOAD_BYTES or size % tensor.element_size() or call.staying(key):
             return tensor.detach()
         kept = self._known.get(key)
         if kept is None or kept.on_device is None or kept.on_device.untyped_storage()._cdata != key:
             whole = tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0)
-            self._known[key] = kept = Kept(whole, self._copies.current_stream())
+            self._known[key] = kept = SavedStorage(whole, self._copies.current_stream())
         if not any(reference() is kept for reference in call.kept):
             call.kept.append(weakref.ref(kept))
-        return Packed(
+        return PackedTensor(
             call, kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         )
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, PackedTensor):
             return packed
         if packed.call is not self._present:
             self._begin_backward(packed.call)
         kept = packed.kept
         if kept.on_device is None:  # let go again since backward of the layer began
             self._fetch(packed.call)
-        kept.await_copy()
+        kept.wait_for_copy()
         assert kept.on_device is not None
         flat = (
             kept.on_device
@@ -239,13 +241,13 @@ class Window:
         )
         return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
-    def _begin_backward(self, call: Call) -> None:
+    def _begin_backward(self, call: LayerCall) -> None:
         """Fetches what this layer and the next ones in backward need, and lets go of everything
         else.
         """
         self._present = call
-        wanted: list[Call] = []
-        one: Call | None = call
+        wanted: list[LayerCall] = []
+        one: LayerCall | None = call
         while one is not None and len(wanted) <= self.ahead:
             wanted.append(one)
             one = one.previous
@@ -255,7 +257,7 @@ class Window:
         for needed in wanted:
             self._fetch(needed)
 
-    def _send(self, call: Call, tokens: int) -> None:
+    def _send(self, call: LayerCall, tokens: int) -> None:
         """Copies what a call keeps to the host, once; the copies begin when all of the layer's work
         so far is done.
         """
@@ -266,7 +268,7 @@ class Window:
             return
         if self.judge is not None:
             judge, self.judge = self.judge, None
-            judge(sum(map(pinned_bytes, sizes)), tokens)
+            judge(sum(map(round_up_to_pinned, sizes)), tokens)
 
         def allocate() -> Iterator[Pair]:
             for kept in leaving:
@@ -279,7 +281,7 @@ class Window:
         for kept in leaving:
             kept.moved = sent
 
-    def _fetch(self, call: Call) -> None:
+    def _fetch(self, call: LayerCall) -> None:
         """Copies what of a call is on the host alone back. The memory is the computing stream's,
         from here on, which waited for the copy to the host before it freed the old one.
         """
@@ -297,12 +299,12 @@ class Window:
         for kept in away:
             kept.moved = fetched
 
-    def _let_go(self, call: Call) -> None:
+    def _let_go(self, call: LayerCall) -> None:
         for kept in call.alive():
-            kept.let_go()
+            kept.free_device_memory()
 
 
-def _addresses(tensor: Tensor) -> list[int]:
+def _list_storages(tensor: Tensor) -> list[int]:
     """Of the storages that a tensor consists of; a wrapper, such as a sharded parameter, has those
     of what it holds.
     """
@@ -310,12 +312,12 @@ def _addresses(tensor: Tensor) -> list[int]:
         names, _ = tensor.__tensor_flatten__()
         held = [getattr(tensor, name) for name in names]
         return [
-            address for part in held if isinstance(part, Tensor) for address in _addresses(part)
+            address for part in held if isinstance(part, Tensor) for address in _list_storages(part)
         ]
     return [tensor.untyped_storage()._cdata]
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in arguments: in sequences, mappings, and objects that hold them as
     attributes.
     """
@@ -323,4 +325,4 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif hasattr(leaf, "__dataclass_fields__"):
-            yield from _tensors_in(vars(leaf))
+            yield from _iterate_tensors(vars(leaf))

@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters.layers import AdaptedLinear
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.activation_offload import Window, offload_activations
+from recipe_lib.memory.activation_offload import OffloadedActivations, offload_activations
 from recipe_lib.memory.budget import PipelineStages
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_parameters
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears, find_plain_linears
-from recipe_lib.models.language_model import LanguageModel, layer_names
+from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.ops import deferred
 from recipe_lib.ops.fused_kernels import (
     call_compiled,
-    compiles,
+    can_compile,
     cut_rows,
     make_operator,
     use_fused_kernels,
@@ -40,7 +40,7 @@ class MemoryLevers:
 
     kernels: str = ""
     checkpointing: str | None = None
-    offload: Window | None = None
+    offload: OffloadedActivations | None = None
     layers: LayerStream | None = None
     quantization: FakeQuantization | None = None
 
@@ -85,7 +85,7 @@ def apply_memory_levers(
 # torch.compile, layer by layer.
 
 
-_COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and without gradients
+_MAX_COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and without gradients
 
 
 def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
@@ -97,20 +97,22 @@ def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
     it is, silently: torch's limit is for all kinds of layers together, and is set where none comes
     to it.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS
+    )
     modules = dict(model.named_modules())
     compile_layer = model.compile_layer if isinstance(model, LanguageModel) else None
-    for name in layer_names(model):
+    for name in list_layer_names(model):
         if compile_layer is not None:
             compile_layer(name, backend)
             continue
         layer = modules[name]
         compiled = torch.compile(layer.forward, backend=backend)
         shared = any(isinstance(parameter, DTensor) for parameter in layer.parameters())
-        layer.forward = _on_own_parts(layer, compiled) if shared else compiled
+        layer.forward = _use_local_parameters(layer, compiled) if shared else compiled
 
 
-def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _use_local_parameters(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """While `forward` runs, the layer's DTensor parameters are this rank's parts of them.
 
     With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it
@@ -162,11 +164,11 @@ def use_low_precision(
     mixtures = "most of whose matmuls are grouped ones in dtype"
     for module in find_plain_linears(model, "matmul_dtype", matmul_dtype, mixtures).values():
         changed = "frozen_forward" if isinstance(module, AdaptedLinear) else "forward"
-        setattr(module, changed, MethodType(_make_forward(matmul_dtype), module))
+        setattr(module, changed, MethodType(_make_scaled_forward(matmul_dtype), module))
 
 
 @cache  # so that torch.compile compiles alike layers once
-def _make_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
+def _make_scaled_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
     """Return the forward of all linears of a kind."""
 
     def forward(module: Any, hidden: Tensor) -> Tensor:
@@ -229,7 +231,7 @@ def _check_fp8(device: torch.device | None) -> None:
 
 
 KINDS = ("int8", "fp8")
-LARGEST = {"int8": 127.0, "fp8": 448.0}
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 _TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _TINY = 1e-12  # a row of zeros is divided by it
 _MULTIPLE = 16  # of both dimensions of a matrix of codes: what the kernels of GPUs ask for,
@@ -250,7 +252,7 @@ def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str
     return out if bias is None else out + bias
 
 
-def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = None) -> Tensor:
+def scaled_mm(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = None) -> Tensor:
     """Return `left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type.
 
     counted: bool `[k]`, False where left has zeros alone, so that what right has there does not
@@ -260,8 +262,8 @@ def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | Non
     left_codes, left_scales = quantize_rows(left, kind)
     right_codes, right_scales = quantize_rows(right, kind, counted)
     if kind == "int8":
-        scale_sums = _scale_whole if torch.compiler.is_compiling() else _SCALE
-        sums = _whole_sums(left_codes, right_codes)
+        scale_sums = _scale_unchunked if torch.compiler.is_compiling() else _SCALE
+        sums = _multiply_codes(left_codes, right_codes)
         return cast(Tensor, scale_sums(sums, left_scales, right_scales, left.dtype))
     # Scales of rows that only fill up are never looked at, and must be there.
     left_scales, right_scales = (
@@ -290,11 +292,11 @@ def quantize_rows(
     bool `[k]`, the columns that are not taken as zeros; None: all.
     """
     if torch.compiler.is_compiling():
-        return _quantize_whole(matrix, kind, counted)
+        return _quantize_unchunked(matrix, kind, counted)
     return cast(tuple[Tensor, Tensor], _QUANTIZE(matrix, kind, counted))
 
 
-def _quantize_whole(
+def _quantize_unchunked(
     matrix: Tensor, kind: str, counted: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """For code that is compiled, where steps one after the other make no temporaries.
@@ -302,21 +304,21 @@ def _quantize_whole(
     Filled up before it is converted: the compiler has no choice between numbers of FP8.
     """
     matrix = matrix if counted is None else torch.where(counted, matrix, 0)
-    scales, inverse = _scales_of(matrix, kind)
-    rows, columns = _shape_of_codes(matrix)
+    scales, inverse = _compute_row_scales(matrix, kind)
+    rows, columns = _compute_code_shape(matrix)
     part = F.pad(matrix * inverse, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
     return (part.round() if kind == "int8" else part).to(_TYPES[kind]), scales
 
 
-def _scales_of(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _compute_row_scales(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """(scales of the rows `[m]`, what rows are multiplied by `[m, 1]`), fp32."""
-    scales = torch.linalg.vector_norm(matrix, ord=float("inf"), dim=1).float() / LARGEST[kind]
+    scales = torch.linalg.vector_norm(matrix, ord=float("inf"), dim=1).float() / LARGEST_CODE[kind]
     return scales, scales.clamp(min=_TINY).reciprocal().unsqueeze(1)
 
 
-def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
+def _compute_code_shape(matrix: Tensor) -> tuple[int, int]:
     rows, columns = matrix.shape
-    return max(_FEWEST, _rounded_up(rows)), _rounded_up(columns)
+    return max(_FEWEST, _round_up(rows)), _round_up(columns)
 
 
 # Each of these two is one operator, which is compiled by itself on a GPU where Triton is there, and
@@ -325,30 +327,30 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 
 
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if compiles(matrix):
-        return call_compiled(_quantize_whole, matrix, kind, counted)
+    if can_compile(matrix):
+        return call_compiled(_quantize_unchunked, matrix, kind, counted)
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
-    zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
+    zeros = torch.zeros(_compute_code_shape(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
     for first, last in cut_rows(matrix.shape[0], matrix.shape[1], _PIECE_ELEMENTS):
         part = (
             matrix[first:last] if counted is None else torch.where(counted, matrix[first:last], 0)
         )
-        scales[first:last], inverse = _scales_of(part, kind)
+        scales[first:last], inverse = _compute_row_scales(part, kind)
         part = part * inverse
         codes[first:last, : matrix.shape[1]] = part.round_() if kind == "int8" else part
         del part
     return codes, scales
 
 
-def _scale_whole(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_unchunked(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """The sums `[m', n']` times the scales of rows `[m]` and columns `[n]`: `[m, n]` of dtype."""
     return (sums[: len(left), : len(right)] * right * left.unsqueeze(1)).to(dtype)
 
 
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    if compiles(sums):
-        return call_compiled(_scale_whole, sums, left, right, dtype)
+    if can_compile(sums):
+        return call_compiled(_scale_unchunked, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
     for first, last in cut_rows(out.shape[0], out.shape[1], _PIECE_ELEMENTS):
         part = sums[first:last, : len(right)] * right
@@ -361,7 +363,7 @@ _QUANTIZE = make_operator(
     "quantize_rows",
     _quantize,
     lambda matrix, kind, counted=None: (
-        matrix.new_empty(_shape_of_codes(matrix), dtype=_TYPES[kind]),
+        matrix.new_empty(_compute_code_shape(matrix), dtype=_TYPES[kind]),
         matrix.new_empty(matrix.shape[0], dtype=torch.float32),
     ),
 )
@@ -372,7 +374,7 @@ _SCALE = make_operator(
 )
 
 
-def _whole_sums(left: Tensor, right: Tensor) -> Tensor:
+def _multiply_codes(left: Tensor, right: Tensor) -> Tensor:
     """Sums of products of int8 codes `[m, n]`: int32, or fp32 where int32 might not hold them."""
     if left.shape[1] <= _LONGEST_SUM:
         return torch._int_mm(left, right.t())
@@ -387,7 +389,7 @@ def _whole_sums(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-def _rounded_up(size: int) -> int:
+def _round_up(size: int) -> int:
     return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
 
 
@@ -397,8 +399,10 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.kind, ctx.shape = kind, hidden.shape
         ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
         # What checkpointing gives back of a saved tensor has no way to the parameter.
-        ctx.parameter = weight if deferred.is_splittable() and ctx.needs_input_grad[1] else None
-        return scaled_product(hidden.reshape(-1, hidden.shape[-1]), weight, kind).view(
+        ctx.parameter = (
+            weight if deferred.is_split_backward_enabled() and ctx.needs_input_grad[1] else None
+        )
+        return scaled_mm(hidden.reshape(-1, hidden.shape[-1]), weight, kind).view(
             *hidden.shape[:-1], -1
         )
 
@@ -410,17 +414,19 @@ class _ScaledLinear(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, weight.shape[0])
         hidden_grad = None
         if ctx.needs_input_grad[0]:
-            hidden_grad = scaled_product(gradient, weight.t(), kind).view(ctx.shape)
+            hidden_grad = scaled_mm(gradient, weight.t(), kind).view(ctx.shape)
         if hidden is None:
             return hidden_grad, None, None
         flat = hidden.detach().reshape(-1, weight.shape[1])
-        if ctx.parameter is not None and deferred.defers():
-            deferred.note([ctx.parameter], lambda: [_weight_gradient(gradient, flat, kind)])
+        if ctx.parameter is not None and deferred.is_deferring():
+            deferred.defer_gradients(
+                [ctx.parameter], lambda: [_compute_weight_gradient(gradient, flat, kind)]
+            )
             return hidden_grad, None, None
-        return hidden_grad, _weight_gradient(gradient, flat, kind), None
+        return hidden_grad, _compute_weight_gradient(gradient, flat, kind), None
 
 
-def _weight_gradient(gradient: Tensor, hidden: Tensor, kind: str) -> Tensor:
+def _compute_weight_gradient(gradient: Tensor, hidden: Tensor, kind: str) -> Tensor:
     """Return G.T X, with X scaled by the tokens that have a gradient: padding has none."""
     has_gradient = torch.linalg.vector_norm(gradient, ord=float("inf"), dim=1) != 0
-    return scaled_product(gradient.t(), hidden.t(), kind, has_gradient)
+    return scaled_mm(gradient.t(), hidden.t(), kind, has_gradient)

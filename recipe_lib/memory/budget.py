@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.mlp_tiles import computes_pieces, exchange_parameters, find_parameters
-from recipe_lib.ops.fused_kernels import fused_on_meta
+from recipe_lib.memory.mlp_tiles import exchange_parameters, find_parameters, is_computing_piece
+from recipe_lib.ops.fused_kernels import fuse_on_meta
 from recipe_lib.units import GIB, format_bytes
 
 FLOPS, BANDWIDTH, LINK = (
@@ -35,7 +35,7 @@ FLOPS, BANDWIDTH, LINK = (
     2e10,
 )  # a second, of no card in particular: 130 operations a byte is common
 
-Chosen = frozenset[
+KeptOperators = frozenset[
     tuple[str, int]
 ]  # kinds of operators, and which of their kind in the layer, from 0
 
@@ -75,7 +75,7 @@ class BudgetChoice:
     inputs were kept.
     """
 
-    kept: dict[str, Chosen | None] = field(default_factory=dict)
+    kept: dict[str, KeptOperators | None] = field(default_factory=dict)
     bytes: int = 0
     seconds: float = 0.0
     full: float = 0.0
@@ -100,25 +100,27 @@ class BudgetChoice:
         )
 
 
-Moments = Sequence[
+MicroBatchesInFlight = Sequence[
     dict[int, int]
 ]  # what may be there at once: by stage, the micro-batches that its layers keep
 
 
-def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> BudgetChoice:
+def choose_kept_operators(
+    layers: Sequence[LayerCost], budget: float, moments: MicroBatchesInFlight
+) -> BudgetChoice:
     """What each layer keeps, under `budget` GiB at every moment.
 
     Raises ConfigError for a budget that the layers' inputs alone do not fit in.
     """
-    room = _Room(int(budget * GIB), moments)
-    least = room.after(_inputs(layers))
+    room = _ByteBudget(int(budget * GIB), moments)
+    least = room.after(_count_input_bytes(layers))
     if least > room.budget:
         raise ConfigError(
             f"memory.activation_budget_gib: found {budget:g} GiB, expected at least"
             f" {least / GIB:.3g}, which the layers' inputs take (checkpointing `full`); raise it,"
             " or make batch_size or max_seq_len smaller"
         )
-    room.take(_inputs(layers))
+    room.take(_count_input_bytes(layers))
     choice = BudgetChoice(
         full=sum(layer.other + sum(one.seconds for one in layer.operators) for layer in layers)
     )
@@ -151,17 +153,17 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Budg
     return choice
 
 
-def _inputs(layers: Sequence[LayerCost]) -> dict[int, int]:
+def _count_input_bytes(layers: Sequence[LayerCost]) -> dict[int, int]:
     found: Counter[int] = Counter()
     for layer in layers:
         found[layer.stage] += layer.input
     return found
 
 
-class _Room:
+class _ByteBudget:
     """Bytes of each stage's layers, against the budget at every moment."""
 
-    def __init__(self, budget: int, moments: Moments) -> None:
+    def __init__(self, budget: int, moments: MicroBatchesInFlight) -> None:
         self.budget, self._moments = budget, moments
         self._bytes: Counter[int] = Counter()
 
@@ -225,7 +227,7 @@ GROUPED = frozenset(
 )
 
 
-def grouped_flops(args: Sequence[Any], result: Tensor) -> int:
+def count_grouped_flops(args: Sequence[Any], result: Tensor) -> int:
     """Operations of a grouped matmul, each of its rows once: they are the same whatever a row's
     expert is.
     """
@@ -235,7 +237,7 @@ def grouped_flops(args: Sequence[Any], result: Tensor) -> int:
     return 2 * left.numel() * int(right.shape[-1])
 
 
-def kind_of(operator: Any) -> str | None:
+def get_operator_kind(operator: Any) -> str | None:
     """The kind of an operator of a dispatch mode; None: one that is never kept."""
     return _KINDS.get(
         operator.name().partition(".")[0]
@@ -252,7 +254,7 @@ _RANDOM_STATE = 128  # bytes at most that a GPU's kernel of attention keeps of r
 
 
 @dataclass
-class _Watched:
+class _ForwardRecord:
     """operators: in order, (kind or None, bytes of the results, seconds). needed: so many of them,
     from the first on, have begun when the last tensor is kept; a recomputation ends there. kept:
     bytes by storage.
@@ -277,36 +279,36 @@ class PipelineStages(Protocol):
         """
 
 
-def layer_costs(
+def measure_layer_costs(
     model: nn.Module,
-    rows: int,
+    num_sequences: int,
     length: int,
-    tensor: int,
+    tensor_ranks: int,
     kernels: str,
     pipeline: PipelineStages | None = None,
     *,
-    context: int = 1,
+    context_ranks: int = 1,
     fused: bool = False,
 ) -> list[LayerCost]:
-    """The costs of a decoder's layers, in order, for a micro-batch of `rows` rows of `length`
+    """The costs of a decoder's layers, in order, for a micro-batch of `num_sequences` rows of `length`
     tokens.
 
     model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor,
-    context: ranks that share its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep
+    context_ranks: ranks that share its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep
     other things. pipeline: what runs its stages. fused: whether chains are one kernel each
     (`recipe_lib.ops.fused_kernels`), which keep less.
     """
     trunk, width = cast(Any, model.model), cast(Any, model.spec).width
-    own = length // context
-    shape = (rows * own // tensor,) if tensor > 1 else (rows, own)
+    own = length // context_ranks
+    shape = (num_sequences * own // tensor_ranks,) if tensor_ranks > 1 else (num_sequences, own)
     stages = {0: range(len(trunk.layers))} if pipeline is None else pipeline.layers
-    watched: dict[Any, _Watched] = {}
+    watched: dict[Any, _ForwardRecord] = {}
     found = []
     parameters = find_parameters(model.modules(), lambda parameter: True)
     with (
         _disable_current_modes(),
         exchange_parameters(parameters, _make_plain),
-        fused_on_meta(fused),
+        fuse_on_meta(fused),
     ):
         dtype = next(
             parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point()
@@ -334,15 +336,17 @@ def layer_costs(
                     repr(getattr(attend, "keywords", None)),
                 )
                 if kind not in watched:
-                    with _watching(layer, kernels) as watched[kind]:
+                    with _record_forward(layer, kernels) as watched[kind]:
                         trunk.run_layers(
-                            hidden, torch.Size((rows, length)), None, None, layers=[number]
+                            hidden, torch.Size((num_sequences, length)), None, None, layers=[number]
                         )
-                found.append(_cost(f"model.layers.{number}", stage, hidden.nbytes, watched[kind]))
+                found.append(
+                    _build_layer_cost(f"model.layers.{number}", stage, hidden.nbytes, watched[kind])
+                )
     return found
 
 
-def _cost(name: str, stage: int, inputs: int, watched: _Watched) -> LayerCost:
+def _build_layer_cost(name: str, stage: int, inputs: int, watched: _ForwardRecord) -> LayerCost:
     counts: Counter[str] = Counter()
     operators, other = [], 0.0
     for kind, size, seconds in watched.operators[: watched.needed]:
@@ -356,38 +360,38 @@ def _cost(name: str, stage: int, inputs: int, watched: _Watched) -> LayerCost:
 
 def _make_plain(parameter: Tensor) -> Tensor:
     """Return a parameter of a meta tensor and nothing else: in a simulation they are more."""
-    return nn.Parameter(_plain(parameter.detach()), parameter.requires_grad)
+    return nn.Parameter(_make_plain_meta(parameter.detach()), parameter.requires_grad)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _make_plain_meta(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
-        local = _plain(tensor.to_local())
+        local = _make_plain_meta(tensor.to_local())
         return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @contextmanager
-def _watching(layer: nn.Module, kernels: str) -> Iterator[_Watched]:
+def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
     """Inside, the layer's forward is noted."""
-    note, forward = _Watched(), layer.forward
-    parameters = {_storage_of(parameter)._cdata for parameter in layer.parameters()}
+    note, forward = _ForwardRecord(), layer.forward
+    parameters = {_get_storage(parameter)._cdata for parameter in layer.parameters()}
 
     def run(hidden: Tensor, *others: Any) -> Any:
         given = parameters | {
-            _storage_of(leaf)._cdata for leaf in tree_leaves(others) if isinstance(leaf, Tensor)
+            _get_storage(leaf)._cdata for leaf in tree_leaves(others) if isinstance(leaf, Tensor)
         }
-        counter = _Counter(note)
+        counter = _OperatorRecorder(note)
 
         def pack(tensor: Tensor) -> Tensor:
             note.needed = len(note.operators)
-            storage = _storage_of(tensor)
+            storage = _get_storage(tensor)
             if storage._cdata not in given:
                 note.kept[storage._cdata] = storage.nbytes()
                 note.alive.append(storage)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, _Kernels(counter, kernels), counter:
+        with hooks, _DeviceKernels(counter, kernels), counter:
             return forward(hidden, *others)
 
     layer.forward = run
@@ -398,14 +402,14 @@ def _watching(layer: nn.Module, kernels: str) -> Iterator[_Watched]:
         note.alive.clear()
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+def _get_storage(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-class _Counter(TorchDispatchMode):
+class _OperatorRecorder(TorchDispatchMode):
     """Notes operators, their results' bytes and their seconds."""
 
-    def __init__(self, note: _Watched) -> None:
+    def __init__(self, note: _ForwardRecord) -> None:
         super().__init__()
         self.note, self.muted = note, 0
 
@@ -419,29 +423,33 @@ class _Counter(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if operator.is_view or not results:
             return found
-        made, kind = sum(leaf.nbytes for leaf in results), kind_of(operator)
-        flops = _flops(operator, args, kwargs or {}, found)
+        made, kind = sum(leaf.nbytes for leaf in results), get_operator_kind(operator)
+        flops = _count_flops(operator, args, kwargs or {}, found)
         moved = made + sum(leaf.nbytes for leaf in given)
         link = moved / LINK if kind == SUM else 0.0
         self.note.operators.append(
-            (None if computes_pieces() else kind, made, max(flops / FLOPS, moved / BANDWIDTH, link))
+            (
+                None if is_computing_piece() else kind,
+                made,
+                max(flops / FLOPS, moved / BANDWIDTH, link),
+            )
         )
         return found
 
 
-def _flops(operator: Any, args: Any, kwargs: Any, found: Any) -> int:
+def _count_flops(operator: Any, args: Any, kwargs: Any, found: Any) -> int:
     if operator._schema.name in GROUPED:
-        return grouped_flops(args, found)
+        return count_grouped_flops(args, found)
     count = flop_registry.get(operator.overloadpacket)
     return int(count(*args, **kwargs, out_val=found)) if count else 0
 
 
-class _Kernels(TorchFunctionMode):
+class _DeviceKernels(TorchFunctionMode):
     """Attention, and on a GPU norms, as the kernels of a device do them; a meta tensor has
     others.
     """
 
-    def __init__(self, counter: _Counter, kernels: str) -> None:
+    def __init__(self, counter: _OperatorRecorder, kernels: str) -> None:
         super().__init__()
         self.counter, self.kernels = counter, kernels
 
@@ -478,7 +486,7 @@ class _Kernels(TorchFunctionMode):
         return out
 
 
-def _statistics(tensor: Tensor, *shape: int) -> Tensor:
+def _make_statistics(tensor: Tensor, *shape: int) -> Tensor:
     return tensor.new_empty(shape, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -489,7 +497,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, statistics = torch.empty_like(q), _statistics(q, *q.shape[:3])
+        out, statistics = torch.empty_like(q), _make_statistics(q, *q.shape[:3])
         ctx.save_for_backward(q, k, v, out, statistics)
         ctx.mark_non_differentiable(statistics)
         return out, statistics
@@ -500,7 +508,7 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        statistics = _statistics(hidden, *hidden.shape[:-1], 1)
+        statistics = _make_statistics(hidden, *hidden.shape[:-1], 1)
         ctx.save_for_backward(hidden, weight, statistics)
         ctx.mark_non_differentiable(statistics)
         return torch.empty_like(hidden), statistics

@@ -35,16 +35,16 @@ from recipe_lib.memory.budget import (
     MATMUL,
     SUM,
     BudgetChoice,
-    Chosen,
+    KeptOperators,
     PipelineStages,
-    choose,
-    kind_of,
-    layer_costs,
+    choose_kept_operators,
+    get_operator_kind,
+    measure_layer_costs,
 )
-from recipe_lib.memory.mlp_tiles import computes_pieces
-from recipe_lib.models.language_model import layer_names
-from recipe_lib.ops.device import kernels_of
-from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.memory.mlp_tiles import is_computing_piece
+from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.ops.device import get_kernel_type
+from recipe_lib.ops.fused_kernels import should_fuse
 
 
 def apply_activation_checkpointing(
@@ -71,15 +71,15 @@ def apply_activation_checkpointing(
     if mode == "none":
         return None
     described = None
-    names, modules = layer_names(model), dict(model.named_modules())
+    names, modules = list_layer_names(model), dict(model.named_modules())
     if mode == "budget":
         assert cfg is not None
-        choice = _choose(model, cfg, device or torch.device("cpu"), pipeline)
+        choice = _choose_within_budget(model, cfg, device or torch.device("cpu"), pipeline)
         described = choice.describe()
         alike: dict[
-            Chosen | None, dict[str, Any]
+            KeptOperators | None, dict[str, Any]
         ] = {  # layers that keep the same share one compilation
-            chosen: {"context_fn": partial(_contexts, partial(_is_chosen, chosen))}
+            chosen: {"context_fn": partial(_make_contexts, partial(_is_chosen, chosen))}
             for chosen in choice.kept.values()
             if chosen
         }
@@ -90,17 +90,17 @@ def apply_activation_checkpointing(
         }
     else:
         kept: dict[str, Any] = (
-            {"context_fn": partial(_contexts, _is_selected)} if mode == "selective" else {}
+            {"context_fn": partial(_make_contexts, _is_selected)} if mode == "selective" else {}
         )
         options = dict.fromkeys(names, kept)
     for name in names:
         if name in options:
-            modules[name].forward = _checkpointed(modules[name].forward, options[name])
+            modules[name].forward = _wrap_in_checkpoint(modules[name].forward, options[name])
     return described
 
 
 @contextmanager
-def outside_selection() -> Iterator[None]:
+def suspend_selective_checkpointing() -> Iterator[None]:
     """Inside, operators are none of those that selective checkpointing counts: their number may be
     another in backward.
 
@@ -118,7 +118,7 @@ def outside_selection() -> Iterator[None]:
             _push_mode(mode)
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
             forward, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs
@@ -127,7 +127,7 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return run
 
 
-def _choose(
+def _choose_within_budget(
     model: nn.Module, cfg: FullFinetuneConfig, device: torch.device, pipeline: PipelineStages | None
 ) -> BudgetChoice:
     """What each layer of this rank keeps under the config's budget."""
@@ -136,24 +136,24 @@ def _choose(
     rows *= cfg.sequences_per_item
     multiple = compute_padded_multiple(cfg)
     length = -(-cfg.max_seq_len // multiple) * multiple
-    costs = layer_costs(
+    costs = measure_layer_costs(
         model,
         rows,
         length,
         cfg.parallel.tensor,
-        kernels_of(device),
+        get_kernel_type(device),
         pipeline,
-        context=cfg.parallel.context,
-        fused=fuses(device) and not cfg.compile,
+        context_ranks=cfg.parallel.context,
+        fused=should_fuse(device) and not cfg.compile,
     )
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)
-    return choose(costs, cfg.memory.activation_budget_gib, moments)
+    return choose_kept_operators(costs, cfg.memory.activation_budget_gib, moments)
 
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def _is_chosen(chosen: Chosen, kind: str, number: int) -> bool:
+def _is_chosen(chosen: KeptOperators, kind: str, number: int) -> bool:
     return (kind, number) in chosen
 
 
@@ -163,7 +163,7 @@ def _is_selected(kind: str, number: int) -> bool:
     return kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1)
 
 
-def _contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:
+def _make_contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:
     """The contexts of one layer's forward and of its recomputation, which count operators from the
     start each.
 
@@ -174,8 +174,8 @@ def _contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:
     def choose_policy(
         context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        kind = kind_of(operator)
-        if kind is None or computes_pieces():  # pieces are computed again in any case
+        kind = get_operator_kind(operator)
+        if kind is None or is_computing_piece():  # pieces are computed again in any case
             return CheckpointPolicy.PREFER_RECOMPUTE
         number = counts[context.is_recompute][kind]
         counts[context.is_recompute][kind] += 1

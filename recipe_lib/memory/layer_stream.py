@@ -31,17 +31,17 @@ from recipe_lib.adapters.layers import QuantizedExperts
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.language_model import LanguageModel, layer_names
+from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.device import has_host
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.units import format_bytes, pluralize
 
 EXPERTS = "experts"  # value of the key that streams these alone
 
-Step = Callable[
+StepParameter = Callable[
     [nn.Parameter, nn.Parameter], None
 ]  # of a parameter in host memory, with the one on the device
 
@@ -69,7 +69,7 @@ class StreamedUnit:
         found = self._on_device[number]
         if found is None:
             host = self.hosts()[number]
-            local = torch.empty(local_of(host).shape, dtype=host.dtype, device=device)
+            local = torch.empty(get_detached_local(host).shape, dtype=host.dtype, device=device)
             whole = (
                 DTensor(local, host._spec, requires_grad=False)
                 if isinstance(host, DTensor)
@@ -133,7 +133,7 @@ class LayerStream:
 
     def num_bytes(self) -> int:
         """Of this rank's parameters on the host."""
-        return sum(local_of(parameter).nbytes for parameter in self.parameters())
+        return sum(get_detached_local(parameter).nbytes for parameter in self.parameters())
 
     def on_device(self) -> dict[str, nn.Parameter]:
         """What has stood for parameters on the device so far, with memory or without, by their
@@ -157,7 +157,7 @@ class LayerStream:
             f" ahead{stepped}"
         )
 
-    def step_with(self, step: Step) -> None:
+    def set_step(self, step: StepParameter) -> None:
         """What steps a trained parameter when its gradient is there, on the device. Call it once,
         when parameters have memory.
         """
@@ -165,12 +165,12 @@ class LayerStream:
             for number, host in enumerate(unit.hosts()):
                 if host.requires_grad:
                     there = self._stepped[host] = unit.on_device(number, self._copies.device)
-                    local_of(there).untyped_storage().resize_(0)
+                    get_detached_local(there).untyped_storage().resize_(0)
                     there.register_post_accumulate_grad_hook(
                         partial(self._step_and_send, step, host)
                     )
 
-    def stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+    def get_stepped_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """What is stepped for a parameter, and has its gradient: the one on the device for one that
         is trained here.
         """
@@ -247,18 +247,18 @@ class LayerStream:
         """Gives a unit memory on the device, and returns what is copied there."""
         pairs = []
         for index, host in enumerate(self.units[number].hosts()):
-            target = local_of(self.units[number].on_device(index, self._copies.device))
-            target.untyped_storage().resize_(local_of(host).nbytes)
-            pairs.append((target, local_of(host)))
+            target = get_detached_local(self.units[number].on_device(index, self._copies.device))
+            target.untyped_storage().resize_(get_detached_local(host).nbytes)
+            pairs.append((target, get_detached_local(host)))
         return pairs
 
     def _free(self, number: int) -> None:
         unit = self.units[number]
         unit.end_use()
         for parameter in unit.made().values():
-            local_of(parameter).untyped_storage().resize_(0)
+            get_detached_local(parameter).untyped_storage().resize_(0)
 
-    def _step_and_send(self, step: Step, host: nn.Parameter, parameter: Tensor) -> None:
+    def _step_and_send(self, step: StepParameter, host: nn.Parameter, parameter: Tensor) -> None:
         """Steps a parameter on the device, and sends it to the host, where it is free when the one
         after it is sent.
         """
@@ -266,9 +266,9 @@ class LayerStream:
         if parameter.grad is None:  # torch calls hooks also where backward has given none
             return
         step(host, parameter)
-        stepped = local_of(parameter)
+        stepped = get_detached_local(parameter)
         free = partial(stepped.untyped_storage().resize_, 0)
-        self._copies.copy_to_host([(local_of(host), stepped)], free)
+        self._copies.copy_to_host([(get_detached_local(host), stepped)], free)
         self._copies.free_sent(keep=1)
 
 
@@ -315,7 +315,7 @@ def stream_layers(
     model.on_host = frozenset(name for unit in units for name in unit.names)
     for number, unit in enumerate(units):
         module = model.get_submodule(unit.name)
-        needed_again = _needed_again(module, unit.is_layer or unit.trains())
+        needed_again = _make_needed_in_backward(module, unit.is_layer or unit.trains())
         module.forward = partial(stream.run, number, module.forward, needed_again)
         for owner in module.modules():
             if isinstance(owner, QuantizedLinear):
@@ -335,9 +335,9 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
         return trained if parameter.requires_grad else True
 
     only_experts = memory.stream_layers == EXPERTS
-    layers = layer_names(model)
+    layers = list_layer_names(model)
     units = []
-    for name in layers if only_experts else _unit_names(model, layers, is_streamed):
+    for name in layers if only_experts else _find_unit_names(model, layers, is_streamed):
         places: dict[str, tuple[dict[str, Any], str]] = {}
         for inner, owner in model.get_submodule(name).named_modules():
             if only_experts and not _is_expert(owner):
@@ -355,7 +355,7 @@ def _is_expert(module: nn.Module) -> bool:
     return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 
-def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
+def list_streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of streamed units, when none of these runs."""
     names = model.on_host if isinstance(model, LanguageModel) else ()
     return (
@@ -365,7 +365,7 @@ def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
     )
 
 
-def _unit_names(
+def _find_unit_names(
     model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]
 ) -> list[str]:
     """The layers, and what owns matrices outside of them that are all streamed, in module order."""
@@ -384,7 +384,7 @@ def _unit_names(
     return found
 
 
-def _needed_again(module: nn.Module, always: bool) -> Callable[..., bool]:
+def _make_needed_in_backward(module: nn.Module, always: bool) -> Callable[..., bool]:
     """By the arguments of a call, whether backward needs a unit's parameters: that of a frozen
     embedding reads tokens, and a frozen output head makes its gradients in forward if it is to sum
     losses.

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
-from recipe_lib.models.language_model import replaced_entries
+from recipe_lib.models.language_model import replace_entries
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
-from recipe_lib.ops.chunked_heads import row_pieces
+from recipe_lib.ops.chunked_heads import split_rows
 from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = deferred.Switch(False)
@@ -49,17 +49,17 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
         )
     for mlp in mlps:
         forward = cast(MethodType, mlp.forward).__func__
-        mlp.forward = MethodType(_chunked(forward, chunks), mlp)  # type: ignore[method-assign]
+        mlp.forward = MethodType(_make_chunked_forward(forward, chunks), mlp)  # type: ignore[method-assign]
 
 
-def computes_pieces() -> bool:
+def is_computing_piece() -> bool:
     """Whether what is computed now is a piece, of which selective checkpointing is to keep
     nothing.
     """
     return _in_pieces.value
 
 
-def _chunked(forward: Any, chunks: int) -> Any:
+def _make_chunked_forward(forward: Any, chunks: int) -> Any:
     """`forward(mlp, hidden [..., d], *others)` in pieces; modules among the others belong to it, as
     the norm before.
     """
@@ -77,24 +77,26 @@ def _chunked(forward: Any, chunks: int) -> Any:
         trained = [parameter for _, _, parameter in places]
         whole = (forward, (mlp, *others), modules, pieces)
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
-            return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
+            return _compute_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
         # A separate autograd node keeps the input: a layer that is computed again for it ends here,
         # before the pieces.
         kept = (
-            _Keep.apply(torch.empty(0, requires_grad=True), flat),
+            _SaveInput.apply(torch.empty(0, requires_grad=True), flat),
         )  # a tuple, so that it is no input of the next
-        found = cast(Tensor, _Pieces.apply(whole, kept, flat, *trained))
+        found = cast(Tensor, _ChunkedForward.apply(whole, kept, flat, *trained))
         return found.view(*hidden.shape[:-1], -1)
 
     return run
 
 
-Place = tuple[dict[str, Any], str, Tensor]  # `module._parameters`, a name there, and the parameter
+ParameterEntry = tuple[
+    dict[str, Any], str, Tensor
+]  # `module._parameters`, a name there, and the parameter
 
 
 def find_parameters(
     modules: Iterable[nn.Module], is_wanted: Callable[[Tensor], bool]
-) -> list[Place]:
+) -> list[ParameterEntry]:
     """Return the places of parameters in modules, those of a shared one all."""
     places = [(module._parameters, name) for module in modules for name in module._parameters]
     return [
@@ -106,24 +108,24 @@ def find_parameters(
 
 @contextmanager
 def exchange_parameters(
-    places: Sequence[Place], replace: Callable[[Any], Tensor]
+    places: Sequence[ParameterEntry], replace: Callable[[Any], Tensor]
 ) -> Iterator[list[Tensor]]:
     """Inside, modules have in these places what `replace` makes of their parameters."""
     replacements = [replace(parameter) for _, _, parameter in places]
-    with replaced_entries(
+    with replace_entries(
         (own, name, one) for (own, name, _), one in zip(places, replacements, strict=True)
     ):
         yield replacements
 
 
-def _all_pieces(
+def _compute_pieces(
     hidden: Tensor, forward: Any, others: tuple[Any, ...], modules: Sequence[nn.Module], pieces: int
 ) -> Tensor:
     """`[n, d]` to `[n, d]`, one piece after the other into one tensor."""
     found: Tensor | None = None
     with _in_pieces.set(True):
-        for part in row_pieces(hidden.shape[0], pieces):
-            piece = forward(others[0], hidden[part], *_taken(others[1:], part, hidden.shape[0]))
+        for part in split_rows(hidden.shape[0], pieces):
+            piece = forward(others[0], hidden[part], *_take_rows(others[1:], part, hidden.shape[0]))
             if found is None:
                 found = piece.new_empty(hidden.shape[0], piece.shape[-1])
             found[part] = piece
@@ -132,7 +134,7 @@ def _all_pieces(
     return found
 
 
-def _taken(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
+def _take_rows(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
     """Return what else a forward takes, of a piece of its tokens; of ranks that share tokens each
     has the same piece.
     """
@@ -142,7 +144,7 @@ def _taken(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
     ]
 
 
-class _Keep(torch.autograd.Function):
+class _SaveInput(torch.autograd.Function):
     """Keeps a tensor for somebody else's backward, under the hooks that are in force:
     checkpointing's, offloading's.
     """
@@ -157,7 +159,7 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing is computed from what this returned")
 
 
-class _Pieces(torch.autograd.Function):
+class _ChunkedForward(torch.autograd.Function):
     """Forward without a graph; backward makes the graph of one piece at a time."""
 
     @staticmethod
@@ -166,7 +168,7 @@ class _Pieces(torch.autograd.Function):
     ) -> Tensor:
         ctx.whole, ctx.kept = whole, kept[0]
         ctx.random = (torch.get_rng_state(), *get_device_states(hidden))
-        return _all_pieces(hidden, *whole)
+        return _compute_pieces(hidden, *whole)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -182,14 +184,16 @@ class _Pieces(torch.autograd.Function):
                 find_parameters(modules, lambda parameter: parameter.requires_grad),
                 lambda parameter: parameter.detach().requires_grad_(),
             ) as leaves,
-            _random_again(hidden, ctx.random),
-            deferred.weight_gradients_at_once(),
+            _replay_random_state(hidden, ctx.random),
+            deferred.disable_deferring(),
             _in_pieces.set(True),
         ):
-            for part in row_pieces(hidden.shape[0], pieces):
+            for part in split_rows(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)
                 with torch.enable_grad():
-                    found = forward(others[0], piece, *_taken(others[1:], part, hidden.shape[0]))
+                    found = forward(
+                        others[0], piece, *_take_rows(others[1:], part, hidden.shape[0])
+                    )
                 wanted = [*leaves, piece] if total is not None else leaves
                 torch.autograd.backward(found, gradients[0][part], inputs=wanted)
                 del found
@@ -200,7 +204,7 @@ class _Pieces(torch.autograd.Function):
 
 
 @contextmanager
-def _random_again(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
+def _replay_random_state(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
     """Inside, random numbers (dropout) come as they came from that state; after it, as if none had
     been drawn.
     """

@@ -71,14 +71,14 @@ class PeakMemory:
             1 if sys.platform == "darwin" else 1024
         )  # ru_maxrss is in bytes there, in KiB elsewhere
         peak = (
-            _read_kib(_STATUS, "VmHWM:")
+            _read_proc_bytes(_STATUS, "VmHWM:")
             or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         )
         kind = "resident set" if self.resettable else "resident set since start"
         return Peaks(active=peak, allocated=peak, reserved=peak, kind=kind)
 
 
-def _read_kib(path: Path, name: str) -> int | None:
+def _read_proc_bytes(path: Path, name: str) -> int | None:
     """Return the bytes of the line of a file under /proc that begins so; None: not Linux, or no
     such line.
     """
@@ -107,11 +107,11 @@ def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory)
         raise OutOfMemoryError(
             f"{where}: out of memory on {peak.device} with {format_bytes(held['allocated'])}"
             f" allocated and {format_bytes(held['reserved'])} reserved; next lever:"
-            f" {'; '.join(levers(cfg)) or 'more ranks'}"
+            f" {'; '.join(list_levers(cfg)) or 'more ranks'}"
         ) from error
 
 
-def levers(cfg: FullFinetuneConfig) -> list[str]:
+def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     """The config keys that would still lower the peak, the cheapest first."""
     memory, parallel = cfg.memory, cfg.parallel
     rows, count = compute_micro_batches(cfg)
@@ -163,14 +163,14 @@ _REMEDIES = {
 }
 
 
-def pinned_bytes(num_bytes: int) -> int:
+def round_up_to_pinned(num_bytes: int) -> int:
     """What torch takes for so many bytes of pinned memory: the next power of two, so that blocks
     can be used again (ATen/core/CachingHostAllocator.h). It keeps what was freed for itself.
     """
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
-def check_needs(
+def check_host_needs(
     needs: Mapping[str, int], allowed: float | None, ranks: int, free: tuple[int, str]
 ) -> None:
     """SetupError, one line, where offloading needs more host memory than there is.
@@ -198,21 +198,22 @@ def check_needs(
     )
 
 
-def free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
+def find_free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
     """Bytes that can still be taken, and what limits them: the machine, or a control group (a
     container's, a job's) whose limit is nearer.
     """
-    free = _read_kib(proc / "meminfo", "MemAvailable:")
+    free = _read_proc_bytes(proc / "meminfo", "MemAvailable:")
     if free is None:  # not Linux: all there is
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = [(free, "free on this machine")]
     found += [
-        (limit, "left in this process's control group") for limit in _free_of_groups(proc, groups)
+        (limit, "left in this process's control group")
+        for limit in _read_control_group_limits(proc, groups)
     ]
     return min(found)
 
 
-def _free_of_groups(proc: Path, groups: Path) -> list[int]:
+def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
     """What the process's groups of version 2 and 1, and those around them, leave; none without
     limits. Pages of files, which the kernel gives back, count as free.
     """
@@ -234,7 +235,7 @@ def _free_of_groups(proc: Path, groups: Path) -> list[int]:
                 left = (
                     int((place / limit).read_text())
                     - int((place / used).read_text())
-                    + _files_of(place)
+                    + _read_file_cache_bytes(place)
                 )
                 found.append(max(left, 0))
             except (OSError, ValueError):  # no such file, or the word `max`
@@ -245,7 +246,7 @@ def _free_of_groups(proc: Path, groups: Path) -> list[int]:
     return found
 
 
-def _files_of(group: Path) -> int:
+def _read_file_cache_bytes(group: Path) -> int:
     lines = (
         (group / "memory.stat").read_text().split("\n") if (group / "memory.stat").exists() else []
     )

@@ -37,8 +37,8 @@ from recipe_lib.adapters.layers import AdaptedLinear, AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.checkpointing import outside_selection
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.memory.checkpointing import suspend_selective_checkpointing
+from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.deferred import linear
 from recipe_lib.ops.fused_kernels import make_operator
@@ -93,7 +93,7 @@ def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
     return f"qat: {what} by torchao's {made_by[kind]}, all but the output head"
 
 
-def base_config(kind: str, group_size: int) -> Any:
+def build_torchao_config(kind: str, group_size: int) -> Any:
     """torchao's config for a kind of KINDS, which `quantize_`, and transformers' TorchAoConfig,
     export by.
     """
@@ -129,8 +129,8 @@ def fake_quantize_linears(
         model, "qat", kind, "whose weights are stacked and no linears to torchao"
     )
     scheme = FakeQuantization(kind, group_size, start, len(linears))
-    _quantizers(kind, group_size)  # imports torchao before a step is timed
-    forward = _make_forward(scheme)
+    _get_quantizer_configs(kind, group_size)  # imports torchao before a step is timed
+    forward = _make_rounded_forward(scheme)
     for name, module in linears.items():
         if kind == "int4" and module.in_features % group_size:
             raise ConfigError(
@@ -155,7 +155,7 @@ def find_plain_linears(
         raise ConfigError(
             f"{key}: found {value} for a mixture of experts, {mixtures}; remove {key}"
         )
-    inside = tuple(f"{name}." for name in layer_names(model))
+    inside = tuple(f"{name}." for name in list_layer_names(model))
     linears = {}
     for name, module in model.named_modules():
         if not name.startswith(inside) or name.endswith((".lora_A", ".lora_B")):
@@ -174,7 +174,7 @@ def find_plain_linears(
     return linears
 
 
-def _make_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], Tensor]:
+def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], Tensor]:
     """Return one function for all linears, so that torch.compile compiles alike layers once."""
 
     def forward(module: Any, hidden: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class _RoundedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = scaling, kind, group_size
         ctx.save_for_backward(hidden if any(ctx.needs_input_grad[4:]) else None, *parts)
-        return F.linear(rounded_inputs(hidden, kind), rounded_weight(parts, *ctx.settings))
+        return F.linear(round_inputs(hidden, kind), round_weight(parts, *ctx.settings))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -214,22 +214,22 @@ class _RoundedLinear(torch.autograd.Function):
         hidden, *parts = ctx.saved_tensors
         scaling, kind, _ = ctx.settings
         (gradient,), wants, hidden_grad = gradients, ctx.needs_input_grad[4:], None
-        weight, unclipped = rounded_again(parts, *ctx.settings)
+        weight, unclipped = round_weight_with_mask(parts, *ctx.settings)
         if ctx.needs_input_grad[3]:
             hidden_grad = gradient @ weight
         del weight
         if hidden is None:
             return None, None, None, hidden_grad, *(None for _ in parts)
-        inputs = rounded_inputs(hidden, kind)
+        inputs = round_inputs(hidden, kind)
         weight_grad = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
         del inputs
         if kind != "fp8":
             weight_grad = weight_grad.mul_(unclipped)
         del unclipped
-        return None, None, None, hidden_grad, *_gradients_of(parts, weight_grad, scaling, wants)
+        return None, None, None, hidden_grad, *_split_gradient(parts, weight_grad, scaling, wants)
 
 
-def _gradients_of(
+def _split_gradient(
     parts: list[Tensor], whole: Tensor, scaling: float, wants: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients of the weight, or of weight, A and B, from that of their sum `[o, i]`."""
@@ -251,30 +251,30 @@ def _gradients_of(
 # others than those of the export.
 
 
-def rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+def round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
     """The weight `[o, i]`, with the adapter if parts have one, on its grid."""
     if torch.compiler.is_compiling():
         return cast(Tensor, _WEIGHT(list(parts), scaling, kind, group_size))
-    with outside_selection():  # which counts the layer's own products
-        return _rounded_weight(parts, scaling, kind, group_size)
+    with suspend_selective_checkpointing():  # which counts the layer's own products
+        return _round_weight(parts, scaling, kind, group_size)
 
 
-def rounded_again(
+def round_weight_with_mask(
     parts: Sequence[Tensor], scaling: float, kind: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
     """The same, and a mask `[o, i]` of what was not clipped; empty for fp8, which clips nothing."""
-    again = _AGAIN if torch.compiler.is_compiling() else _rounded_again
+    again = _AGAIN if torch.compiler.is_compiling() else _round_weight_with_mask
     return cast(tuple[Tensor, Tensor], again(list(parts), scaling, kind, group_size))
 
 
-def rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
+def round_inputs(hidden: Tensor, kind: str) -> Tensor:
     """Hidden `[.., i]`, each row on its grid for fp8; else as it came."""
-    rounded = _INPUTS if torch.compiler.is_compiling() else _rounded_inputs
+    rounded = _INPUTS if torch.compiler.is_compiling() else _round_inputs
     return cast(Tensor, rounded(hidden, kind)) if kind == "fp8" else hidden
 
 
-def _merged(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
-    """The weight as `recipe_lib.checkpoint.merged` merges it: in fp32, then in the weight's
+def _merge_weight(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
+    """The weight as `recipe_lib.checkpoint.adapter_merging` merges it: in fp32, then in the weight's
     type.
     """
     if not adapter:
@@ -286,12 +286,14 @@ def _merged(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
     )
 
 
-def _rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
-    return _fake_quantize(_merged(scaling, *parts), _quantizers(kind, group_size)[0])
+def _round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    return _fake_quantize(
+        _merge_weight(scaling, *parts), _get_quantizer_configs(kind, group_size)[0]
+    )
 
 
-def _rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
-    return _fake_quantize(hidden.contiguous(), _quantizers(kind, 1)[1])
+def _round_inputs(hidden: Tensor, kind: str) -> Tensor:
+    return _fake_quantize(hidden.contiguous(), _get_quantizer_configs(kind, 1)[1])
 
 
 def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
@@ -303,14 +305,14 @@ def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
         )  # one that is kept would keep its scales
 
 
-def _rounded_again(
+def _round_weight_with_mask(
     parts: Sequence[Tensor], scaling: float, kind: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
     from torchao.quantization.qat import FakeQuantizerBase
     from torchao.quantization.quant_primitives import _DTYPE_TO_QVALUE_BOUNDS as BOUNDS
     from torchao.quantization.quant_primitives import _fake_quantize_affine
 
-    config, merged = _quantizers(kind, group_size)[0], _merged(scaling, *parts)
+    config, merged = _get_quantizer_configs(kind, group_size)[0], _merge_weight(scaling, *parts)
     if kind == "fp8":
         weight = _fake_quantize(merged, config)
         return weight, weight.new_empty(0, dtype=torch.bool)
@@ -327,7 +329,7 @@ def _rounded_again(
 
 
 @cache
-def _quantizers(kind: str, group_size: int) -> tuple[Any, Any]:
+def _get_quantizer_configs(kind: str, group_size: int) -> tuple[Any, Any]:
     """Configs of what torchao itself puts into a linear for its weight and for its inputs (None: as
     they come).
     """
@@ -336,18 +338,18 @@ def _quantizers(kind: str, group_size: int) -> tuple[Any, Any]:
     from torchao.quantization.qat import QATConfig
 
     sample = nn.Sequential(nn.Linear(group_size, 1, device="meta"))
-    quantize_(sample, QATConfig(base_config(kind, group_size), step="prepare"))
+    quantize_(sample, QATConfig(build_torchao_config(kind, group_size), step="prepare"))
     prepared = cast(Any, sample[0])
     of_inputs = prepared.activation_fake_quantizer
     return prepared.weight_fake_quantizer.config, None if of_inputs is None else of_inputs.config
 
 
 _WEIGHT = make_operator(
-    "rounded_weight", _rounded_weight, lambda parts, *_: torch.empty_like(parts[0])
+    "rounded_weight", _round_weight, lambda parts, *_: torch.empty_like(parts[0])
 )
 _AGAIN = make_operator(
     "rounded_again",
-    _rounded_again,
+    _round_weight_with_mask,
     lambda parts, scaling, kind, group_size: (
         torch.empty_like(parts[0]),
         parts[0].new_empty(0 if kind == "fp8" else parts[0].shape, dtype=torch.bool),
@@ -355,6 +357,6 @@ _AGAIN = make_operator(
 )
 _INPUTS = make_operator(
     "rounded_inputs",
-    _rounded_inputs,
+    _round_inputs,
     lambda hidden, kind: torch.empty_like(hidden, memory_format=torch.contiguous_format),
 )

@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.models.families import read_spec, read_trained_spec, spec_from_config
-from recipe_lib.models.spec import DecoderSpec, preset_config, preset_names, read_config
+from recipe_lib.models.families import build_spec, read_spec, read_trained_spec
+from recipe_lib.models.spec import DecoderSpec, list_presets, read_config, read_preset_config
 
 if TYPE_CHECKING:
     from recipe_lib.models.decoder import Decoder, KVCache
@@ -16,12 +16,12 @@ __all__ = [
     "KVCache",
     "build_meta",
     "init_weights",
-    "preset_config",
-    "preset_names",
+    "read_preset_config",
+    "list_presets",
     "read_config",
     "read_spec",
     "read_trained_spec",
-    "spec_from_config",
+    "build_spec",
 ]
 
 _NEED_TORCH = {

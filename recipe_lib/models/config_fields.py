@@ -62,7 +62,7 @@ class Fields:
         """A number above 0. bounds: of this one."""
         bounds = bounds or self.bounds
         if not is_within(self.config.get(key), bounds):
-            raise self.fault(key, f"a number {show_bounds(bounds)}")
+            raise self.fault(key, f"a number {format_bounds(bounds)}")
         return float(self.config[key])
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
@@ -73,7 +73,7 @@ class Fields:
             or len(values) != length
             or not all(is_within(x, self.bounds) for x in values)
         ):
-            raise self.fault(key, f"a list of {length} numbers {show_bounds(self.bounds)}")
+            raise self.fault(key, f"a list of {length} numbers {format_bounds(self.bounds)}")
         return tuple(map(float, values))
 
     def flag(self, key: str) -> bool:
@@ -92,7 +92,7 @@ class Fields:
         return None if self.config.get(key) is None else self.number(key, bounds)
 
 
-def activation(fields: Fields, key: str) -> str:
+def read_activation(fields: Fields, key: str) -> str:
     """Our name of the MLP's activation."""
     name = fields.config.get(key)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
@@ -100,7 +100,7 @@ def activation(fields: Fields, key: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def layer_windows(
+def read_layer_windows(
     fields: Fields, layers: int, sliding_by_default: list[bool]
 ) -> tuple[int | None, ...]:
     """One window per layer, from `layer_types` where the file has it, else from the family's own
@@ -178,7 +178,7 @@ def is_within(value: Any, bounds: tuple[float, float]) -> bool:
     )
 
 
-def show_bounds(bounds: tuple[float, float]) -> str:
+def format_bounds(bounds: tuple[float, float]) -> str:
     """`from 1e-09 to 1e+09`, for an error."""
     return f"from {bounds[0]:g} to {bounds[1]:g}"
 
@@ -225,7 +225,7 @@ def _read_ropes(
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Return what one spelling of the two says."""
     ropes = [
-        _one_rope(fields, key, given, fields.number(base), head_width)
+        _read_rope_object(fields, key, given, fields.number(base), head_width)
         for base, given in _find_ropes(fields, family, key).items()
     ]
     return ropes[0], ropes[1] if len(ropes) > 1 else None
@@ -255,7 +255,7 @@ def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
     return kind
 
 
-def _one_rope(
+def _read_rope_object(
     fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int
 ) -> RopeSpec:
     """One rotary embedding from its object in config.json; `base` counts unless the object has its
@@ -290,7 +290,7 @@ def _one_rope(
     return RopeSpec(base, width, kind, own, attention_factor)
 
 
-def _original_positions(fields: Fields, numbers: Fields) -> float:
+def _read_original_positions(fields: Fields, numbers: Fields) -> float:
     """Positions the model was first trained on, before its context was stretched."""
     outer = fields.optional_integer(POSITIONS)
     own = numbers.optional_number(POSITIONS)
@@ -300,22 +300,22 @@ def _original_positions(fields: Fields, numbers: Fields) -> float:
     return positions
 
 
-def _default(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+def _read_default(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     return {}, 1.0
 
 
-def _linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+def _read_linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     return {"factor": numbers.number("factor")}, 1.0
 
 
-def _llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+def _read_llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     names = ("factor", "low_freq_factor", "high_freq_factor")
     return {name: numbers.number(name) for name in names} | {
-        "original_positions": _original_positions(fields, numbers)
+        "original_positions": _read_original_positions(fields, numbers)
     }, 1.0
 
 
-def _yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+def _read_yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     """YaRN (arXiv 2309.00071): the attention factor is 0.1 ln(factor) + 1 unless the file gives
     one.
     """
@@ -325,26 +325,28 @@ def _yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], 
         numbers.optional_number("mscale_all_dim"),
     )
     if attention_factor is None and mscale and mscale_all:
-        attention_factor = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
+        attention_factor = _compute_magnitude(factor, mscale) / _compute_magnitude(
+            factor, mscale_all
+        )
     own = {
         "factor": factor,
         "beta_fast": numbers.optional_number("beta_fast") or 32.0,
         "beta_slow": numbers.optional_number("beta_slow") or 1.0,
-        "original_positions": _original_positions(fields, numbers),
+        "original_positions": _read_original_positions(fields, numbers),
         "whole_channels": numbers.config.get("truncate", True) is not False,
     }
-    return own, attention_factor or _magnitude(factor, 1.0)
+    return own, attention_factor or _compute_magnitude(factor, 1.0)
 
 
-def _magnitude(factor: float, weight: float) -> float:
+def _compute_magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+def _read_longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     """LongRoPE (arXiv 2402.13753): one factor per pair of channels, another set for rows beyond the
     first context.
     """
-    original = _original_positions(fields, numbers)
+    original = _read_original_positions(fields, numbers)
     factor = (
         numbers.optional_number("factor") or fields.integer("max_position_embeddings") / original
     )
@@ -362,11 +364,11 @@ def _longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, An
 
 
 _SCALINGS = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
+    "default": _read_default,
+    "linear": _read_linear,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
 }
 
 
@@ -410,10 +412,10 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
     where: the file or preset, named in errors. What a size must be besides is for the reader of the
     family to say.
     """
-    raise_faults(CheckpointError, _faults(config, where, ""))
+    raise_faults(CheckpointError, _find_size_faults(config, where, ""))
 
 
-def _faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]:
+def _find_size_faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]:
     for key, most in MAX_SIZES.items():
         value = config.get(key)
         if isinstance(value, (int, float)) and value > most:
@@ -424,7 +426,7 @@ def _faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]
     for part in ("text_config", "vision_config", "audio_config") if not prefix else ():
         inner = config.get(part)
         if isinstance(inner, Mapping):
-            yield from _faults(inner, where, f"{part}.")
+            yield from _find_size_faults(inner, where, f"{part}.")
 
 
 # Weights that a `config.json` says are quantized already: the two layouts that are read, and the
@@ -451,7 +453,7 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
             found.get("quant_method") if key == _KEYS[0] and isinstance(found, Mapping) else None
         )
         if method == "fp8":
-            codes = FileCodes(fp8_block=_fp8_block(found, where))
+            codes = FileCodes(fp8_block=_read_fp8_block(found, where))
         elif method == "mxfp4" and config.get("model_type") == "gpt_oss":
             codes = FileCodes(mxfp4=True)
         elif method == "mxfp4":
@@ -461,7 +463,7 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
                 f" model_type gpt_oss alone; found {kind}, expected {_PLAIN}; {_REMEDY}"
             )
         else:
-            raise _refusal(key, found, where, f"{_PLAIN}, or fp8 with weight_block_size")
+            raise _make_refusal(key, found, where, f"{_PLAIN}, or fp8 with weight_block_size")
     return codes
 
 
@@ -473,12 +475,12 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
         found = config.get(key)
         if found:
             ours = isinstance(found, Mapping) and found.get("quant_method") in ("fp8", "mxfp4")
-            raise _refusal(
+            raise _make_refusal(
                 key, found, where, f"{_PLAIN}, or model.implementation=native" if ours else _PLAIN
             )
 
 
-def _refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError:
+def _make_refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError:
     method = found.get("quant_method") if isinstance(found, Mapping) else None
     if method is None:
         method = "MLX" if key == "quantization" else "unknown method"
@@ -488,7 +490,7 @@ def _refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError
     )
 
 
-def _fp8_block(found: Mapping[str, Any], where: str) -> tuple[int, int]:
+def _read_fp8_block(found: Mapping[str, Any], where: str) -> tuple[int, int]:
     """Rows and columns that share a scale. found: the section of quant_method fp8."""
 
     block = found.get("weight_block_size")

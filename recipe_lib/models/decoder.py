@@ -20,11 +20,11 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
-from recipe_lib.ops.fused_kernels import fuses
-from recipe_lib.ops.gated import ACTIVATIONS, gated
+from recipe_lib.ops.fused_kernels import should_fuse
+from recipe_lib.ops.gated import ACTIVATIONS, gated_activation
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
-from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
+from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 
 # Keys and values of the tokens already read, so that decoding computes each token once.
 
@@ -125,7 +125,7 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> Rotation:
         """Positions `[b, s]` to cosines and sines, each fp32 `[b, s, 1, width / 2]`."""
-        return rotation(positions, self.frequencies(positions), self.factor)
+        return compute_rotation(positions, self.frequencies(positions), self.factor)
 
 
 class Attention(nn.Module):
@@ -150,13 +150,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_width, spec.width, bias=spec.output_bias)
         self.q_norm, self.k_norm = (
-            _head_norm(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads)
+            _build_head_norm(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads)
         )
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
         # Where ranks share sequences these exchange all heads of some tokens for all tokens of some
         # heads, and back.
-        self.to_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = _all_heads
-        self.to_tokens: Callable[[Tensor], Tensor] = _all_tokens
+        self.to_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = _keep_heads
+        self.to_tokens: Callable[[Tensor], Tensor] = _keep_tokens
 
     def forward(
         self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None
@@ -179,17 +179,17 @@ class Attention(nn.Module):
         )
 
 
-def _all_heads(
+def _keep_heads(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return q, k, v, sinks
 
 
-def _all_tokens(attended: Tensor) -> Tensor:
+def _keep_tokens(attended: Tensor) -> Tensor:
     return attended
 
 
-def _head_norm(spec: DecoderSpec, heads: int) -> nn.Module:
+def _build_head_norm(spec: DecoderSpec, heads: int) -> nn.Module:
     """What queries, or keys, of so many heads go through before they are rotated."""
     if spec.width_norms:
         return WidthNorm(spec, heads * spec.head_width)
@@ -208,9 +208,9 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[b, s, d]` to `[b, s, d]`."""
-        if fuses(hidden.device):
+        if should_fuse(hidden.device):
             return self.down_proj(
-                gated(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
+                gated_activation(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
             )
         # As it stands here gate is gone when up comes, where nothing is kept.
         return self.down_proj(
@@ -341,7 +341,7 @@ class Trunk(nn.Module):
         return hidden
 
 
-def _squash(logits: Tensor, cap: float) -> Tensor:
+def _apply_softcap(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap)
 
 
@@ -357,7 +357,7 @@ class OutputHead(nn.Module):
         self.finish = (
             nn.Identity()
             if spec.logit_softcap is None
-            else partial(_squash, cap=spec.logit_softcap)
+            else partial(_apply_softcap, cap=spec.logit_softcap)
         )
 
     def forward(
@@ -394,7 +394,7 @@ class Decoder(LanguageModel):
         if self.spec.tied and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def stage_parts(self) -> StageParts:
+    def find_stage_parts(self) -> StageParts:
         """Embedding, layers, final norm and head."""
         layers = tuple(f"model.layers.{number}" for number in range(self.spec.num_layers))
         embedding = "model.embed_tokens"
@@ -420,7 +420,7 @@ class Decoder(LanguageModel):
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
         return self.model.run_layers(hidden, tokens.shape, positions, attention, layers=layers)
 
-    def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+    def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """See `LanguageModel.hidden_shape`: `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
         return (
             (*tokens, self.spec.width) if ranks == 1 else (tokens.numel() // ranks, self.spec.width)
@@ -521,7 +521,7 @@ class ScoreHead(nn.Module):
 
 
 @dataclass
-class LogitsAfter:
+class LogitTransform:
     """What a forward does to its logits: `softcap` alone, where that is all, else `finish` (None:
     nothing).
     """
@@ -546,12 +546,12 @@ class LinearHead(nn.Linear):
         *,
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
-        after: LogitsAfter | None = None,
+        after: LogitTransform | None = None,
     ) -> Tensor:
         """Hidden `[..., d]` to logits, or with labels to what `head_loss` makes of them."""
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)
-        after = after or LogitsAfter()
+        after = after or LogitTransform()
         return run_head_loss(
             head_loss,
             hidden,

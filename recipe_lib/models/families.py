@@ -21,11 +21,11 @@ from recipe_lib.models.config_fields import (
     Family,
     Fields,
     Read,
-    activation,
     check_sizes,
     complete_ropes,
-    layer_windows,
+    read_activation,
     read_codes,
+    read_layer_windows,
     read_rope,
 )
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, MixtureSpec, ModelSpec
@@ -41,7 +41,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> Mod
     implementations.
     """
     if implementation == "native":
-        return spec_from_config(config, where)
+        return build_spec(config, where)
     spec: ExternalSpec = import_owner("model").read_spec(config, where, implementation)
     return spec
 
@@ -56,13 +56,13 @@ def read_trained_spec(
     others. Raises as `read_spec` does.
     """
     if implementation is None:
-        kind = text_config(config).get("model_type")
+        kind = get_text_config(config).get("model_type")
         ours = any(kind in (name, *row.model_types) for name, row in FAMILIES.items())
         implementation = "native" if ours or find_spec("transformers") is None else "transformers"
     return read_spec(config, where, implementation)
 
 
-def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
+def build_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """The spec of a Hugging Face `config.json`.
 
     where: the file or preset, named in errors. Raises CheckpointError for an architecture that is
@@ -71,18 +71,18 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """
     outer = read_codes(config, where)
     check_sizes(config, where)
-    config = text_config(config)
+    config = get_text_config(config)
     inner = read_codes(config, where)
-    family = _family(config, where)
+    family = _find_family(config, where)
     fields = Fields(FAMILIES[family].defaults | dict(config), where)
-    common = _common_shape(fields, family)
+    common = _read_common_fields(fields, family)
     return DecoderSpec(
-        **common | _evaluate(FAMILIES[family].shape, fields, common),
+        **common | _evaluate_shape(FAMILIES[family].shape, fields, common),
         codes=outer if inner == FileCodes() else inner,
     )
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The decoder's part of a multimodal Gemma 3 config, as the config of a text-only model; others
     unchanged.
 
@@ -103,7 +103,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return outer | dict(config["text_config"]) | own
 
 
-def _family(config: Mapping[str, Any], where: str) -> str:
+def _find_family(config: Mapping[str, Any], where: str) -> str:
     """The family of a config; raises CheckpointError for one that the decoder does not cover."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
@@ -133,7 +133,7 @@ def _family(config: Mapping[str, Any], where: str) -> str:
     return family
 
 
-def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
+def _read_common_fields(fields: Fields, family: str) -> dict[str, Any]:
     """The fields that every family reads alike."""
     config = fields.config
     width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -167,7 +167,7 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
         "attention_softcap": None,
         "logit_softcap": None,
         "embedding_scale": None,
-        "activation": activation(fields, "hidden_act"),
+        "activation": read_activation(fields, "hidden_act"),
         "norm_offset": False,
         "post_norms": False,
         "head_norms": False,
@@ -183,41 +183,45 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
 # What the rows of families read of a config.json, besides what all read alike.
 
 
-def _evaluate(shape: Mapping[str, Any], fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_shape(
+    shape: Mapping[str, Any], fields: Fields, common: dict[str, Any]
+) -> dict[str, Any]:
     return {
         name: value(fields, common) if callable(value) else value for name, value in shape.items()
     }
 
 
-def _flag(key: str) -> Read:
+def _make_flag_reader(key: str) -> Read:
     return lambda fields, common: fields.flag(key)
 
 
-def _windows(slides: Callable[[Fields, int], bool]) -> Read:
+def _make_window_reader(slides: Callable[[Fields, int], bool]) -> Read:
     """Read one window per layer. slides: whether a layer has one where `layer_types` does not say
     it.
     """
 
     def read(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
         layers = common["num_layers"]
-        return layer_windows(fields, layers, [slides(fields, layer) for layer in range(layers)])
+        return read_layer_windows(
+            fields, layers, [slides(fields, layer) for layer in range(layers)]
+        )
 
     return read
 
 
-def _same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+def _read_same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
     return (fields.optional_integer("sliding_window"),) * common["num_layers"]
 
 
-def _mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+def _read_mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
     if fields.config["router_jitter_noise"] != 0:
         raise fields.fault(
             "router_jitter_noise", "0 (noise on the router's input is not supported)"
         )
-    return _same_windows(fields, common)
+    return _read_same_windows(fields, common)
 
 
-def _qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+def _read_qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
     """Read a window for the layers from max_window_layers on, if use_sliding_window says so."""
     if not fields.flag("use_sliding_window"):
         return (None,) * common["num_layers"]
@@ -225,10 +229,10 @@ def _qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, .
     if isinstance(first, bool) or not isinstance(first, int):
         raise fields.fault("max_window_layers", "an integer")
     has_window = fields.config["sliding_window"] is not None
-    return _windows(lambda fields, layer: has_window and layer >= first)(fields, common)
+    return _make_window_reader(lambda fields, layer: has_window and layer >= first)(fields, common)
 
 
-def _sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, ...]:
+def _read_sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, ...]:
     """Read which layers of Qwen 3 have experts: every n-th one that is not among
     mlp_only_layers.
     """
@@ -250,7 +254,7 @@ def _refuse_cap(fields: Fields, common: dict[str, Any]) -> None:
         raise fields.fault("attn_logit_softcapping", "null (the attention of Gemma 3 has no cap)")
 
 
-def _mixture(width: str, **more: Any) -> Read:
+def _make_mixture_reader(width: str, **more: Any) -> Read:
     """Read the mixture of a family whose key for the width of an expert is this. more: its own
     fields of the mixture.
 
@@ -270,26 +274,29 @@ def _mixture(width: str, **more: Any) -> Read:
             "normalized": True,
             "router_bias": False,
             "expert_bias": False,
-            "activation": activation(fields, "hidden_act"),
+            "activation": read_activation(fields, "hidden_act"),
             "interleaved": False,
             "alpha": 1.0,
             "limit": float("inf"),
         }
-        return MixtureSpec(**shape | _evaluate(more, fields, common))
+        return MixtureSpec(**shape | _evaluate_shape(more, fields, common))
 
     return read
 
 
-_BIASES = {"qkv_bias": _flag("attention_bias"), "output_bias": _flag("attention_bias")}
+_BIASES = {
+    "qkv_bias": _make_flag_reader("attention_bias"),
+    "output_bias": _make_flag_reader("attention_bias"),
+}
 _GEMMA_SHAPE = _BIASES | {
     "embedding_scale": lambda fields, common: common["width"] ** 0.5,
     "norm_offset": True,
 }
 _GEMMA2_SHAPE = _GEMMA_SHAPE | {
     "attention_softcap": lambda fields, common: fields.optional_number("attn_logit_softcapping"),
-    "activation": lambda fields, common: activation(fields, "hidden_activation"),
+    "activation": lambda fields, common: read_activation(fields, "hidden_activation"),
     "post_norms": True,
-    "windows": _windows(
+    "windows": _make_window_reader(
         lambda fields, layer: (layer + 1) % fields.integer("sliding_window_pattern") != 0
     ),
     "attention_scale": lambda fields, common: fields.number("query_pre_attn_scalar") ** -0.5,
@@ -305,14 +312,18 @@ _QWEN_WINDOWS = {
 FAMILIES: dict[str, Family] = {
     # Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2.
     "llama": Family(
-        _BIASES | {"mlp_bias": _flag("mlp_bias")},
+        _BIASES | {"mlp_bias": _make_flag_reader("mlp_bias")},
         ("LlamaForCausalLM",),
         COMMON | {"max_position_embeddings": 2048},
     ),
     # Mistral 7B, Nemo, Small: a window in every layer or in none; Ministral, in the layers that
     # layer_types says.
     "mistral": Family(
-        {"windows": _windows(lambda fields, layer: fields.config["sliding_window"] is not None)},
+        {
+            "windows": _make_window_reader(
+                lambda fields, layer: fields.config["sliding_window"] is not None
+            )
+        },
         ("MistralForCausalLM",),
         COMMON
         | {
@@ -323,11 +334,13 @@ FAMILIES: dict[str, Family] = {
     ),
     # Qwen 2.5: biases on queries, keys and values.
     "qwen2": Family(
-        {"qkv_bias": True, "windows": _qwen_windows}, ("Qwen2ForCausalLM",), COMMON | _QWEN_WINDOWS
+        {"qkv_bias": True, "windows": _read_qwen_windows},
+        ("Qwen2ForCausalLM",),
+        COMMON | _QWEN_WINDOWS,
     ),
     # Qwen 3: a norm over each query and key head.
     "qwen3": Family(
-        _BIASES | {"head_norms": True, "windows": _qwen_windows},
+        _BIASES | {"head_norms": True, "windows": _read_qwen_windows},
         ("Qwen3ForCausalLM",),
         COMMON | _QWEN_WINDOWS | {"head_dim": 128},
     ),
@@ -382,7 +395,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # Phi 3, Phi 3.5, Phi 4: Llama with fused projections in the file.
     "phi3": Family(
-        {"fused_file": True, "windows": _same_windows},
+        {"fused_file": True, "windows": _read_same_windows},
         ("Phi3ForCausalLM",),
         COMMON
         | {
@@ -394,7 +407,7 @@ FAMILIES: dict[str, Family] = {
     # With a mixture of experts in place of an MLP.
     # Mixtral: Mistral with experts in every layer.
     "mixtral": Family(
-        {"windows": _mixtral_windows, "mixture": _mixture("intermediate_size")},
+        {"windows": _read_mixtral_windows, "mixture": _make_mixture_reader("intermediate_size")},
         ("MixtralForCausalLM",),
         COMMON
         | {
@@ -412,12 +425,14 @@ FAMILIES: dict[str, Family] = {
         | {
             "head_norms": True,
             "windows": lambda fields, common: (
-                _same_windows(fields, common)
+                _read_same_windows(fields, common)
                 if fields.flag("use_sliding_window")
                 else common["windows"]
             ),
-            "mixture": _mixture(
-                "moe_intermediate_size", layers=_sparse_layers, normalized=_flag("norm_topk_prob")
+            "mixture": _make_mixture_reader(
+                "moe_intermediate_size",
+                layers=_read_sparse_layers,
+                normalized=_make_flag_reader("norm_topk_prob"),
             ),
         },
         ("Qwen3MoeForCausalLM",),
@@ -439,7 +454,9 @@ FAMILIES: dict[str, Family] = {
         | {
             "width_norms": True,
             "qkv_clip": lambda fields, common: fields.optional_number("clip_qkv"),
-            "mixture": _mixture("intermediate_size", normalized=_flag("norm_topk_prob")),
+            "mixture": _make_mixture_reader(
+                "intermediate_size", normalized=_make_flag_reader("norm_topk_prob")
+            ),
         },
         ("OlmoeForCausalLM",),
         COMMON
@@ -457,8 +474,8 @@ FAMILIES: dict[str, Family] = {
         _BIASES
         | {
             "sinks": True,
-            "windows": _windows(lambda fields, layer: layer % 2 == 0),
-            "mixture": _mixture(
+            "windows": _make_window_reader(lambda fields, layer: layer % 2 == 0),
+            "mixture": _make_mixture_reader(
                 "intermediate_size",
                 router_bias=True,
                 expert_bias=True,
@@ -496,7 +513,7 @@ _CAUSAL = "ForCausalLM"
 _UNSCORED = ("olmoe",)  # families of which transformers has no such class
 
 
-def head_labels(config: Mapping[str, Any]) -> int | None:
+def count_head_labels(config: Mapping[str, Any]) -> int | None:
     """The rows of the score head of a checkpoint, by its config.json; None: it has none."""
     names = config.get("architectures")
     if not isinstance(names, list) or not any(str(name).endswith(SCORED) for name in names):
@@ -508,14 +525,14 @@ def head_labels(config: Mapping[str, Any]) -> int | None:
     return count if isinstance(count, int) and count > 0 else 2
 
 
-def scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -> DecoderSpec:
+def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -> DecoderSpec:
     """The spec of a `config.json` with a score head of so many rows; None: as many as the
     checkpoint's head has.
 
     where: named in errors. Raises CheckpointError as `spec_from_config` does, and where the number
     is not known, or is not that of the checkpoint's head.
     """
-    found = head_labels(config)
+    found = count_head_labels(config)
     if num_labels is None and found is None:
         raise CheckpointError(
             f"{where}: config.json: has no score head that would say how many classes there are;"
@@ -541,31 +558,33 @@ def scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -
             "Gemma3TextForCausalLM"
         ]:  # the one class whose two names differ
             causal["architectures"] = ["Gemma3ForCausalLM"]
-    spec = spec_from_config(causal, where)
+    spec = build_spec(causal, where)
     return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or found)
 
 
-def spec_of_run(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
+def read_run_spec(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
     """The spec of a `config.json` as a run of this config has it. Raises CheckpointError, and what
     `read_spec` does.
     """
     if cfg.scores_sequences:
-        return scored_spec(config, where, cfg.num_labels)
+        return build_scored_spec(config, where, cfg.num_labels)
     return read_spec(config, where, cfg.model.implementation)
 
 
-def score_architecture(spec: DecoderSpec) -> str:
+def get_score_architecture(spec: DecoderSpec) -> str:
     """The class of transformers that loads it."""
     if spec.family == "gemma3":
         return f"Gemma3Text{SCORED}"
     return FAMILIES[spec.family].architectures[0].replace(_CAUSAL, SCORED)
 
 
-def score_config(config: Mapping[str, Any], names: list[str], pad_id: int | None) -> dict[str, Any]:
+def make_score_config(
+    config: Mapping[str, Any], names: list[str], pad_id: int | None
+) -> dict[str, Any]:
     """A config.json that also says the classes' names, by their numbers, and the id that padding
     has.
     """
-    changed = text_config(config) | {
+    changed = get_text_config(config) | {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
     }
@@ -625,11 +644,11 @@ def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, 
             spelled |= dict.fromkeys((newer, older), values[0])
     ropes = config.get(NEWER)
     if with_ropes and isinstance(ropes, Mapping) and ropes:
-        spelled |= _older_ropes(ropes, family)
+        spelled |= _spell_older_ropes(ropes, family)
     return spelled
 
 
-def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _spell_older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return what the keys of older files say of the rotary embeddings."""
     everywhere = ropes
     local: Mapping[str, Any] = {}

@@ -13,7 +13,7 @@ from recipe_lib.errors import SetupError
 from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.dtensor_shards import Runs, local_of, local_part
+from recipe_lib.ops.dtensor_shards import Runs, get_detached_local, locate_local_part
 from recipe_lib.ops.head_losses import HeadLoss
 
 # Where this rank's part of a tensor lies, and how often it was written to in place.
@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
     """
 
     spec: Any
-    own_tensors: frozenset[str] | None = None
+    built_tensors: frozenset[str] | None = None
     modules_elsewhere: frozenset[str] = frozenset()
     other_parts: tuple[str, ...] = ()
     computed_buffers: Mapping[str, Tensor] = MappingProxyType({})
@@ -48,7 +48,7 @@ class LanguageModel(nn.Module):
     base_weights: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     @abstractmethod
-    def stage_parts(self) -> StageParts:
+    def find_stage_parts(self) -> StageParts:
         """Where it is cut into the stages of a pipeline. Raises ConfigError for a model that cannot
         be.
         """
@@ -76,7 +76,7 @@ class LanguageModel(nn.Module):
         """
 
     @abstractmethod
-    def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+    def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """The shape of this rank's hidden states between layers, of tokens `[b, s]`; ranks: of its
         tensor parallel group. It may depend on whether gradients are wanted.
         """
@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
         """What it has now is its own: parameters and buffers that it is given later are extra."""
         names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
         names += [name for name, _ in self.named_buffers(remove_duplicate=False)]
-        self.own_tensors = frozenset(names)
+        self.built_tensors = frozenset(names)
 
 
 def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
@@ -110,9 +110,9 @@ def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
     return holder
 
 
-def own_tensors(model: nn.Module) -> frozenset[str] | None:
+def get_built_tensors(model: nn.Module) -> frozenset[str] | None:
     """The names of what a model was built with; None for one that `build_meta` did not make."""
-    return model.own_tensors if isinstance(model, LanguageModel) else None
+    return model.built_tensors if isinstance(model, LanguageModel) else None
 
 
 def is_external(model: nn.Module) -> bool:
@@ -120,7 +120,7 @@ def is_external(model: nn.Module) -> bool:
     return isinstance(model, LanguageModel) and isinstance(model.spec, ExternalSpec)
 
 
-def modules_elsewhere(model: nn.Module) -> frozenset[str]:
+def get_modules_elsewhere(model: nn.Module) -> frozenset[str]:
     """The modules of the whole model that other ranks of a pipeline have."""
     return model.modules_elsewhere if isinstance(model, LanguageModel) else frozenset()
 
@@ -129,7 +129,7 @@ def modules_elsewhere(model: nn.Module) -> frozenset[str]:
 # one.
 
 
-def layer_names(model: nn.Module) -> list[str]:
+def list_layer_names(model: nn.Module) -> list[str]:
     """Names of the layers: the elements with parameters of every outermost module list, in module
     order.
     """
@@ -155,19 +155,19 @@ def layer_names(model: nn.Module) -> list[str]:
 # stop)` of the file follow one another.
 
 
-def all_runs(model: nn.Module) -> dict[str, Runs]:
+def get_runs(model: nn.Module) -> dict[str, Runs]:
     """The runs of every parameter that is not in the file's order, by name."""
     return dict(model.runs) if isinstance(model, LanguageModel) else {}
 
 
-def own_parts(
+def list_local_parts(
     model: nn.Module, name: str, parameter: Tensor
 ) -> list[tuple[Tensor, tuple[int, ...]]]:
     """This rank's part of a parameter in pieces, which share memory with it, and where each begins
     in the file.
     """
-    local, offset = local_part(parameter)
-    found = all_runs(model).get(name)
+    local, offset = locate_local_part(parameter)
+    found = get_runs(model).get(name)
     if found is None:
         return [(local, offset)]
     dim, runs = found
@@ -181,7 +181,7 @@ def own_parts(
     return pieces
 
 
-def ordered(whole: Tensor, found: Runs | None) -> Tensor:
+def restore_file_order(whole: Tensor, found: Runs | None) -> Tensor:
     """A whole tensor, gathered from the ranks, whose runs follow one another (None: it is as the
     file has it), in the order of the file.
     """
@@ -202,7 +202,7 @@ def ordered(whole: Tensor, found: Runs | None) -> Tensor:
 
 def note_unwritten(model: LanguageModel) -> None:
     """Notes parameters and buffers as without values: right after they were given memory."""
-    model.unwritten = {name: _mark(tensor) for name, tensor in _tensors(model)}
+    model.unwritten = {name: _get_write_mark(tensor) for name, tensor in _list_tensors(model)}
 
 
 def check_written(model: nn.Module) -> None:
@@ -214,8 +214,10 @@ def check_written(model: nn.Module) -> None:
     before = model.unwritten if isinstance(model, LanguageModel) else {}
     left = [
         name
-        for name, tensor in _tensors(model)
-        if tensor.numel() and holds_values(tensor.device) and before.get(name) == _mark(tensor)
+        for name, tensor in _list_tensors(model)
+        if tensor.numel()
+        and holds_values(tensor.device)
+        and before.get(name) == _get_write_mark(tensor)
     ]
     if left:
         more = f" and {len(left) - 1} more have" if len(left) > 1 else " has"
@@ -225,14 +227,14 @@ def check_written(model: nn.Module) -> None:
         )
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _list_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [
-        (name, local_of(tensor))
+        (name, get_detached_local(tensor))
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
 
 
-def _mark(tensor: Tensor) -> WriteMark:
+def _get_write_mark(tensor: Tensor) -> WriteMark:
     return tensor.data_ptr(), tensor._version
 
 
@@ -243,7 +245,7 @@ Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
 
 
 @contextmanager
-def replaced_entries(entries: Iterable[Entry]) -> Iterator[None]:
+def replace_entries(entries: Iterable[Entry]) -> Iterator[None]:
     """While it is entered, dicts (attributes, parameters or modules of a module) have these values
     for these keys.
     """

@@ -15,7 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.errors import SetupError
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.language_model import LanguageModel, note_unwritten, own_parts, own_tensors
+from recipe_lib.models.language_model import (
+    LanguageModel,
+    get_built_tensors,
+    list_local_parts,
+    note_unwritten,
+)
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 from recipe_lib.ops.device import holds_values
 
@@ -46,7 +51,7 @@ def allocate(
     Buffers of an external model get the values that its class gave them. A rank of several calls
     `materialize`. empty: memory for one tensor; None: on the device.
     """
-    ties = shared_parameters(model)
+    ties = find_shared_parameters(model)
     model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
     for (owner, name), *others in ties:
         for other, other_name in others:
@@ -58,7 +63,7 @@ def allocate(
                 buffer.copy_(model.computed_buffers[name])
 
 
-def shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def find_shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """The places of each parameter that several modules own."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -82,7 +87,7 @@ class StoredWeight(Protocol):
         """
 
 
-def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
+def find_stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """The modules whose weight is no parameter, by the name that it would have; `NAME_...` are what
     they keep.
     """
@@ -93,7 +98,7 @@ def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     }
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+def list_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong into a checkpoint, by name."""
     found = {}
     for prefix, module in model.named_modules():
@@ -114,15 +119,15 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     parameters start as `reset_extra` says.
     """
     reset_extra(model, seed)
-    vectors = spec.first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
-    stored = stored_weights(model)
+    vectors = spec.make_first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
+    stored = find_stored_weights(model)
     for name, module in stored.items():
         _fill_stored(module, f"{seed}/{name}", spec.init_std)
-    extras = extra_tensors(model)
+    extras = find_extra_tensors(model)
     for name, parameter in model.named_parameters():
         if name.rpartition("_")[0] in stored or name in extras:
             continue
-        for local, offset in own_parts(model, name, parameter):
+        for local, offset in list_local_parts(model, name, parameter):
             if name in vectors:
                 local.copy_(
                     vectors[name][
@@ -141,7 +146,7 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
 def init_weight(model: nn.Module, name: str, seed: int, spec: ModelSpec) -> None:
     """Fills one parameter of a materialized model as `init_weights` does."""
     parameter = model.get_parameter(name)
-    for local, offset in own_parts(model, name, parameter):
+    for local, offset in list_local_parts(model, name, parameter):
         _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
 
 
@@ -213,13 +218,13 @@ _METHODS = ("reset_parameters", "_reset_parameters")  # torch's own modules have
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]:
+def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]:
     """The extra parameters and buffers by name, of this rank's part of the model; shared ones once.
 
     saved: only what belongs into a file, without the buffers that are not persistent. Empty for a
     model that was not made by `build_meta`.
     """
-    own = own_tensors(model)
+    own = get_built_tensors(model)
     if own is None:
         return {}
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -240,24 +245,28 @@ def extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]
     return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
-def saved_whole(model: nn.Module) -> dict[str, Tensor]:
+def find_fully_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What the file of an adapter has besides it: the extra parameters, and the weight of a score
     head.
     """
-    return extra_tensors(model, saved=True) | {
+    return find_extra_tensors(model, saved=True) | {
         name: weight
         for name, weight in model.named_parameters()
         if name == SCORE and weight.requires_grad
     }
 
 
-def extra_modules(model: nn.Module) -> list[str]:
+def find_extra_modules(model: nn.Module) -> list[str]:
     """The modules that are extra as a whole and have something to save: the outermost of each,
     lists of them apart.
     """
     found: dict[str, None] = {}
-    for name in extra_tensors(model, saved=True):
-        around = [path for path in _owners(model, name) if path and not _holds_own(model, path)]
+    for name in find_extra_tensors(model, saved=True):
+        around = [
+            path
+            for path in _list_owners(model, name)
+            if path and not _has_built_tensor(model, path)
+        ]
         runs = [path for path in around if not isinstance(model.get_submodule(path), _CONTAINERS)]
         if runs:
             found[runs[-1]] = None
@@ -270,7 +279,7 @@ def check_extra(model: nn.Module) -> None:
 
     The model may be on the meta device.
     """
-    extras = extra_tensors(model)
+    extras = find_extra_tensors(model)
     adapted = any(hasattr(module, "adapter_tensors") for module in model.modules())
     for name in extras if adapted else ():
         if any(part.startswith("lora_") for part in name.split(".")):
@@ -278,7 +287,7 @@ def check_extra(model: nn.Module) -> None:
                 f"{name}: lora_ begins the names of adapters; give what the recipe adds another"
                 " name"
             )
-    _resettable(model, extras.keys() - _computed(model))
+    _assign_resets(model, extras.keys() - _get_computed_buffers(model))
 
 
 @torch.no_grad()
@@ -291,39 +300,39 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
     module was made, not on the meta device, keep what they have. Raises SetupError for what has no
     such method, or is left without a value by it.
     """
-    extras = extra_tensors(model)
-    wanted = extras.keys() - set(loaded) - _computed(model)
-    for path, names in _resettable(model, wanted).items():
+    extras = find_extra_tensors(model)
+    wanted = extras.keys() - set(loaded) - _get_computed_buffers(model)
+    for path, names in _assign_resets(model, wanted).items():
         if not all(holds_values(extras[name].device) for name in names):
             continue  # a plan
-        with _seeded(f"{seed}/{path}"):
-            values = _values_after_reset(model.get_submodule(path))
+        with _seed_host_generators(f"{seed}/{path}"):
+            values = _compute_reset_values(model.get_submodule(path))
         for name in sorted(names):
             _keep_part(model, name, extras[name], values.get(name.removeprefix(f"{path}.")))
 
 
-def _computed(model: nn.Module) -> set[str]:
+def _get_computed_buffers(model: nn.Module) -> set[str]:
     """Buffers that have the values that their modules computed."""
     return set(model.computed_buffers) if isinstance(model, LanguageModel) else set()
 
 
-def _holds_own(model: nn.Module, path: str) -> bool:
-    return any(name.startswith(f"{path}.") for name in own_tensors(model) or ())
+def _has_built_tensor(model: nn.Module, path: str) -> bool:
+    return any(name.startswith(f"{path}.") for name in get_built_tensors(model) or ())
 
 
-def _owners(model: nn.Module, name: str) -> list[str]:
+def _list_owners(model: nn.Module, name: str) -> list[str]:
     """The module of an extra tensor, which may have the model's own too, and those around it that
     have none.
     """
     path = name.rpartition(".")[0]
     owners = [path]
-    while "." in path and not _holds_own(model, path):
+    while "." in path and not _has_built_tensor(model, path):
         path = path.rpartition(".")[0]
         owners.append(path)
-    return owners if len(owners) == 1 or not _holds_own(model, owners[-1]) else owners[:-1]
+    return owners if len(owners) == 1 or not _has_built_tensor(model, owners[-1]) else owners[:-1]
 
 
-def _resettable(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
+def _assign_resets(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
     """Module -> the extra tensors that its `reset_parameters`, and those of modules in it, are to
     start.
 
@@ -331,8 +340,8 @@ def _resettable(model: nn.Module, names: Collection[str]) -> dict[str, list[str]
     """
     found: dict[str, list[str]] = {}
     for name in sorted(names):
-        around = _owners(model, name)
-        able = [path for path in around if _reset_of(model.get_submodule(path)) is not None]
+        around = _list_owners(model, name)
+        able = [path for path in around if _find_reset(model.get_submodule(path)) is not None]
         if not able:
             kind = type(model.get_submodule(around[0])).__name__.removeprefix("FSDP")
             raise SetupError(
@@ -344,21 +353,21 @@ def _resettable(model: nn.Module, names: Collection[str]) -> dict[str, list[str]
     return found
 
 
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
     return next(
         (getattr(module, name) for name in _METHODS if callable(getattr(module, name, None))), None
     )
 
 
-def _values_after_reset(module: nn.Module) -> dict[str, Tensor]:
+def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
     """Whole parameters and buffers of a module, as its methods start them on the host; without
     those they leave.
     """
     copy = _copy_on_host(module, {})
-    before = {name: (tensor, tensor._version) for name, tensor in _tensors(copy)}
+    before = {name: (tensor, tensor._version) for name, tensor in _iterate_tensors(copy)}
     _reset(copy)
     written = {}
-    for name, tensor in _tensors(copy):
+    for name, tensor in _iterate_tensors(copy):
         was, version = before.get(name, (None, 0))
         if (was is not tensor or version != tensor._version) and not (
             tensor.is_floating_point() and tensor.isnan().any()
@@ -367,7 +376,7 @@ def _values_after_reset(module: nn.Module) -> dict[str, Tensor]:
     return written
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -375,7 +384,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _reset(module: nn.Module) -> None:
     for child in module.children():
         _reset(child)
-    method = _reset_of(module)
+    method = _find_reset(module)
     if method is not None:
         method()
 
@@ -421,14 +430,14 @@ def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None
             f"{name}: no checkpoint has it, since the recipe added it, and reset_parameters of its"
             f" module leaves {found} in it; give it every number there"
         )
-    for local, offset in own_parts(model, name, tensor):
+    for local, offset in list_local_parts(model, name, tensor):
         local.copy_(
             value[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))]
         )
 
 
 @contextmanager
-def _seeded(key: str) -> Iterator[None]:
+def _seed_host_generators(key: str) -> Iterator[None]:
     """Inside the block the host's generators draw what follows from the key; after it they go on as
     before.
     """

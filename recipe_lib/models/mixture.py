@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
-from recipe_lib.ops.deferred import linear_in
+from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import GradientNode
 from recipe_lib.ops.gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
@@ -23,7 +23,7 @@ from recipe_lib.ops.grouped import (
     count_rows,
     group_tokens,
     grouped_linear,
-    rows_of_choices,
+    order_by_expert,
     sum_choices,
 )
 from recipe_lib.ops.real_tokens import RealTokens
@@ -43,7 +43,7 @@ def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` in fp32 of operands that may be in fewer bits, of which no wider copy is kept."""
     if weight.dtype.itemsize >= 4:
         return F.linear(tokens, weight, bias)
-    logits = linear_in(tokens, weight, torch.float32)
+    logits = linear_in_dtype(tokens, weight, torch.float32)
     return logits if bias is None else logits + bias
 
 
@@ -68,7 +68,7 @@ class Experts(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        mixture = _mixture_of(spec)
+        mixture = _get_mixture(spec)
         experts, inner, bias = mixture.num_experts, mixture.mlp_width, mixture.expert_bias
         self.gate_up_proj = ExpertLinear(experts, spec.width, 2 * inner, bias)
         self.down_proj = ExpertLinear(experts, inner, spec.width, bias)
@@ -80,18 +80,18 @@ class Experts(nn.Module):
         """
         inner = self.gate_up_proj(tokens, groups, of_tokens=True)
         if self.gate_up_proj.bias is not None:
-            inner = inner + bias_of_rows(self.gate_up_proj.bias, groups)
-        product = scored_product(inner, rows_of_choices(scores, groups), self.gate)
+            inner = inner + gather_row_biases(self.gate_up_proj.bias, groups)
+        product = scored_product(inner, order_by_expert(scores, groups), self.gate)
         del inner
         summed = sum_choices(self.down_proj(product, groups), groups)
         return (
             summed
             if self.down_proj.bias is None
-            else summed + scored_bias(self.down_proj.bias, scores, chosen)
+            else summed + compute_scored_bias(self.down_proj.bias, scores, chosen)
         )
 
 
-def bias_of_rows(bias: Tensor, groups: Groups) -> Tensor:
+def gather_row_biases(bias: Tensor, groups: Groups) -> Tensor:
     """The bias of each row's expert: `[m, o]` of `[E, o]`."""
     return cast(
         Tensor,
@@ -109,7 +109,7 @@ def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
     return (experts == numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
 
 
-def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+def compute_scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     """What the biases `[E, d]` of the chosen experts add to each token, each times its score: `[n,
     d]`.
     """
@@ -149,7 +149,7 @@ def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor,
     return gradient, gradient.new_full((), balance.weight)
 
 
-class Load:
+class ExpertLoad:
     """What the training forwards of a step have chosen, on the device; added up in place, so that a
     forward that is computed again for backward issues the same operators, and counts twice.
 
@@ -184,12 +184,12 @@ class Mixture(nn.Module):
     loss, if there is one.
     """
 
-    load: Load | None = None
+    load: ExpertLoad | None = None
     balance: BalanceLoss | None = None
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        mixture = _mixture_of(spec)
+        mixture = _get_mixture(spec)
         self.router = Router(spec.width, mixture.num_experts, bias=mixture.router_bias)
         self.experts = Experts(spec)
         self.top_k, self.normalized = mixture.top_k, mixture.normalized
@@ -258,6 +258,6 @@ class Mixture(nn.Module):
         return scores, chosen
 
 
-def _mixture_of(spec: DecoderSpec) -> MixtureSpec:
+def _get_mixture(spec: DecoderSpec) -> MixtureSpec:
     assert spec.mixture is not None
     return spec.mixture

@@ -170,11 +170,11 @@ class ExternalSpec(ABC):
         """
 
     @abstractmethod
-    def first_vectors(self, seed: int) -> "dict[str, Tensor]":
+    def make_first_vectors(self, seed: int) -> "dict[str, Tensor]":
         """What its own class begins parameters of less than two dimensions with."""
 
     @abstractmethod
-    def layer_kinds(self) -> list[str]:
+    def list_layer_kinds(self) -> list[str]:
         """What each layer is: equal texts stand for layers of the same parameters and the same kind
         of attention.
         """
@@ -184,8 +184,8 @@ class ExternalSpec(ABC):
         """Its tensors and modules."""
 
     @abstractmethod
-    def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """See `recipe_lib.models.weight_names.weight_map`."""
+    def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
+        """See `recipe_lib.models.weight_names.build_weight_map`."""
 
     @abstractmethod
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
@@ -194,11 +194,11 @@ class ExternalSpec(ABC):
         """
 
     @abstractmethod
-    def written_layout(self) -> WrittenLayout | None:
+    def build_written_layout(self) -> WrittenLayout | None:
         """The layout of the files that are written; None: that of `weight_map`."""
 
     @abstractmethod
-    def adapted_linears(self, cfg: LoraConfig) -> list[str]:
+    def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
         """Names of the linears that the config gives an adapter. Raises ConfigError for one that
         cannot have any.
         """
@@ -210,7 +210,7 @@ class ExternalSpec(ABC):
         """
 
     @abstractmethod
-    def stage_parts(self) -> StageParts:
+    def find_stage_parts(self) -> StageParts:
         """Where its layers are divided among the ranks of a pipeline. Raises ConfigError if they
         cannot be.
         """
@@ -332,7 +332,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = read_json(file, MAX_BYTES)
     except FileNotFoundError:
-        raise CheckpointError(_no_config(file)) from None
+        raise CheckpointError(_explain_missing_config(file)) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file}: not a readable JSON file ({describe_fault(error)}); download the file again"
@@ -344,7 +344,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _no_config(file: Path) -> str:
+def _explain_missing_config(file: Path) -> str:
     """Why there is no config.json: what the folder is instead of a model, if that is one of the
     usual mistakes.
     """
@@ -356,11 +356,11 @@ def _no_config(file: Path) -> str:
         )
     found = None
     if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
-        found = other_weights(folder, "config.json")
+        found = describe_other_weights(folder, "config.json")
     return found or f"{file}: no such file; expected a Hugging Face model folder with config.json"
 
 
-def preset_names() -> list[str]:
+def list_presets() -> list[str]:
     """Names of the shipped architectures, `family/size`, sorted."""
     return sorted(
         str(file.relative_to(PRESETS).with_suffix("").as_posix())
@@ -368,18 +368,18 @@ def preset_names() -> list[str]:
     )
 
 
-def preset_config(name: str) -> dict[str, Any]:
+def read_preset_config(name: str) -> dict[str, Any]:
     """The `config.json` of a preset: a shipped name such as `llama3/8B`, or the path of a .json
     file or its folder.
     """
-    if name in preset_names():
+    if name in list_presets():
         return read_config(PRESETS / f"{name}.json")
     path = Path(name)
     if os.path.exists(path) and (not os.path.isdir(path) or os.path.isfile(path / "config.json")):
         return read_config(path)
     raise ConfigError(
         f"model.preset={name}: no such preset or file; expected a path to a config.json or one of "
-        + ", ".join(preset_names())
+        + ", ".join(list_presets())
     )
 
 
@@ -451,7 +451,7 @@ def list_weight_files(folder: Path) -> list[str]:
     )
 
 
-def other_weights(folder: Path, missing: str) -> str | None:
+def describe_other_weights(folder: Path, missing: str) -> str | None:
     """One line for a folder without the file `missing` that has weights of another kind; None: it
     has none at all.
     """

@@ -111,7 +111,7 @@ class PlainTensor:
 
 
 @dataclass(frozen=True)
-class Swapped:
+class TransposedView:
     """The last two dimensions the other way round."""
 
     part: FileView
@@ -130,7 +130,7 @@ class Swapped:
 
 
 @dataclass(frozen=True)
-class _Several:
+class _CombinedView:
     """Made of others, which lie in the same files."""
 
     parts: tuple[FileView, ...]
@@ -139,7 +139,7 @@ class _Several:
         return {name: form for part in self.parts for name, form in part.tensors().items()}
 
 
-class Rows(_Several):
+class ConcatenatedRows(_CombinedView):
     """One below the other: tensors that differ in their first dimension alone."""
 
     @property
@@ -157,7 +157,7 @@ class Rows(_Several):
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-class Stack(_Several):
+class StackedView(_CombinedView):
     """One after the other in a new first dimension: the same of each expert."""
 
     @property
@@ -170,7 +170,7 @@ class Stack(_Several):
 
 
 @dataclass(frozen=True)
-class SomeRows:
+class RowSlice:
     """Some of the rows: of a tensor that holds several parameters one below the other."""
 
     part: FileView
@@ -291,7 +291,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
-def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
+def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
     """One entry per parameter, in the model's order; parts of a fused tensor follow one another in
     row order.
 
@@ -299,7 +299,7 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
     layout); empty: the layout that is written. A tied output projection has no entry.
     """
     if isinstance(spec, ExternalSpec):
-        return spec.weight_map(file_names)
+        return spec.build_weight_map(file_names)
     prefix, head = "model.", "lm_head."
     for other, other_head in _GEMMA3_PREFIXES.items():
         if spec.family == "gemma3" and any(name.startswith(other) for name in file_names):
@@ -307,8 +307,8 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
     entries, file_names = [], frozenset(file_names)
     if _EMBEDDING not in file_names and _EMBEDDING.removeprefix("model.") in file_names:
         prefix = ""  # the decoder was saved without its head
-    for name, shape in parameter_shapes(spec).items():
-        place = _fused_place(name, spec) if spec.fused_file else None
+    for name, shape in compute_parameter_shapes(spec).items():
+        place = _find_fused_rows(name, spec) if spec.fused_file else None
         file_name, start, length, rows = place or (name, 0, None, shape[0])
         own = file_name == SCORE  # a name by itself
         body, own_prefix = (
@@ -322,31 +322,31 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
         if name == _EMBEDDING and spec.tied and file_name not in file_names:
             file_name = next((other for other in _HEADS if other in file_names), file_name)
         whole = (rows, *shape[1:])
-        view = mixture_view(spec, file_name, whole, file_names) or fp8_view(
+        view = make_mixture_view(spec, file_name, whole, file_names) or make_fp8_view(
             spec, file_name, whole, file_names
         )
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
             continue
-        view = view if length is None else SomeRows(view, start, length)
+        view = view if length is None else RowSlice(view, start, length)
         entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
     return entries
 
 
-def written_layout(spec: ModelSpec) -> WrittenLayout | None:
+def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
     """The files that are written, where their tensors are not the parameters under other names;
     None: `weight_map`.
     """
     if isinstance(spec, ExternalSpec):
-        return spec.written_layout()
+        return spec.build_written_layout()
     if spec.mixture is None:
         return None
-    names = {entry.our_name: entry.file_name for entry in weight_map(spec)}
+    names = {entry.our_name: entry.file_name for entry in build_weight_map(spec)}
     files: dict[str, tuple[int, ...]] = {}
     renamed: dict[str, str] = {}
     made: dict[str, WrittenExperts] = {}
-    for name, shape in parameter_shapes(spec).items():
-        experts = written_experts(spec, name, shape)
+    for name, shape in compute_parameter_shapes(spec).items():
+        experts = find_written_experts(spec, name, shape)
         if experts is None:
             files[names[name]] = shape
             renamed[names[name]] = name
@@ -398,7 +398,7 @@ def find_tied_copies(
     }
 
 
-def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def compute_parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, in the model's order; a tied output projection is the
     embedding.
 
@@ -412,12 +412,12 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def buffer_names(spec: ModelSpec) -> frozenset[str]:
+def get_buffer_names(spec: ModelSpec) -> frozenset[str]:
     """Those of `parameter_shapes` that are buffers; our own models have none."""
     return spec.layout().buffers if isinstance(spec, ExternalSpec) else frozenset()
 
 
-def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | None:
+def _find_fused_rows(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | None:
     """Phi 3's fused tensors: queries, keys and values in `qkv_proj`, gate and up in `gate_up_proj`;
     first row, rows, and rows of the whole.
     """
@@ -453,7 +453,7 @@ _APART = {
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
-def fp8_view(
+def make_fp8_view(
     spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView:
     """A tensor of the file by its name: as it is, or in FP8 if the file has scales for it."""
@@ -463,7 +463,7 @@ def fp8_view(
     return PlainTensor(name, shape)
 
 
-def mixture_view(
+def make_mixture_view(
     spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView | None:
     """How a parameter of a mixture is read, which has another name or is made of several tensors;
@@ -474,22 +474,22 @@ def mixture_view(
     if ".mlp.router." in name:
         block = _APART[spec.family][0] if spec.family in _APART else "mlp"
         fused, written = (
-            name.replace(".mlp.router.", f".{owner}.{router_name(spec)}.")
+            name.replace(".mlp.router.", f".{owner}.{get_router_name(spec)}.")
             for owner in ("mlp", block)
         )
-        return fp8_view(spec, fused if fused in file_names else written, shape, file_names)
+        return make_fp8_view(spec, fused if fused in file_names else written, shape, file_names)
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
-            return _experts(spec, name, part, shape, file_names)
+            return _make_experts_view(spec, name, part, shape, file_names)
     return None
 
 
-def router_name(spec: DecoderSpec) -> str:
+def get_router_name(spec: DecoderSpec) -> str:
     """What transformers calls the router of a layer's block."""
     return "router" if spec.family == "gpt_oss" else "gate"
 
 
-def _experts(
+def _make_experts_view(
     spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView:
     fused, kind = name.rsplit(".", 1)
@@ -498,20 +498,23 @@ def _experts(
     if spec.family not in _APART:
         if spec.codes.mxfp4 and not file_names.isdisjoint((f"{fused}_blocks", f"{fused}_scales")):
             return Mxfp4Blocks(f"{fused}_blocks", f"{fused}_scales", (shape[0], shape[1], shape[2]))
-        return Swapped(fp8_view(spec, fused, (shape[0], shape[2], shape[1]), file_names))
+        return TransposedView(
+            make_fp8_view(spec, fused, (shape[0], shape[2], shape[1]), file_names)
+        )
     if fused in file_names:
-        return fp8_view(spec, fused, shape, file_names)
+        return make_fp8_view(spec, fused, shape, file_names)
     experts = []
     for expert in range(shape[0]):
-        names = expert_names(spec, name, part, expert)
+        names = list_expert_names(spec, name, part, expert)
         own = [
-            fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names) for other in names
+            make_fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names)
+            for other in names
         ]
-        experts.append(own[0] if len(own) == 1 else Rows(tuple(own)))
-    return Stack(tuple(experts))
+        experts.append(own[0] if len(own) == 1 else ConcatenatedRows(tuple(own)))
+    return StackedView(tuple(experts))
 
 
-def expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> list[str]:
+def list_expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> list[str]:
     """The tensors of files with experts apart that make this expert's part of our parameter, in the
     order of rows.
     """
@@ -548,7 +551,9 @@ class WrittenExperts:
         }
 
 
-def written_experts(spec: DecoderSpec, name: str, shape: tuple[int, ...]) -> WrittenExperts | None:
+def find_written_experts(
+    spec: DecoderSpec, name: str, shape: tuple[int, ...]
+) -> WrittenExperts | None:
     """What the files that are written have of a parameter of experts' matrices; None for any
     other.
     """
@@ -559,7 +564,7 @@ def written_experts(spec: DecoderSpec, name: str, shape: tuple[int, ...]) -> Wri
         return WrittenExperts(name, {name.rsplit(".", 1)[0]: (None, 0, 0)})
     found: dict[str, tuple[int | None, int, int]] = {}
     for expert in range(shape[0]):
-        names = expert_names(spec, name, part, expert)
+        names = list_expert_names(spec, name, part, expert)
         rows = shape[1] // len(names)
         found |= {other: (expert, at * rows, (at + 1) * rows) for at, other in enumerate(names)}
     return WrittenExperts(name, found)

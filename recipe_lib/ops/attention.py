@@ -19,8 +19,13 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from recipe_lib.config.compute_capability import VARLEN_CAPABILITY
-from recipe_lib.ops.device import capability_of, kernels_of
-from recipe_lib.ops.fused_kernels import GradientNode, follows_from_shapes, fused, fuses
+from recipe_lib.ops.device import get_compute_capability, get_kernel_type
+from recipe_lib.ops.fused_kernels import (
+    GradientNode,
+    register_fused,
+    register_shaped_work,
+    should_fuse,
+)
 from recipe_lib.ops.real_tokens import RealTokens
 
 _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -81,7 +86,7 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
     return AttentionInfo(documents, torch.tensor(boundaries, dtype=torch.int32), longest, real=real)
 
 
-def document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
+def compute_document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
     """Positions int64 `[b, s]` that start from 0 with each document; 0 in the padding after the
     last.
     """
@@ -132,7 +137,7 @@ def prepare_attention(
         for window in set(windows)
     }
     flattens = keys == queries and has_varlen(device, dtype, head_width)
-    if sinks and not flattens and kernels_of(device) != "cpu":
+    if sinks and not flattens and get_kernel_type(device) != "cpu":
         return info
     if (sinks or any(needs_mask.values())) and flattens:
         if info.boundaries is None:
@@ -143,7 +148,7 @@ def prepare_attention(
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     for window in (window for window, needed in needs_mask.items() if needed):
-        seen = visible(reaches(info.documents, queries, keys, window, device), keys)
+        seen = make_visible_mask(compute_reach(info.documents, queries, keys, window, device), keys)
         # What kernels would otherwise make of a bool mask again in every layer.
         masks[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(
             ~seen, float("-inf")
@@ -155,7 +160,7 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_width: int) -> boo
     """Whether torch's kernel for flattened documents can run: CUDA from Ampere on, half precision,
     head widths it was built for.
     """
-    capability = capability_of(device)
+    capability = get_compute_capability(device)
     if capability is None or capability < VARLEN_CAPABILITY or "window_size" not in _VARLEN_OPTIONS:
         return False
     return dtype in (torch.float16, torch.bfloat16) and head_width % 8 == 0 and head_width <= 256
@@ -225,7 +230,7 @@ def scaled_dot_product(
     """
     grouped = q.shape[1] != k.shape[1]
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if grouped and kernels_of(q.device) == "cuda" and (mask is not None or not half):
+    if grouped and get_kernel_type(q.device) == "cuda" and (mask is not None or not half):
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
     causal = mask is None
@@ -259,7 +264,7 @@ class _SinkAttention(torch.autograd.Function):
         ends, longest, mask, documents, window, scale = settings
         if ends is not None:
             out, sums, random = _flattened(q, k, v, ends, longest, window, scale)
-        elif kernels_of(q.device) == "cpu":
+        elif get_kernel_type(q.device) == "cpu":
             out, sums = _cpu(q, k, v, mask, scale)
             random = None
         else:
@@ -289,7 +294,7 @@ class _SinkAttention(torch.autograd.Function):
             found = _flattened_gradients(
                 gradient, q, k, v, out, sums, ends, longest, random, window, scale
             )
-        elif kernels_of(q.device) == "cpu":
+        elif get_kernel_type(q.device) == "cpu":
             found = _cpu_gradients(gradient, q, k, v, out, sums, mask, scale)
         else:
             found = _gradients_in_pieces(gradient, q, k, v, out, sums, documents, window, scale)
@@ -386,12 +391,12 @@ def _in_pieces(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     sums = torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+    for part, seen, reach in split_queries(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
         scores = _scores(q[:, :, part], k, keys, reach, scale, wide)
         sums[:, :, part] = scores.logsumexp(dim=-1)
         shares = scores.softmax(dim=-1).to(q.dtype)
-        out[:, :, part] = torch.bmm(stacked(shares, k), values).view(out[:, :, part].shape)
+        out[:, :, part] = torch.bmm(stack_heads(shares, k), values).view(out[:, :, part].shape)
     return out, sums
 
 
@@ -409,18 +414,18 @@ def _gradients_in_pieces(
     of_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     of_k, of_v = (torch.zeros(tensor.shape, dtype=sums.dtype, device=k.device) for tensor in (k, v))
     kept = (gradient * out).sum(dim=-1, keepdim=True, dtype=sums.dtype)
-    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+    for part, seen, reach in split_queries(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
-        queries, slopes = (stacked(tensor[:, :, part], k) for tensor in (q, gradient))
+        queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, gradient))
         shares = torch.exp(
             _scores(q[:, :, part], k, keys, reach, scale, sums.dtype)
             - sums[:, :, part].unsqueeze(-1)
         )
         of_v[:, :, seen] += torch.bmm(
-            stacked(shares.to(q.dtype), k).transpose(1, 2), slopes
+            stack_heads(shares.to(q.dtype), k).transpose(1, 2), slopes
         ).view_as(v[:, :, seen])
-        of_shares = products(slopes, values, reach, q.shape[1])
-        of_scores = stacked((shares * (of_shares - kept[:, :, part]) * scale).to(q.dtype), k)
+        of_shares = multiply_heads(slopes, values, reach, q.shape[1])
+        of_scores = stack_heads((shares * (of_shares - kept[:, :, part]) * scale).to(q.dtype), k)
         of_q[:, :, part] = torch.bmm(of_scores, keys).view(of_q[:, :, part].shape)
         of_k[:, :, seen] += torch.bmm(of_scores.transpose(1, 2), queries).view_as(k[:, :, seen])
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
@@ -430,8 +435,8 @@ def _scores(
     q: Tensor, k: Tensor, keys: Tensor, reach: Tensor, scale: float, wide: torch.dtype
 ) -> Tensor:
     """Scores `[b, h, m, n]` of some queries, -inf where nothing is seen."""
-    scores = products(stacked(q, k), keys, reach, q.shape[1]).to(wide) * scale
-    return scores.masked_fill(~visible(reach, keys.shape[1]), float("-inf"))
+    scores = multiply_heads(stack_heads(q, k), keys, reach, q.shape[1]).to(wide) * scale
+    return scores.masked_fill(~make_visible_mask(reach, keys.shape[1]), float("-inf"))
 
 
 # Attention whose scores are soft-capped (Gemma 2, arXiv 2408.00118), some queries at a time.
@@ -442,12 +447,12 @@ def _scores(
 # the gradients of keys and values are in fp32.
 
 
-CAPPED_SCORES = (
+MAX_SCORES_AT_ONCE = (
     2**24
 )  # scores that exist at a time: 64 MiB in fp32, in which a chain that is not fused has them
 
 
-def reaches(
+def compute_reach(
     documents: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device
 ) -> Tensor:
     """Int32 `[b or 1, queries]`: how many keys each of the last `queries` of a row sees, back from
@@ -467,7 +472,7 @@ def reaches(
     return found if window is None else found.clamp(max=window)
 
 
-def visible(reach: Tensor, keys: int) -> Tensor:
+def make_visible_mask(reach: Tensor, keys: int) -> Tensor:
     """Bool `[b or 1, 1, m, keys]`: which keys m queries see, the last one of which is as far as the
     last key.
     """
@@ -493,7 +498,7 @@ def capped_attention(
     return cast(Tensor, GradientNode.apply(_attended, _gradients, range(7), q, k, v, *settings))
 
 
-@follows_from_shapes()
+@register_shaped_work()
 def _attended(
     q: Tensor,
     k: Tensor,
@@ -504,17 +509,17 @@ def _attended(
     scale: float,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+    for part, seen, reach in split_queries(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
-        scores = products(stacked(q[:, :, part], k), keys, reach, q.shape[1])
+        scores = multiply_heads(stack_heads(q[:, :, part], k), keys, reach, q.shape[1])
         shares = capped_shares(scores, reach, softcap, scale)
         del scores
-        out[:, :, part] = torch.bmm(stacked(shares, k), values).view(out[:, :, part].shape)
+        out[:, :, part] = torch.bmm(stack_heads(shares, k), values).view(out[:, :, part].shape)
         del shares
     return out
 
 
-@follows_from_shapes()
+@register_shaped_work()
 def _gradients(
     gradient: Tensor,
     q: Tensor,
@@ -529,22 +534,22 @@ def _gradients(
     wide = torch.promote_types(q.dtype, torch.float32)
     of_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     of_k, of_v = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (k, v))
-    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+    for part, seen, reach in split_queries(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
-        queries, slopes = (stacked(tensor[:, :, part], k) for tensor in (q, gradient))
-        scores = products(queries, keys, reach, q.shape[1])
-        shares = stacked(capped_shares(scores, reach, softcap, scale), k)
+        queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, gradient))
+        scores = multiply_heads(queries, keys, reach, q.shape[1])
+        shares = stack_heads(capped_shares(scores, reach, softcap, scale), k)
         of_v[:, :, seen] += torch.bmm(shares.transpose(1, 2), slopes).view_as(v[:, :, seen])
         del shares
-        of_shares = products(slopes, values, reach, q.shape[1])
-        of_scores = stacked(capped_score_gradients(of_shares, scores, reach, softcap, scale), k)
+        of_shares = multiply_heads(slopes, values, reach, q.shape[1])
+        of_scores = stack_heads(capped_score_gradients(of_shares, scores, reach, softcap, scale), k)
         del scores, of_shares
         of_q[:, :, part] = torch.bmm(of_scores, keys).view(of_q[:, :, part].shape)
         of_k[:, :, seen] += torch.bmm(of_scores.transpose(1, 2), queries).view_as(k[:, :, seen])
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-def pieces_of_queries(
+def split_queries(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries of a piece, the keys up to its last one that they can see, how many of these each of
@@ -553,10 +558,11 @@ def pieces_of_queries(
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     offset = keys - queries  # the position of query 0 among the keys: what a cache held before
-    reach = reaches(documents, queries, keys, window, q.device)
+    reach = compute_reach(documents, queries, keys, window, q.device)
     # Fused, scores are not wider than q: as many bytes are twice as many of them.
-    count = _count(
-        batch * heads * keys // (2 if fuses(q.device) and q.dtype.itemsize == 2 else 1), queries
+    count = _count_pieces(
+        batch * heads * keys // (2 if should_fuse(q.device) and q.dtype.itemsize == 2 else 1),
+        queries,
     )
     for piece in range(count):
         start, stop = queries * piece // count, queries * (piece + 1) // count
@@ -564,33 +570,33 @@ def pieces_of_queries(
         yield slice(start, stop), slice(first, stop + offset), reach[:, start:stop]
 
 
-def _count(scores: int, queries: int) -> int:
+def _count_pieces(scores: int, queries: int) -> int:
     """Pieces that the queries are taken in; scores: of one of them, over all rows and heads.
 
     A power of two, so that code that is compiled for rows of any length is made anew for few of
     these numbers.
     """
     count = 1
-    while count < queries and scores * queries > count * CAPPED_SCORES:
+    while count < queries and scores * queries > count * MAX_SCORES_AT_ONCE:
         count *= 2
     return min(count, queries)
 
 
-def stacked(part: Tensor, k: Tensor) -> Tensor:
+def stack_heads(part: Tensor, k: Tensor) -> Tensor:
     """`[b, h, m, n]` as `[b k, h/k m, n]`: heads that share a key head are more rows of it; keys
     are not expanded.
     """
     return part.reshape(part.shape[0] * k.shape[1], -1, part.shape[3])
 
 
-def products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tensor:
+def multiply_heads(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tensor:
     """`[b, h, m, n]`: of m stacked rows of each head, and n of `[b k, n, e]`."""
     return torch.bmm(stacked, others.transpose(1, 2)).view(
         -1, heads, reach.shape[1], others.shape[1]
     )
 
 
-@fused(
+@register_fused(
     "capped_shares(Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
     lambda scores, *_: torch.empty_like(scores),
 )
@@ -601,7 +607,7 @@ def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -
     return _softmax(scores, reach, softcap, scale)[0].to(scores.dtype)
 
 
-@fused(
+@register_fused(
     "capped_score_gradients(Tensor of_shares, Tensor scores, Tensor reach, float softcap, float"
     " scale) -> Tensor",
     lambda of_shares, *_: torch.empty_like(of_shares),
@@ -625,5 +631,7 @@ def _softmax(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> tup
     tangents = torch.tanh(
         (scores * scale).to(torch.promote_types(scores.dtype, torch.float32)) / softcap
     )
-    capped = (softcap * tangents).masked_fill(~visible(reach, scores.shape[3]), float("-inf"))
+    capped = (softcap * tangents).masked_fill(
+        ~make_visible_mask(reach, scores.shape[3]), float("-inf")
+    )
     return capped.softmax(dim=-1), tangents

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.config.registry import register
-from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses
+from recipe_lib.ops.fused_kernels import register_fused, register_shaped_work, should_fuse
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 Finish = Callable[[Tensor], Tensor]
@@ -68,7 +68,7 @@ class ChunkedHead:
         self.logits_dtype = self.hidden.dtype  # of the logits that were made last
         # One kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in
         # between.
-        self.fuses_loss = group is None and fuses_loss(self.hidden)
+        self.fuses_loss = group is None and should_fuse_loss(self.hidden)
         self._tokens: Tensor | None = None
 
     def logits(self, part: slice) -> Tensor:
@@ -122,7 +122,7 @@ class ChunkedAdaptedHead:
             for tensor, trains in zip((self.hidden, *parts), trained, strict=True)
         ]
         self.parts = (project,)  # whose work is its own
-        self.fuses_loss = fuses_loss(self.hidden)
+        self.fuses_loss = should_fuse_loss(self.hidden)
         self._made: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -161,7 +161,7 @@ def walk_chunks(head: Head, labels: Tensor, chunks: int, per_chunk: PerChunk) ->
     or None.
     """
     by_rank = labels.reshape(head.ranks, -1)
-    for part in row_pieces(head.rows, chunks):
+    for part in split_rows(head.rows, chunks):
         gradient = per_chunk(part, by_rank[:, part].flatten())
         if gradient is not None:
             gradient = gradient.to(head.logits_dtype)  # the wide one is gone
@@ -229,7 +229,7 @@ class _GradientsInForward(torch.autograd.Function):
         )
 
 
-def row_pieces(rows: int, chunks: int) -> Iterator[slice]:
+def split_rows(rows: int, chunks: int) -> Iterator[slice]:
     """Yield the rows in `chunks` pieces, even to within one of them."""
     pieces = max(1, min(chunks, rows))
     for piece in range(pieces):
@@ -250,7 +250,7 @@ def finish_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tens
         return logits, finish(logits)
 
 
-def own_columns(
+def find_label_columns(
     labels: Tensor, ignored: Tensor, width: int, group: Group | None
 ) -> tuple[Tensor, Tensor | None]:
     """(columns `[m, 1]` of the labels among a rank's `width` logits, where the label is another
@@ -266,7 +266,7 @@ def own_columns(
     return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
 
 
-def largest_of(logits: Tensor, group: Group | None) -> Tensor:
+def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
     """The largest logit of each row, over all ranks' parts of the vocabulary `[m, 1]`."""
     largest = logits.amax(dim=1, keepdim=True)
     return largest if group is None else all_reduce(largest, "max", group)
@@ -284,9 +284,9 @@ IGNORED = -100
 _WIDEST = 2  # bytes of a logit
 
 
-def fuses_loss(hidden: Tensor) -> bool:
+def should_fuse_loss(hidden: Tensor) -> bool:
     """Whether the loss of these hidden states is fused."""
-    return hidden.dtype.itemsize <= _WIDEST and fuses(hidden.device)
+    return hidden.dtype.itemsize <= _WIDEST and should_fuse(hidden.device)
 
 
 def fused_cross_entropy(
@@ -295,7 +295,7 @@ def fused_cross_entropy(
     """The summed loss of logits `[m, v]` with labels `[m]`, fp32 (fp64 for fp64), and the gradient
     of the logits.
     """
-    cap = cap_of(logits, softcap)
+    cap = make_softcap_tensor(logits, softcap)
     log_probs, log_sums = label_log_probs(logits, labels, cap)
     if not with_grad:
         return -log_probs.sum(), None
@@ -303,36 +303,38 @@ def fused_cross_entropy(
     return -log_probs.sum(), label_log_prob_gradients(logits, labels, log_sums, slopes, cap)
 
 
-def cap_of(logits: Tensor, softcap: float | None) -> Tensor | None:
+def make_softcap_tensor(logits: Tensor, softcap: float | None) -> Tensor | None:
     """A softcap as the two functions take it: a number would be compiled for itself."""
     return (
         None if softcap is None else logits.new_full((), softcap, dtype=widen_dtype(logits.dtype))
     )
 
 
-def _shapes_of_log_probs(
+def _make_empty_log_probs(
     logits: Tensor, labels: Tensor, cap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     of_rows = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
     return of_rows, torch.empty_like(of_rows)
 
 
-@fused(
+@register_fused(
     "label_log_probs(Tensor logits, Tensor labels, Tensor? cap) -> (Tensor, Tensor)",
-    _shapes_of_log_probs,
+    _make_empty_log_probs,
 )
 def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
     """(log-probabilities of the labels, 0 for label -100; logs of the sums of exponentials), each
     `[m]`, fp32.
     """
-    log_sums = _capped(logits, cap).logsumexp(dim=1)
+    log_sums = _apply_softcap(logits, cap).logsumexp(dim=1)
     ignored = labels == IGNORED
     # Of the logits as they are: a compiler makes in memory what is looked up.
-    chosen = _capped(logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1), cap)
+    chosen = _apply_softcap(
+        logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1), cap
+    )
     return (chosen - log_sums).masked_fill(ignored, 0), log_sums
 
 
-@fused(
+@register_fused(
     "label_log_prob_gradients(Tensor logits, Tensor labels, Tensor log_sums, Tensor slopes, Tensor?"
     " cap) -> Tensor",
     lambda logits, *_: torch.empty_like(logits),
@@ -343,7 +345,7 @@ def label_log_prob_gradients(
     """The logits' gradient `[m, v]` in their type. slopes: of the log-probabilities `[m]`;
     log_sums: as given there.
     """
-    wide = _capped(logits, cap)
+    wide = _apply_softcap(logits, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
     # d log p(label) / d logits is one-hot minus softmax; no column is label -100.
     grad = (columns == labels.unsqueeze(1)).to(wide.dtype) - (wide - log_sums.unsqueeze(1)).exp()
@@ -357,7 +359,7 @@ def label_log_prob_gradients(
     )
 
 
-def _capped(logits: Tensor, cap: Tensor | None) -> Tensor:
+def _apply_softcap(logits: Tensor, cap: Tensor | None) -> Tensor:
     wide = logits.to(widen_dtype(logits.dtype))
     return wide if cap is None else cap * torch.tanh(wide / cap)
 
@@ -436,7 +438,7 @@ class CrossEntropy:
         return sum_in_chunks(sum_loss, hidden, weight, bias=bias, group=group, adapter=adapter)
 
 
-@follows_from_shapes(lambda head, *numbers: (*head.parts, *numbers))
+@register_shaped_work(lambda head, *numbers: (*head.parts, *numbers))
 def _sum_over_chunks(
     head: Head,
     labels: Tensor,
@@ -456,7 +458,7 @@ def _sum_over_chunks(
             value, gradient = fused_cross_entropy(logits, targets, softcap, head.trains)
         else:
             logits = logits.to(wide)
-            value, gradient = chunk_loss(
+            value, gradient = compute_chunk_loss(
                 logits, targets, softcap, loss, head.trains, head.group, finish
             )
         total.add_(value)
@@ -466,7 +468,7 @@ def _sum_over_chunks(
     return total
 
 
-def chunk_loss(
+def compute_chunk_loss(
     logits: Tensor,
     labels: Tensor,
     softcap: float | None,
@@ -480,13 +482,15 @@ def chunk_loss(
     """
     if finish is not None:
         logits, finished = finish_logits(logits, finish, with_grad)
-        value, grad = chunk_loss(finished.detach().clone(), labels, softcap, loss, with_grad, group)
+        value, grad = compute_chunk_loss(
+            finished.detach().clone(), labels, softcap, loss, with_grad, group
+        )
         return value, None if grad is None else torch.autograd.grad(finished, logits, grad)[0]
     logits, squash = cap_logits(logits, softcap, with_grad)
     if loss is None:
-        value, grad = _cross_entropy_and_grad(logits, labels, with_grad, group)
+        value, grad = _compute_cross_entropy(logits, labels, with_grad, group)
     else:
-        value, grad = _custom_loss_and_grad(loss, logits, labels, with_grad)
+        value, grad = _compute_custom_loss(loss, logits, labels, with_grad)
     if grad is not None and squash is not None:
         grad = grad.mul_(
             squash.square_().neg_().add_(1)
@@ -506,15 +510,15 @@ def cap_logits(
     return squash * softcap, squash if with_grad else None
 
 
-def _cross_entropy_and_grad(
+def _compute_cross_entropy(
     logits: Tensor, labels: Tensor, with_grad: bool, group: Group | None
 ) -> tuple[Tensor, Tensor | None]:
     """Summed cross-entropy and softmax minus one-hot, both made in the storage of `logits` `[m,
     v]`.
     """
     ignored = labels == IGNORED
-    columns, elsewhere = own_columns(labels, ignored, logits.shape[1], group)
-    logits.sub_(largest_of(logits, group))
+    columns, elsewhere = find_label_columns(labels, ignored, logits.shape[1], group)
+    logits.sub_(compute_row_max(logits, group))
     picked = logits.gather(1, columns).squeeze(1)
     logits.exp_()
     sums = logits.sum(dim=1)
@@ -533,7 +537,7 @@ def _cross_entropy_and_grad(
     return value, logits.masked_fill_(ignored.unsqueeze(1), 0)
 
 
-def _custom_loss_and_grad(
+def _compute_custom_loss(
     loss: Loss, logits: Tensor, labels: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """A registered loss and its gradient by autograd over this chunk alone."""

@@ -78,7 +78,7 @@ class DeferredGradients:
         torch.autograd.backward([weight for weight, _ in pairs], [grad for _, grad in pairs])
 
 
-def splittable() -> AbstractContextManager[bool]:
+def enable_split_backward() -> AbstractContextManager[bool]:
     """Inside, forwards make linears whose weight gradient can be deferred; their backward is run
     inside too.
     """
@@ -92,26 +92,28 @@ def defer_weight_gradients() -> "AbstractContextManager[list[DeferredGradients]]
     return cast(AbstractContextManager[list[DeferredGradients]], _deferred.set([]))
 
 
-def weight_gradients_at_once() -> AbstractContextManager[Any]:
+def disable_deferring() -> AbstractContextManager[Any]:
     """Inside, backward computes all weight gradients at once, within `defer_weight_gradients`
     too.
     """
     return _deferred.set(None)
 
 
-def is_splittable() -> bool:
+def is_split_backward_enabled() -> bool:
     """Whether a forward is to be made of linears that can be deferred; not in code that is being
     compiled.
     """
     return not torch.compiler.is_compiling() and _splittable.value
 
 
-def defers() -> bool:
+def is_deferring() -> bool:
     """Whether the backward that runs now is to defer what it can."""
     return _deferred.value is not None
 
 
-def note(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]) -> None:
+def defer_gradients(
+    weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
+) -> None:
     """Puts off the gradients of `weights`, which `compute` gives."""
     if _deferred.value is None:
         raise RuntimeError("nothing is deferred here")
@@ -125,7 +127,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     # To a mode it is a call of a linear.
     if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight, bias))
-    if is_splittable() and weight.requires_grad and torch.is_grad_enabled():
+    if is_split_backward_enabled() and weight.requires_grad and torch.is_grad_enabled():
         return _Linear.apply(hidden, weight, bias)
     return F.linear(hidden, weight, bias)
 
@@ -147,19 +149,19 @@ class _Linear(torch.autograd.Function):
         (gradient,), (hidden,), weight = gradients, ctx.saved_tensors, ctx.weight
         hidden_grad = gradient @ weight.detach() if ctx.needs_input_grad[0] else None
         bias_grad = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
-        if defers():
+        if is_deferring():
             hidden = hidden.detach()  # its graph would keep the stage's input until then
-            note([weight], lambda: [_weight_gradient(gradient, hidden)])
+            defer_gradients([weight], lambda: [_compute_weight_gradient(gradient, hidden)])
             return hidden_grad, None, bias_grad
-        return hidden_grad, _weight_gradient(gradient, hidden), bias_grad
+        return hidden_grad, _compute_weight_gradient(gradient, hidden), bias_grad
 
 
-def _weight_gradient(gradient: Tensor, hidden: Tensor) -> Tensor:
+def _compute_weight_gradient(gradient: Tensor, hidden: Tensor) -> Tensor:
     """`[o, i]` of `[.., o]` and `[.., i]`."""
     return gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
 
 
-def linear_in(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def linear_in_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`hidden [.., i] @ weight.T [i, o]` in a dtype, of operands that may be in others and are kept
     as they came.
     """
@@ -181,5 +183,5 @@ class _LinearIn(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             hidden_grad = (gradient @ weight.to(ctx.dtype)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            weight_grad = _weight_gradient(gradient, hidden.to(ctx.dtype)).to(weight.dtype)
+            weight_grad = _compute_weight_gradient(gradient, hidden.to(ctx.dtype)).to(weight.dtype)
         return hidden_grad, weight_grad, None

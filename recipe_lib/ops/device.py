@@ -5,7 +5,7 @@ it stands for.
 import torch
 
 
-def kernels_of(device: torch.device) -> str:
+def get_kernel_type(device: torch.device) -> str:
     """`cpu`, `cuda`, or another device's type. A simulated device tells it in its module's
     attribute `kernels`.
     """
@@ -14,11 +14,11 @@ def kernels_of(device: torch.device) -> str:
     return str(getattr(torch.get_device_module(device), "kernels", device.type))
 
 
-def capability_of(device: torch.device) -> tuple[int, int] | None:
+def get_compute_capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a GPU, or of the one that a simulated device stands for; None on a
     CPU.
     """
-    if kernels_of(device) != "cuda":
+    if get_kernel_type(device) != "cuda":
         return None
     module = torch.get_device_module(device)
     found = module.get_device_capability(device)
@@ -36,4 +36,4 @@ def has_host(device: torch.device) -> bool:
     """Whether there is host memory besides the device's: not on a CPU, nor on a device that stands
     for one.
     """
-    return kernels_of(device) != "cpu"
+    return get_kernel_type(device) != "cpu"

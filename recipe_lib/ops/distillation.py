@@ -33,9 +33,9 @@ from recipe_lib.ops.chunked_heads import (
     Head,
     OutputAdapter,
     cap_logits,
-    chunk_loss,
+    compute_chunk_loss,
+    compute_row_max,
     gather_tokens,
-    largest_of,
     sum_in_chunks,
     walk_chunks,
     widen_dtype,
@@ -139,14 +139,16 @@ def _run_chunks(
         logits = student.logits(part)
         logits = logits.to(found.dtype)
         logits, squash = cap_logits(logits, softcap, wants)
-        value, grad = chunk_loss(logits.clone(), rows, None, None, wants, group)
+        value, grad = compute_chunk_loss(logits.clone(), rows, None, None, wants, group)
         found[1] += value
         width = logits.shape[1]
         first = 0 if group is None else group.rank * (group.columns or width)
         common = logits[:, : max(0, min(width, target.vocabulary - first))]
         if temperature != 1:
             common.div_(temperature)
-        values, by_logit = target.compare(part, common.sub_(log_sum(common, group)), first, width)
+        values, by_logit = target.compare(
+            part, common.sub_(compute_log_sum(common, group)), first, width
+        )
         found[0] += values.masked_fill(ignored, 0).sum() * temperature**2
         if grad is None:
             return None
@@ -194,8 +196,8 @@ class TeacherHead:
         a rank.
         """
         logits = self.logits(part, first, log_probs.shape[1], width)
-        teacher = logits.sub_(log_sum(logits, self.group))
-        return diverge(teacher, log_probs, self.divergence, _sum_rows(self.group))
+        teacher = logits.sub_(compute_log_sum(logits, self.group))
+        return compute_divergence(teacher, log_probs, self.divergence, _make_row_sum(self.group))
 
     def logits(self, part: slice, first: int, count: int, width: int) -> Tensor:
         """Of `count` ids from `first` on, divided by the temperature; where the vocabularies are
@@ -212,7 +214,7 @@ class TeacherHead:
         )
 
 
-def diverge(
+def compute_divergence(
     teacher: Tensor, student: Tensor, divergence: Divergence, sum_rows: SumRows
 ) -> tuple[Tensor, Tensor]:
     """The divergence of log-probabilities `[m, c]`, which it overwrites: `[m]`, and its gradient by
@@ -238,17 +240,17 @@ def diverge(
     return values + (1 - beta) * own, ratio.sub_(own.unsqueeze(1)).mul_(chance).mul_(1 - beta)
 
 
-def log_sum(logits: Tensor, group: Group | None) -> Tensor:
+def compute_log_sum(logits: Tensor, group: Group | None) -> Tensor:
     """The log of each row's sum of exponentials, over all ranks' columns `[m, 1]`."""
     if logits.shape[1] == 0:  # a rank that has padding alone
         logits = logits.new_full((logits.shape[0], 1), -math.inf)
-    largest = largest_of(logits, group)
+    largest = compute_row_max(logits, group)
     sums = (logits - largest).exp_().sum(dim=1, keepdim=True)
     sums = sums if group is None else all_reduce(sums, "sum", group)
     return sums.log_().add_(largest)
 
 
-def _sum_rows(group: Group | None) -> SumRows:
+def _make_row_sum(group: Group | None) -> SumRows:
     return lambda values: (
         values.sum(1) if group is None else all_reduce(values.sum(1), "sum", group)
     )

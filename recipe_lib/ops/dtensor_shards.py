@@ -14,17 +14,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 Runs = tuple[int, tuple[tuple[int, int], ...]]
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def get_detached_local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, detached; it shares memory with it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def local(parameter: Tensor | None) -> Any:
+def get_local(parameter: Tensor | None) -> Any:
     """Return a rank's own part; its gradient is this rank's too."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def with_local(value: Tensor, part: Tensor) -> Tensor:
+def wrap_local(value: Tensor, part: Tensor) -> Tensor:
     """Return a tensor that lies on the ranks as `value` does, with this as its part on this
     rank.
     """
@@ -33,7 +33,7 @@ def with_local(value: Tensor, part: Tensor) -> Tensor:
     return DTensor(part, value._spec, requires_grad=False)  # type: ignore[call-arg]  # `from_local` would move it
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def locate_local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a parameter (it shares memory with it), and where it begins in the full
     tensor.
     """
@@ -45,7 +45,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local(), tuple(offset)
 
 
-def gathered(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -> Tensor:
+def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -> Tensor:
     """The whole tensor of parts that lie on the ranks as the parameter's do. A collective.
 
     shape: of the whole, which is the parameter's in the dimensions that it is cut along (None: in
@@ -65,12 +65,12 @@ def gathered(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -
         inner = mesh[names[cut]]
         rows = -(-sizes[0] // inner.size())  # the last of a group may have fewer
         own = max(0, min(rows, sizes[0] - rows * inner.get_local_rank()))
-        part = _from_parts(part, mesh[names[dim]], [Shard(0)], [own, *sizes[1:]])
+        part = _gather_parts(part, mesh[names[dim]], [Shard(0)], [own, *sizes[1:]])
         mesh, placements = inner, [Shard(0)]
-    return _from_parts(part, mesh, placements, sizes)
+    return _gather_parts(part, mesh, placements, sizes)
 
 
-def _from_parts(
+def _gather_parts(
     part: Tensor, mesh: DeviceMesh, placements: list[Placement], sizes: list[int]
 ) -> Tensor:
     strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]

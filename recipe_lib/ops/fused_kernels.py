@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from recipe_lib.ops.deferred import Switch
-from recipe_lib.ops.device import holds_values, kernels_of
+from recipe_lib.ops.device import get_kernel_type, holds_values
 
 _COMPILATIONS = 64  # of one function, before torch runs it as it is
 # Operators that compute a number again where it is needed again; inductor's own limit is 30
@@ -43,37 +43,39 @@ def use_fused_kernels(wanted: bool, device: torch.device) -> str:
     needs a C compiler at run time, and the driver. On a simulated one it is taken to work.
     """
     global _is_on
-    _is_on = wanted and kernels_of(device) == "cuda"
-    if kernels_of(device) != "cuda":
+    _is_on = wanted and get_kernel_type(device) == "cuda"
+    if get_kernel_type(device) != "cuda":
         return ""
     if not wanted:
         return "fused kernels: none (fused_kernels=false)"
     if not holds_values(device):
         return "fused kernels: by torch.compile"
-    fault = _fault(device)
+    fault = _find_compile_fault(device)
     if not fault:
         return "fused kernels: compiled by torch.compile with Triton"
     _is_on = False
     return f"fused kernels: none, operators run one by one, with more memory than planned: {fault}"
 
 
-def fuses(device: torch.device) -> bool:
+def should_fuse(device: torch.device) -> bool:
     """Whether a chain on the device is one kernel; not in code that is being compiled."""
     if torch.compiler.is_compiling():
         return False
     if device.type == "meta":
         return _on_meta.value
-    return _is_on and kernels_of(device) == "cuda" and (not holds_values(device) or has_triton())
+    return (
+        _is_on and get_kernel_type(device) == "cuda" and (not holds_values(device) or has_triton())
+    )
 
 
-def fused_on_meta(wanted: bool) -> AbstractContextManager[bool]:
+def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
     """Inside, chains of meta tensors are one operator each, if wanted: for what a layer will keep
     on a GPU.
     """
     return _on_meta.set(wanted)
 
 
-def fused(
+def register_fused(
     schema: str, shapes: Callable[..., Any], repeats: bool = False
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Decorates a function of tensors and numbers: where `fuses` says so it is the operator of that
@@ -94,7 +96,7 @@ def fused(
         def run(*arguments: Any) -> Any:
             return (
                 call_compiled(function, *arguments)
-                if compiles(arguments[0])
+                if can_compile(arguments[0])
                 else function(*arguments)
             )
 
@@ -105,7 +107,7 @@ def fused(
         @wraps(function)
         def call(*arguments: Any) -> _Result:
             first: Tensor = arguments[0]
-            if fuses(first.device):
+            if should_fuse(first.device):
                 return operator(*arguments)  # type: ignore[no-any-return]
             return function(*arguments)
 
@@ -209,7 +211,7 @@ def cut_rows(rows: int, columns: int, most: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def compiles(tensor: Tensor) -> bool:
+def can_compile(tensor: Tensor) -> bool:
     """Whether code for this tensor's device can be compiled here."""
     return tensor.device.type == "cuda" and has_triton()
 
@@ -227,30 +229,30 @@ def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
         argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments
     ]
     with torch.no_grad():
-        return compiled(function)(*plain)
+        return get_compiled(function)(*plain)
 
 
 @cache
-def compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
+def get_compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """With sizes left open: batches have many lengths. Sizes that happen to be equal stay
     distinct.
     """
-    return torch.compile(function, dynamic=True, options=options_of(function))
+    return torch.compile(function, dynamic=True, options=get_inductor_options(function))
 
 
-def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+def get_inductor_options(function: Callable[..., Any]) -> dict[str, Any]:
     """Inductor's options for a chain."""
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return options | {"realize_opcount_threshold": _REPEATED} if function in _repeats else options
 
 
 @cache
-def _fault(device: torch.device) -> str:
+def _find_compile_fault(device: torch.device) -> str:
     """Why nothing can be compiled for the device, in one line; "" if it can."""
     if not has_triton():
         return "torch finds no Triton that supports this GPU"
     try:
-        found = call_compiled(_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
+        found = call_compiled(_run_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
         if not bool(found.isfinite().all()):
             return "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
     except Exception as error:  # noqa: BLE001 (whatever the compiler, its cache, or the driver raises)
@@ -259,7 +261,7 @@ def _fault(device: torch.device) -> str:
     return ""
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _run_sample(tensor: Tensor) -> Tensor:
     """Some of what chains do, if it is compiled; else what is not finite."""
     if not torch.compiler.is_compiling():
         return tensor.new_full((), float("nan"))
@@ -281,7 +283,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 SHAPED_WORK: dict[Callable[..., Any], Callable[..., Sequence[Any]] | None] = {}
 
 
-def follows_from_shapes(
+def register_shaped_work(
     decisive: Callable[..., Sequence[Any]] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Mark a function of a module or class. decisive: as in `SHAPED_WORK`."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import GradientNode, fused
+from recipe_lib.ops.fused_kernels import GradientNode, register_fused
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 # An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
@@ -24,34 +24,39 @@ ACTIVATIONS: dict[str, _Activation] = {
 }
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`activation(gate) * up` of two tensors of one shape, which keeps no more than these two for
     backward.
 
     activation: `silu`, `gelu` or `gelu_tanh`.
     """
     if torch.compiler.is_compiling():
-        return gated_product(gate, up, activation)
+        return compute_gated_product(gate, up, activation)
     return cast(
-        Tensor, GradientNode.apply(gated_product, gated_gradients, range(3), gate, up, activation)
+        Tensor,
+        GradientNode.apply(
+            compute_gated_product, compute_gated_product_gradients, range(3), gate, up, activation
+        ),
     )
 
 
-def _like(gate: Tensor, *others: Any) -> Tensor:
+def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-@fused("gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _like)
-def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+@register_fused(
+    "gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _make_contiguous_like
+)
+def compute_gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`gated`, without a gradient; contiguous."""
     return (ACTIVATIONS[activation][0](gate) * up).contiguous()
 
 
-@fused(
+@register_fused(
     "gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
-    lambda gradient, gate, up, activation: (_like(gate), _like(up)),
+    lambda gradient, gate, up, activation: (_make_contiguous_like(gate), _make_contiguous_like(up)),
 )
-def gated_gradients(
+def compute_gated_product_gradients(
     gradient: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Of gate and up, by the gradient of their product; contiguous."""
@@ -92,21 +97,28 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     """
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
-        return scored_products(inner, scores, *settings)
+        return compute_scored_product(inner, scores, *settings)
     return cast(
         Tensor,
-        GradientNode.apply(scored_products, scored_gradients, range(6), inner, scores, *settings),
+        GradientNode.apply(
+            compute_scored_product,
+            compute_scored_product_gradients,
+            range(6),
+            inner,
+            scores,
+            *settings,
+        ),
     )
 
 
-def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
         return inner[:, ::2], inner[:, 1::2]
     half = inner.shape[1] // 2
     return inner[:, :half], inner[:, half:]
 
 
-def _activated(
+def _activate(
     gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
     """(what the gate gives, what it is multiplied by)."""
@@ -116,25 +128,25 @@ def _activated(
     return gate * torch.sigmoid(gate * alpha), up.clamp(-limit, limit) + 1
 
 
-@fused(
+@register_fused(
     "scored_product(Tensor inner, Tensor scores, str activation, bool interleaved, float alpha,"
     " float limit) -> Tensor",
     lambda inner, *_: inner.new_empty(inner.shape[0], inner.shape[1] // 2),
 )
-def scored_products(
+def compute_scored_product(
     inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
 ) -> Tensor:
     """`scored_product`, without a gradient."""
-    first, second = _activated(*_parts(inner, interleaved), activation, alpha, limit)
+    first, second = _activate(*_split_gate_up(inner, interleaved), activation, alpha, limit)
     return (first * second * scores.unsqueeze(1)).to(inner.dtype)
 
 
-@fused(
+@register_fused(
     "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool"
     " interleaved, float alpha, float limit) -> (Tensor, Tensor)",
     lambda gradient, inner, scores, *_: (torch.empty_like(inner), torch.empty_like(scores)),
 )
-def scored_gradients(
+def compute_scored_product_gradients(
     gradient: Tensor,
     inner: Tensor,
     scores: Tensor,
@@ -144,8 +156,8 @@ def scored_gradients(
     limit: float,
 ) -> tuple[Tensor, Tensor]:
     """Of the inner channels and of the scores, by that of the product."""
-    gate, up = _parts(inner, interleaved)
-    first, second = _activated(gate, up, activation, alpha, limit)
+    gate, up = _split_gate_up(inner, interleaved)
+    first, second = _activate(gate, up, activation, alpha, limit)
     of_scores = (gradient * first * second).sum(dim=1, dtype=scores.dtype)
     scored = (gradient * scores.unsqueeze(1)).to(inner.dtype)
     if activation == CLAMPED:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import GradientNode, fuses, make_operator
-from recipe_lib.ops.gated import ACTIVATIONS, gated_gradients, gated_product
+from recipe_lib.ops.fused_kernels import GradientNode, make_operator, should_fuse
+from recipe_lib.ops.gated import ACTIVATIONS, compute_gated_product, compute_gated_product_gradients
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -180,7 +180,7 @@ class _GatherLinears(torch.autograd.Function):
             if normed and not keep_gathered:
                 source, ctx.norm = (normed.stream, normed.weight), (normed.kind, normed.eps)
         ctx.save_for_backward(*weights, *source)
-        ctx.parameters = weights if deferred.is_splittable() else ()
+        ctx.parameters = weights if deferred.is_split_backward_enabled() else ()
         return tuple(
             F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)
         )
@@ -193,7 +193,7 @@ class _GatherLinears(torch.autograd.Function):
         weights, source = saved[:count], saved[count:]
         del saved
         wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
-        if deferred.defers() and source:
+        if deferred.is_deferring() and source:
             source = [
                 one.detach() for one in source
             ]  # their graph would keep what came before until then
@@ -205,20 +205,22 @@ class _GatherLinears(torch.autograd.Function):
             none = [False] * count
 
             def weight_gradients() -> list[Tensor | None]:
-                return linears_backward(
+                return compute_linear_gradients(
                     gradients, weights, source, *settings, (False, wants[1], none)
                 )[1]
 
-            deferred.note(ctx.parameters, weight_gradients)
-            found = linears_backward(gradients, weights, [], *settings, (wants[0], none, wants[2]))
+            deferred.defer_gradients(ctx.parameters, weight_gradients)
+            found = compute_linear_gradients(
+                gradients, weights, [], *settings, (wants[0], none, wants[2])
+            )
         else:
-            found = linears_backward(
+            found = compute_linear_gradients(
                 gradients, weights, source, ctx.norm, ctx.whole_kept, ctx.group, wants
             )
         return (found[0], None, None, None, None, *found[1], *found[2])
 
 
-def linears_backward(
+def compute_linear_gradients(
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
     source: list[Tensor],
@@ -269,8 +271,8 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
-        ctx.parameter = weight if deferred.is_splittable() else None
-        return gated_forward(gate, up, weight, activation)
+        ctx.parameter = weight if deferred.is_split_backward_enabled() else None
+        return compute_gated_linear(gate, up, weight, activation)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -278,28 +280,32 @@ class _GatedLinear(torch.autograd.Function):
         wants_input, wants_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         gate, up, weight = ctx.saved_tensors
         activation = ctx.activation
-        if wants_weight and deferred.defers():
+        if wants_weight and deferred.is_deferring():
             wants_weight = False
             gate, up = (
                 gate.detach(),
                 up.detach(),
             )  # their graph would keep what came before until then
-            deferred.note(
+            deferred.defer_gradients(
                 [ctx.parameter],
-                lambda: gated_backward(gradients[0], gate, up, weight, activation, False, True)[2:],
+                lambda: compute_gated_linear_gradients(
+                    gradients[0], gate, up, weight, activation, False, True
+                )[2:],
             )
         return (
-            *gated_backward(gradients[0], gate, up, weight, activation, wants_input, wants_weight),
+            *compute_gated_linear_gradients(
+                gradients[0], gate, up, weight, activation, wants_input, wants_weight
+            ),
             None,
         )
 
 
-def gated_forward(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+def compute_gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """As `gated_linear`, whose forward it is."""
-    return F.linear(gated_product(gate, up, activation), weight)
+    return F.linear(compute_gated_product(gate, up, activation), weight)
 
 
-def gated_backward(
+def compute_gated_linear_gradients(
     gradient: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -309,11 +315,16 @@ def gated_backward(
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of gate, up and weight; the product is made again."""
-    if fuses(gradient.device):
-        weight_grad = gradient.t() @ gated_product(gate, up, activation) if wants_weight else None
+    if should_fuse(gradient.device):
+        weight_grad = (
+            gradient.t() @ compute_gated_product(gate, up, activation) if wants_weight else None
+        )
         if not wants_input:
             return None, None, weight_grad
-        return (*gated_gradients(gradient @ weight, gate, up, activation), weight_grad)
+        return (
+            *compute_gated_product_gradients(gradient @ weight, gate, up, activation),
+            weight_grad,
+        )
     activate, activate_backward = ACTIVATIONS[activation]
     activated = activate(gate)
     weight_grad = gradient.t() @ (activated * up) if wants_weight else None
@@ -375,7 +386,7 @@ def _gather_linears_backward(
     """The gradients that are wanted: of the shard, the weights, the biases."""
     norm = (kind, eps) if kind else None
     wants = (wants_input, wants_weight, wants_bias)
-    shard, *others = linears_backward(
+    shard, *others = compute_linear_gradients(
         gradients, weights, list(source), norm, whole_kept, Group(name, size, rank), wants
     )
     return [grad for grad in (shard, *others[0], *others[1]) if grad is not None]
@@ -438,7 +449,9 @@ def _gated_linear_backward(
     wants_weight: bool,
 ) -> list[Tensor]:
     """The gradients that are wanted: of gate and up, of the weight."""
-    found = gated_backward(gradient, gate, up, weight, activation, wants_input, wants_weight)
+    found = compute_gated_linear_gradients(
+        gradient, gate, up, weight, activation, wants_input, wants_weight
+    )
     return [grad for grad in found if grad is not None]
 
 
@@ -457,7 +470,7 @@ def _differentiate_gated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return (*inputs, next(found) if wants_weight else None, None)
 
 
-_GATED: Any = make_operator("gated_linear", gated_forward)
+_GATED: Any = make_operator("gated_linear", compute_gated_linear)
 _GATED_BACKWARD = make_operator("gated_linear_backward", _gated_linear_backward)
 _GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)
 
@@ -471,7 +484,7 @@ _GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)
 # tokens again. Backward is the same the other way round. Nothing is kept.
 
 
-def own_tokens(values: Tensor, group: Group) -> Tensor:
+def shard_tokens(values: Tensor, group: Group) -> Tensor:
     """This rank's `[b, n, ...]` of `[b, s, ...]`. ValueError for rows that cannot be divided
     evenly.
     """
@@ -483,7 +496,7 @@ def own_tokens(values: Tensor, group: Group) -> Tensor:
     return values.narrow(1, group.rank * count, count)
 
 
-def to_heads(
+def exchange_for_heads(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q `[b, h, n, e]`, k and v `[b, k, n, e]` and sinks `[h]` of all heads: of this rank's heads,
@@ -501,7 +514,7 @@ def to_heads(
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 
 
-def to_tokens(attended: Tensor, *, group: Group) -> Tensor:
+def exchange_for_tokens(attended: Tensor, *, group: Group) -> Tensor:
     """`[b, h / c, s, e]` of this rank's heads: `[b, h, n, e]` of its tokens."""
     (found,) = cast(
         tuple[Tensor], GradientNode.apply(_send_tokens, _send_heads, (1,), attended, group)
@@ -513,23 +526,25 @@ def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each
     rank gave its part: the gradient as it is, whatever number of ranks goes backward from it.
     """
-    return cast(Tensor, GradientNode.apply(_sum, lambda gradient: gradient, (), part, group))
+    return cast(
+        Tensor, GradientNode.apply(_sum_over_group, lambda gradient: gradient, (), part, group)
+    )
 
 
 def gather_tokens(part: Tensor, group: Group) -> Tensor:
     """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the
     gradient.
     """
-    return cast(Tensor, GradientNode.apply(_gather_rows, _own_rows, (1,), part, group))
+    return cast(Tensor, GradientNode.apply(_gather_rows, _shard_gradient, (1,), part, group))
 
 
-def _exchange(blocks: Tensor, group: Group) -> Tensor:
+def _send_blocks(blocks: Tensor, group: Group) -> Tensor:
     """Block i of `[c, ...]` to rank i, and what the ranks sent here in their order."""
     splits = [1] * group.size
     return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
 
 
-def _sum(part: Tensor, group: Group) -> Tensor:
+def _sum_over_group(part: Tensor, group: Group) -> Tensor:
     return all_reduce(part, "sum", group)
 
 
@@ -537,8 +552,8 @@ def _gather_rows(part: Tensor, group: Group) -> Tensor:
     return _gather(part.unsqueeze(0), group).transpose(0, 1).flatten(1, 2)
 
 
-def _own_rows(gradient: Tensor, group: Group) -> Tensor:
-    return own_tokens(gradient, group).contiguous()
+def _shard_gradient(gradient: Tensor, group: Group) -> Tensor:
+    return shard_tokens(gradient, group).contiguous()
 
 
 def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
@@ -547,7 +562,7 @@ def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
     blocks = torch.cat(
         [part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3
     )
-    found = _exchange(blocks, group)  # [c, b, n, the heads of all parts, e]
+    found = _send_blocks(blocks, group)  # [c, b, n, the heads of all parts, e]
     del blocks
     split = found.split([part.shape[1] // group.size for part in parts], dim=3)
     return tuple(part.transpose(0, 1).flatten(1, 2).transpose(1, 2) for part in split)
@@ -559,7 +574,7 @@ def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
     blocks = torch.cat(
         [part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3
     )
-    found = _exchange(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
+    found = _send_blocks(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
     del blocks
     split = found.split([part.shape[1] for part in parts], dim=3)
     return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in split)

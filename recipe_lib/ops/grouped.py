@@ -60,7 +60,7 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
     )
 
 
-def rows_of_choices(values: Tensor, groups: Groups) -> Tensor:
+def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
     """Numbers `[n, k]` of each token's choices in the order of rows `[m]`."""
     return cast(
         Tensor, GradientNode.apply(_permute, _permute_back, (1,), values.flatten(), groups.places)
@@ -76,7 +76,9 @@ def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
     return gradient.index_select(0, places)
 
 
-def sum_of_rows(rows: Tensor, places: Tensor, choices: int, tokens: Tensor | None = None) -> Tensor:
+def sum_token_rows(
+    rows: Tensor, places: Tensor, choices: int, tokens: Tensor | None = None
+) -> Tensor:
     """`[m, d]` to `[n, d]`: the rows of a token's choices together. tokens: whose row is whose, for
     a gradient.
     """
@@ -86,7 +88,7 @@ def sum_of_rows(rows: Tensor, places: Tensor, choices: int, tokens: Tensor | Non
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
     """Rows `[m, d]` summed over the choices of each token: `[n, d]`. Keeps nothing of them."""
     places = (groups.places, groups.choices, groups.tokens)
-    return cast(Tensor, GradientNode.apply(sum_of_rows, _permute_back, (3,), rows, *places))
+    return cast(Tensor, GradientNode.apply(sum_token_rows, _permute_back, (3,), rows, *places))
 
 
 def grouped_linear(
@@ -121,9 +123,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows if trained else None, weight, tokens, places, ends)
         ctx.choices, ctx.dtype = choices, rows.dtype
         # What checkpointing gives back of a saved tensor has no way to the parameter.
-        ctx.later = weight if trained and deferred.is_splittable() else None
+        ctx.later = weight if trained and deferred.is_split_backward_enabled() else None
         return grouped_matmul(
-            taken_rows(rows, tokens, choices).to(weight.dtype), weight.transpose(1, 2), ends
+            take_rows(rows, tokens, choices).to(weight.dtype), weight.transpose(1, 2), ends
         )
 
     @staticmethod
@@ -134,7 +136,7 @@ class _GroupedLinear(torch.autograd.Function):
         rows_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             rows_grad = grouped_matmul(gradient, weight, ends)
-            rows_grad = (sum_of_rows(rows_grad, places, choices) if choices else rows_grad).to(
+            rows_grad = (sum_token_rows(rows_grad, places, choices) if choices else rows_grad).to(
                 ctx.dtype
             )
         if not ctx.needs_input_grad[1]:
@@ -145,17 +147,17 @@ class _GroupedLinear(torch.autograd.Function):
 
         def of_weight() -> Tensor:
             return grouped_weight_gradient(
-                gradient, taken_rows(rows, tokens, choices).to(gradient.dtype), ends
+                gradient, take_rows(rows, tokens, choices).to(gradient.dtype), ends
             )
 
-        if ctx.later is not None and deferred.defers():
-            deferred.note([ctx.later], lambda: [of_weight()])
+        if ctx.later is not None and deferred.is_deferring():
+            deferred.defer_gradients([ctx.later], lambda: [of_weight()])
         else:
             weight_grad = of_weight()
         return rows_grad, weight_grad, None, None, None, None
 
 
-def taken_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
+def take_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
     """The rows of tokens that choose so many experts; 0: rows are given as they are. No
     gradient.
     """

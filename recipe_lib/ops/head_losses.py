@@ -31,13 +31,13 @@ from recipe_lib.ops.chunked_heads import (
     Head,
     OutputAdapter,
     cap_logits,
-    cap_of,
+    compute_row_max,
+    find_label_columns,
     finish_logits,
     label_log_prob_gradients,
     label_log_probs,
-    largest_of,
-    own_columns,
-    row_pieces,
+    make_softcap_tensor,
+    split_rows,
     sum_in_chunks,
     walk_chunks,
     widen_dtype,
@@ -146,7 +146,7 @@ class TokenLogProbs:
         gradient, whatever it is; it projects again in backward, with the same random numbers.
         """
         if adapter is not None:
-            return _checkpointed_log_probs(adapter, hidden, labels, self.chunks, softcap)
+            return _compute_checkpointed_log_probs(adapter, hidden, labels, self.chunks, softcap)
         found: Tensor = _TokenLogProbs.apply(
             labels, self.chunks, softcap, group, finish, hidden, weight, bias
         )
@@ -190,7 +190,7 @@ class TokenScores:
 
             def score_chunk(part: slice, targets: Tensor) -> None:
                 logits = finish_and_cap(head.logits(part).to(wide), softcap, finish)
-                chosen, largest, log_sums = label_logits(logits, targets, group)
+                chosen, largest, log_sums = gather_label_logits(logits, targets, group)
                 found = torch.stack([chosen, largest], dim=1).sub_(log_sums.unsqueeze(1))
                 found.masked_fill_((targets == IGNORED).unsqueeze(1), 0)
                 scores[:, part] = found.unflatten(0, (head.ranks, -1))
@@ -201,20 +201,20 @@ class TokenScores:
         return sum_in_chunks(score, hidden, weight, bias=bias, group=group, adapter=adapter)
 
 
-def _checkpointed_log_probs(
+def _compute_checkpointed_log_probs(
     adapter: OutputAdapter, hidden: Tensor, labels: Tensor, chunks: int, softcap: float | None
 ) -> Tensor:
     """Those of a projection with parts of its own, whose gradients autograd makes."""
     rows, targets = hidden.flatten(0, -2), labels.flatten()
-    sizes = [part.stop - part.start for part in row_pieces(rows.shape[0], chunks)]
+    sizes = [part.stop - part.start for part in split_rows(rows.shape[0], chunks)]
     parts = [
-        checkpoint(_label_log_probs, adapter, piece, target, softcap, use_reentrant=False)
+        checkpoint(_compute_adapted_log_probs, adapter, piece, target, softcap, use_reentrant=False)
         for piece, target in zip(rows.split(sizes), targets.split(sizes), strict=True)
     ]
     return torch.cat(parts).reshape(labels.shape).clone()  # a module of FSDP should return no view
 
 
-def _label_log_probs(
+def _compute_adapted_log_probs(
     adapter: OutputAdapter, rows: Tensor, labels: Tensor, softcap: float | None
 ) -> Tensor:
     """Of one chunk: rows `[m, d]`, labels `[m]`, to `[m]`."""
@@ -250,11 +250,13 @@ class _TokenLogProbs(torch.autograd.Function):
         def pick_chunk(part: slice, targets: Tensor) -> None:
             logits = head.logits(part)
             if finish is None and head.fuses_loss:
-                chosen, sums = label_log_probs(logits, targets, cap_of(logits, softcap))
+                chosen, sums = label_log_probs(
+                    logits, targets, make_softcap_tensor(logits, softcap)
+                )
             else:
                 logits = logits.to(picked.dtype)
                 logits = finish_and_cap(logits, softcap, finish)
-                chosen, _, sums = label_logits(logits, targets, group)
+                chosen, _, sums = gather_label_logits(logits, targets, group)
                 chosen = chosen.sub_(sums).masked_fill_(targets == IGNORED, 0)
             picked.view(log_sums.shape)[:, part] = chosen.view(head.ranks, -1)
             log_sums[:, part] = sums.view(head.ranks, -1)
@@ -276,10 +278,10 @@ class _TokenLogProbs(torch.autograd.Function):
             of_rows = log_sums[:, part].flatten(), slopes[:, part].flatten()
             if ctx.finish is None and head.fuses_loss:
                 return label_log_prob_gradients(
-                    logits, targets, *of_rows, cap_of(logits, ctx.softcap)
+                    logits, targets, *of_rows, make_softcap_tensor(logits, ctx.softcap)
                 )
             logits = logits.to(log_sums.dtype)
-            return _gradients(
+            return _compute_logit_gradients(
                 logits, targets, *of_rows, softcap=ctx.softcap, group=ctx.group, finish=ctx.finish
             )
 
@@ -297,15 +299,15 @@ def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def label_logits(
+def gather_label_logits(
     logits: Tensor, labels: Tensor, group: Group | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the labels' logits, the largest ones, the logs of the sums of exponentials), each `[m]`;
     overwrites logits.
     """
-    columns, elsewhere = own_columns(labels, labels == IGNORED, logits.shape[1], group)
+    columns, elsewhere = find_label_columns(labels, labels == IGNORED, logits.shape[1], group)
     chosen = logits.gather(1, columns).squeeze(1)
-    largest = largest_of(logits, group)
+    largest = compute_row_max(logits, group)
     sums = logits.sub_(largest).exp_().sum(dim=1)
     if elsewhere is not None and group is not None:
         sums, chosen = all_reduce(
@@ -315,7 +317,7 @@ def label_logits(
     return chosen, largest, sums.log_().add_(largest)
 
 
-def _gradients(
+def _compute_logit_gradients(
     logits: Tensor,
     labels: Tensor,
     log_sums: Tensor,
@@ -333,7 +335,7 @@ def _gradients(
     logits, squash = cap_logits(logits, softcap, True)
     # d log p(label) / d logits is one-hot minus softmax.
     grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
-    columns, elsewhere = own_columns(labels, labels == IGNORED, grad.shape[1], group)
+    columns, elsewhere = find_label_columns(labels, labels == IGNORED, grad.shape[1], group)
     one = grad.new_ones(()).expand_as(columns)
     grad.scatter_add_(
         1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0)

@@ -13,10 +13,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import GradientNode, fused, fuses
+from recipe_lib.ops.fused_kernels import GradientNode, register_fused, should_fuse
 
 
-def default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
+def compute_default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
     """Radians per position of each pair of channels, fp32 `[width / 2]`, on the device of
     `positions`.
     """
@@ -24,12 +24,14 @@ def default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
     return 1.0 / (base ** (steps / width))
 
 
-def linear_frequencies(width: int, base: float, positions: Tensor, *, factor: float) -> Tensor:
+def compute_linear_frequencies(
+    width: int, base: float, positions: Tensor, *, factor: float
+) -> Tensor:
     """Positions are squeezed: every frequency is divided by `factor` (arXiv 2306.15595)."""
-    return default_frequencies(width, base, positions) / factor
+    return compute_default_frequencies(width, base, positions) / factor
 
 
-def llama3_frequencies(
+def compute_llama3_frequencies(
     width: int,
     base: float,
     positions: Tensor,
@@ -40,7 +42,7 @@ def llama3_frequencies(
     original_positions: float,
 ) -> Tensor:
     """Llama 3.1: slow pairs are divided by `factor`, fast ones kept, those between blended."""
-    frequencies = default_frequencies(width, base, positions)
+    frequencies = compute_default_frequencies(width, base, positions)
     wavelengths = 2 * math.pi / frequencies
     share = (original_positions / wavelengths - low_freq_factor) / (
         high_freq_factor - low_freq_factor
@@ -52,7 +54,7 @@ def llama3_frequencies(
     return torch.where(wavelengths < original_positions / high_freq_factor, frequencies, slow)
 
 
-def yarn_frequencies(
+def compute_yarn_frequencies(
     width: int,
     base: float,
     positions: Tensor,
@@ -79,11 +81,11 @@ def yarn_frequencies(
         high += 0.001  # a ramp of no width would divide by zero
     pairs = torch.arange(width // 2, dtype=torch.float32, device=positions.device)
     kept = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
-    frequencies = default_frequencies(width, base, positions)
+    frequencies = compute_default_frequencies(width, base, positions)
     return frequencies / factor * (1 - kept) + frequencies * kept
 
 
-def longrope_frequencies(
+def compute_longrope_frequencies(
     width: int,
     base: float,
     positions: Tensor,
@@ -107,15 +109,17 @@ def longrope_frequencies(
 
 
 FREQUENCIES: dict[str, Callable[..., Tensor]] = {
-    "default": default_frequencies,
-    "linear": linear_frequencies,
-    "llama3": llama3_frequencies,
-    "yarn": yarn_frequencies,
-    "longrope": longrope_frequencies,
+    "default": compute_default_frequencies,
+    "linear": compute_linear_frequencies,
+    "llama3": compute_llama3_frequencies,
+    "yarn": compute_yarn_frequencies,
+    "longrope": compute_longrope_frequencies,
 }
 
 
-def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def compute_rotation(
+    positions: Tensor, frequencies: Tensor, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions `[b, s]`, each fp32 `[b, s, 1, width / 2]` and multiplied by
     `factor`.
     """
@@ -129,7 +133,7 @@ def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
     Cosines and sines get no gradient.
     """
-    if fuses(heads.device):
+    if should_fuse(heads.device):
         return cast(
             Tensor, GradientNode.apply(_rotate, _rotate_back, (1, 2), heads, cosines, sines, False)
         )
@@ -147,7 +151,7 @@ def _rotate_back(gradient: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return _rotate(gradient, cosines, sines, True)
 
 
-@fused(
+@register_fused(
     "rotate(Tensor heads, Tensor cosines, Tensor sines, bool back) -> Tensor",
     lambda heads, *_: torch.empty_like(heads, memory_format=torch.contiguous_format),
 )

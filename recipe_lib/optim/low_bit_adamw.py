@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from recipe_lib.config.optimizer_facts import resolve_state_bits
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.dtensor_shards import local_of, local_part
+from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 
 # Numbers in 8 or 4 bits, in blocks with a scale each; and rounding to bf16 by chance that every
 # rank agrees on.
@@ -96,7 +96,7 @@ def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
     """The code of 8 or 4 bits, for numbers of both signs or for those from 0 on; its tables take at
     most 2 KiB.
     """
-    levels, borders = _tables(bits, signed)
+    levels, borders = _make_tables(bits, signed)
     return Code(
         bits,
         torch.tensor(levels).to(device, copy=True),
@@ -105,15 +105,15 @@ def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
 
 
 @lru_cache
-def _tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _make_tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Levels, and from which fp32 number on each next one is the nearer; numbers, which no
     simulation can take.
     """
     if bits == 4 and not signed:
         levels = np.arange(1, 17, dtype=np.float32) / np.float32(16)
     else:
-        levels = _dynamic_levels(bits, signed)
-    borders = _borders(levels)
+        levels = _make_dynamic_levels(bits, signed)
+    borders = _find_borders(levels)
     if not signed and levels[0] == 0:
         borders[0] = np.nextafter(
             np.float32(0), np.float32(1)
@@ -121,7 +121,7 @@ def _tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ..
     return tuple(levels.tolist()), tuple(borders.tolist())
 
 
-def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
+def _make_dynamic_levels(bits: int, signed: bool) -> np.ndarray:
     """For each power of ten up to 1 the middles of equal parts of [0.1, 1], twice as many as for
     the power below it.
     """
@@ -144,7 +144,7 @@ def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
     return np.sort(np.concatenate(found))
 
 
-def _borders(levels: np.ndarray) -> np.ndarray:
+def _find_borders(levels: np.ndarray) -> np.ndarray:
     """The first fp32 number between each two levels whose distance to the lower one is half of
     theirs or more.
 
@@ -160,14 +160,14 @@ def _borders(levels: np.ndarray) -> np.ndarray:
     return border
 
 
-def round_by_chance(numbers: Tensor, places: Tensor, key: tuple[int, int]) -> Tensor:
+def round_stochastically(numbers: Tensor, places: Tensor, key: tuple[int, int]) -> Tensor:
     """bf16 of fp32 numbers: up or down, each with a probability by which the mean over keys is the
     number itself.
 
     places: int32 of the same shape, by which each draws its own, used up; key: two words for all of
     them (`chance_key`). Numbers that are not finite stay what they are.
     """
-    drawn = _mix(places.bitwise_xor_(_signed(key[0]))).bitwise_xor_(_signed(key[1]))
+    drawn = _mix(places.bitwise_xor_(_wrap_word(key[0]))).bitwise_xor_(_wrap_word(key[1]))
     bits = (
         _mix(drawn).bitwise_and_(0xFFFF).add_(numbers.view(torch.int32)).bitwise_and_(-65536)
     )  # what fp32 has beyond bf16 is 0 now
@@ -175,13 +175,13 @@ def round_by_chance(numbers: Tensor, places: Tensor, key: tuple[int, int]) -> Te
     return torch.where(numbers.isfinite(), rounded, numbers, out=rounded).to(torch.bfloat16)
 
 
-def chance_key(seed: int, step: int, name: str) -> tuple[int, int]:
+def compute_rounding_key(seed: int, step: int, name: str) -> tuple[int, int]:
     """Two words of 32 bits that no other seed, step or name has."""
     digest = sha256(f"{seed}\0{step}\0{name}".encode()).digest()
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
 
 
-def element_places(
+def compute_element_indices(
     shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Row-major numbers, modulo 2^32 as int32, of a part's elements in the whole tensor.
@@ -201,7 +201,7 @@ def element_places(
     return places
 
 
-def _signed(word: int) -> int:
+def _wrap_word(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 
@@ -212,9 +212,9 @@ def _mix(words: Tensor) -> Tensor:
     Shifts of int32 fill with the sign, which is masked away; products wrap.
     """
     words ^= (words >> 16).bitwise_and_(0xFFFF)
-    words *= _signed(0x85EBCA6B)
+    words *= _wrap_word(0x85EBCA6B)
     words ^= (words >> 13).bitwise_and_(0x7FFFF)
-    words *= _signed(0xC2B2AE35)
+    words *= _wrap_word(0xC2B2AE35)
     words ^= (words >> 16).bitwise_and_(0xFFFF)
     return words
 
@@ -232,7 +232,7 @@ CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries o
 MIN_BLOCKWISE_ELEMENTS = 4096  # elements of a parameter whose states are kept in blocks
 MIN_BLOCK_SIZE = 16  # numbers of a block: with fewer the scales would weigh as much as the codes
 MASTER = "master"
-_IN_A_LAYER = re.compile(r"\.\d+\.")  # one of a list of modules
+_LAYER_INDEX = re.compile(r"\.\d+\.")  # one of a list of modules
 _FLOATS = {16: torch.bfloat16, 32: torch.float32}
 
 
@@ -244,12 +244,12 @@ class StateLayout:
     per: int = 1
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def get_compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a step computes in: fp32, for fp64 parameters fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def bits_of(parameter: Tensor, bits: int | None) -> int | None:
+def get_state_bits(parameter: Tensor, bits: int | None) -> int | None:
     """The bits in which a parameter's states are kept; None: those of its own dtype.
 
     8 and 4 are for matrices (two dimensions or more) of at least `MIN_BLOCKWISE_ELEMENTS` elements
@@ -261,30 +261,30 @@ def bits_of(parameter: Tensor, bits: int | None) -> int | None:
     fits = (
         parameter.dim() >= 2
         and parameter.numel() >= MIN_BLOCKWISE_ELEMENTS
-        and block_of(parameter, bits) >= MIN_BLOCK_SIZE
+        and get_block_size(parameter, bits) >= MIN_BLOCK_SIZE
     )
     return bits if fits else 32
 
 
-def block_of(parameter: Tensor, bits: int) -> int:
+def get_block_size(parameter: Tensor, bits: int) -> int:
     """Numbers that share a scale: the longest block that rows are made of, 256 (8 bits) or 128 and
     less by halves.
     """
     return math.gcd(parameter.shape[-1], BLOCKS[bits])
 
 
-def layouts(
+def build_state_layouts(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> dict[str, StateLayout]:
     """The tensors that keep the states `names` of a parameter, and its master weights, by their
     keys.
     """
-    kept = bits_of(parameter, bits)
+    kept = get_state_bits(parameter, bits)
     found: dict[str, StateLayout] = {}
     for name in names:
         if kept in BLOCKS:
             found[f"{name}_codes"] = StateLayout(torch.uint8, 8 // kept)
-            found[f"{name}_scales"] = StateLayout(torch.float32, block_of(parameter, kept))
+            found[f"{name}_scales"] = StateLayout(torch.float32, get_block_size(parameter, kept))
         else:
             found[name] = StateLayout(parameter.dtype if kept is None else _FLOATS[kept])
     if master:
@@ -297,32 +297,32 @@ def is_layer_matrix(parameter: Tensor, name: str) -> bool:
 
     Not embedding and output head, nor their adapters, nor anything that is no matrix.
     """
-    return parameter.dim() == 2 and _IN_A_LAYER.search(f".{name}") is not None
+    return parameter.dim() == 2 and _LAYER_INDEX.search(f".{name}") is not None
 
 
-def stored_sizes(
+def list_state_sizes(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, master: bool
 ) -> list[int]:
     """Bytes of each of a parameter's state tensors on this rank."""
-    elements = local_of(parameter).numel()
-    found = layouts(parameter, names, bits, master=master)
+    elements = get_detached_local(parameter).numel()
+    found = build_state_layouts(parameter, names, bits, master=master)
     return [elements // layout.per * layout.dtype.itemsize for layout in found.values()]
 
 
-def new_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
+def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
     """Zeros that lie on the ranks, and on the device, as the parameter does."""
-    local = local_of(parameter)
-    part = torch.zeros(_shape(local, layout), dtype=layout.dtype, device=local.device)
+    local = get_detached_local(parameter)
+    part = torch.zeros(_compute_state_shape(local, layout), dtype=layout.dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return part
     # Not DTensor.from_local, which would take what is on the host to the mesh's device.
-    whole = torch.empty(_shape(parameter, layout), dtype=layout.dtype, device="meta")
+    whole = torch.empty(_compute_state_shape(parameter, layout), dtype=layout.dtype, device="meta")
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(part, spec, requires_grad=False)
 
 
-def _shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
+def _compute_state_shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
     return (
         (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
         if layout.per > 1
@@ -334,17 +334,17 @@ def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
     """ConfigError where ranks share a matrix by its columns and a block would lie on two of
     them.
     """
-    kept = bits_of(parameter, bits)
-    if kept in BLOCKS and local_of(parameter).shape[-1] % block_of(parameter, kept):
-        columns = parameter.shape[-1] // local_of(parameter).shape[-1]
+    kept = get_state_bits(parameter, bits)
+    if kept in BLOCKS and get_detached_local(parameter).shape[-1] % get_block_size(parameter, kept):
+        columns = parameter.shape[-1] // get_detached_local(parameter).shape[-1]
         raise ConfigError(
             f"optimizer.state_bits: found {kept} with {name or 'a matrix'} of {parameter.shape[-1]}"
-            f" columns cut in {columns}, expected blocks of {block_of(parameter, kept)} within each"
+            f" columns cut in {columns}, expected blocks of {get_block_size(parameter, kept)} within each"
             " part; use a smaller parallel.tensor, or state_bits=16"
         )
 
 
-def pieces(local: Tensor) -> Iterator[slice]:
+def iterate_chunks(local: Tensor) -> Iterator[slice]:
     """Runs of rows of a rank's part, of at most PIECE elements (one row, if that is longer)."""
     if not local.numel():
         return
@@ -354,7 +354,7 @@ def pieces(local: Tensor) -> Iterator[slice]:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class ChunkValues:
     """Rows of the weights or of a state, as numbers to compute with: `values` to be changed in
     place, then `keep()`.
 
@@ -388,7 +388,7 @@ class Numbers:
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 
 
-class Trained(list[nn.Parameter]):
+class TrainedParameters(list[nn.Parameter]):
     """The parameters that are trained, and what a builder may need to know besides.
 
     names: a parameter's name, where it has one. device: the one that computes. seed: of what is
@@ -407,7 +407,7 @@ class Trained(list[nn.Parameter]):
 
 
 @dataclass(frozen=True)
-class StateChunk:
+class ParameterShard:
     """A parameter's own part on this rank, in a step: with its gradient and states, their parts
     too.
 
@@ -424,7 +424,7 @@ class StateChunk:
     chance: tuple[int, int, str] | None
     dtype: torch.dtype  # that is computed in
 
-    def take(self, rows: slice, name: str = "", code: Code | None = None) -> Numbers:
+    def take(self, rows: slice, name: str = "", code: Code | None = None) -> ChunkValues:
         """Return rows of a state, or without a name of the weights, in the type that is computed
         in.
         """
@@ -432,11 +432,11 @@ class StateChunk:
         if code is not None:
             codes = self.state[f"{name}_codes"][rows]
             scales = self.state[f"{name}_scales"][rows]
-            return Numbers(code.decode(codes, scales), codes, scales, code, round_to)
+            return ChunkValues(code.decode(codes, scales), codes, scales, code, round_to)
         stored = (self.state[name] if name else self.weights)[rows]
         master = None if name else self.state.get(MASTER)
         values = stored.to(self.dtype) if master is None else master[rows]
-        return Numbers(values, stored, None, None, round_to)
+        return ChunkValues(values, stored, None, None, round_to)
 
     def _round_to(self, rows: slice, name: str, values: Tensor, stored: Tensor) -> None:
         """Write values to rows of a state or the weights; bf16 by chance where there is any."""
@@ -444,11 +444,11 @@ class StateChunk:
             stored.copy_(values)
             return
         start = (self.start[0] + rows.start, *self.start[1:])
-        places = element_places(tuple(stored.shape), start, self.whole, stored.device)
+        places = compute_element_indices(tuple(stored.shape), start, self.whole, stored.device)
         seed, step, parameter = self.chance
         # No parameter's name has a zero byte: weights and states draw apart.
-        key = chance_key(seed, step, f"{parameter}\0{name}" if name else parameter)
-        stored.copy_(round_by_chance(values.float(), places, key))
+        key = compute_rounding_key(seed, step, f"{parameter}\0{name}" if name else parameter)
+        stored.copy_(round_stochastically(values.float(), places, key))
 
 
 class ChunkedOptimizer(Optimizer):
@@ -458,7 +458,7 @@ class ChunkedOptimizer(Optimizer):
     any of the parameters alone is as good as one for all.
     """
 
-    def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
+    def __init__(self, params: TrainedParameters, cfg: OptimizerConfig, numbers: dict[str, Any]):
         # The last two say of a saved state what it is made of; what counts is the config.
         made_of = {"state_bits": resolve_state_bits(cfg), "master_weights": cfg.master_weights}
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
@@ -472,7 +472,7 @@ class ChunkedOptimizer(Optimizer):
             check_blocks(parameter, self.names.get(parameter, ""), self.state_bits)
         chosen = params if cfg.stochastic_rounding else ()
         self._starts = {
-            parameter: local_part(parameter)[1] for parameter in chosen
+            parameter: locate_local_part(parameter)[1] for parameter in chosen
         }  # torch takes long to find them
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -487,12 +487,12 @@ class ChunkedOptimizer(Optimizer):
         if owner in self._starts:
             self._starts[parameter] = self._starts[owner]
 
-    def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Zeros for every state tensor of a parameter, by their keys; sharded as it is."""
-        found = layouts(
+        found = build_state_layouts(
             parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights
         )
-        return {key: new_tensor(parameter, layout) for key, layout in found.items()}
+        return {key: make_state_tensor(parameter, layout) for key, layout in found.items()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -518,7 +518,7 @@ class ChunkedOptimizer(Optimizer):
         first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
         signed = self.find_code(parameter, part.weights.device, signed=True)
         unsigned = self.find_code(parameter, part.weights.device, signed=False)
-        for rows in pieces(part.weights):
+        for rows in iterate_chunks(part.weights):
             gradient = part.gradient[rows].to(part.dtype)
             mean = part.take(rows, "exp_avg", signed)
             mean.values.lerp_(gradient, 1 - beta1)
@@ -542,44 +542,44 @@ class ChunkedOptimizer(Optimizer):
         """The code of a parameter's states, for steps on a device; None: they are floating-point
         numbers.
         """
-        kept = bits_of(parameter, self.state_bits)
+        kept = get_state_bits(parameter, self.state_bits)
         if kept not in BLOCKS:
             return None
         if (device, signed) not in self._codes:
             self._codes[device, signed] = make_code(kept, signed=signed, device=device)
         return self._codes[device, signed]
 
-    def _begin(self, parameter: nn.Parameter) -> StateChunk:
+    def _begin(self, parameter: nn.Parameter) -> ParameterShard:
         """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
         state = self.state[parameter]
         if not state:
             state["step"] = 0
-            state |= self.new_states(parameter)
+            state |= self.make_states(parameter)
             if MASTER in state:
-                local_of(state[MASTER]).copy_(local_of(parameter))
+                get_detached_local(state[MASTER]).copy_(get_detached_local(parameter))
         state["step"] += 1
         start = self._starts.get(parameter)
         chance = (
             None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
         )
         tensors = {
-            name: _rows(local_of(value))
+            name: _view_as_rows(get_detached_local(value))
             for name, value in state.items()
             if isinstance(value, Tensor)
         }
         gradient = parameter.grad
         assert gradient is not None
-        return StateChunk(
-            weights=_rows(local_of(parameter)),
-            gradient=_rows(local_of(gradient)),
+        return ParameterShard(
+            weights=_view_as_rows(get_detached_local(parameter)),
+            gradient=_view_as_rows(get_detached_local(gradient)),
             state=tensors,
             start=start or (0,),
             whole=tuple(parameter.shape) or (1,),
             chance=chance,
-            dtype=wide(parameter.dtype),
+            dtype=get_compute_dtype(parameter.dtype),
         )
 
 
-def _rows(local: Tensor) -> Tensor:
+def _view_as_rows(local: Tensor) -> Tensor:
     """A number alone as a row."""
     return local if local.dim() else local.view(1)

@@ -19,10 +19,15 @@ from recipe_lib.config.optimizer_facts import find_optimizer_facts
 from recipe_lib.config.registry import get_registered
 from recipe_lib.config.schema import LrSchedulerConfig, MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.device import has_host, kernels_of
-from recipe_lib.ops.dtensor_shards import local_of, with_local
+from recipe_lib.ops.device import get_kernel_type, has_host
+from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
-from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, Trained, is_layer_matrix, stored_sizes
+from recipe_lib.optim.low_bit_adamw import (
+    ChunkedOptimizer,
+    TrainedParameters,
+    is_layer_matrix,
+    list_state_sizes,
+)
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import derive_seed
 
@@ -66,7 +71,7 @@ def build_optimizer(
             "optimizer: found no parameter that requires a gradient; leave at least one unfrozen"
         )
     drawn = derive_seed(seed, "rounding")
-    trained = Trained(
+    trained = TrainedParameters(
         list(named), {parameter: name for parameter, name in named.items() if name}, device, drawn
     )
     build: Builder = get_registered("optimizer.name", cfg.name)
@@ -74,11 +79,11 @@ def build_optimizer(
     if kernels == "auto":
         kernels = "fused" if device.type in _get_fused_kernels_supported_devices() else "foreach"
     optimizer = build(cfg, trained, {name: kernels == name for name in ("fused", "foreach")})
-    _leave_fused_sgd(optimizer, cfg)
+    _avoid_fused_sgd(optimizer, cfg)
     return optimizer
 
 
-def step_only(
+def step_parameter(
     optimizer: Optimizer,
     parameter: nn.Parameter,
     step: Callable[[], Any] | None = None,
@@ -101,7 +106,7 @@ def step_only(
             group["params"] = parameters
 
 
-def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
+def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     """Puts the config's numbers, with which the optimizer was built, over those that a saved state
     has brought back.
 
@@ -121,14 +126,14 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | None:
+def count_optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | None:
     """Bytes that the states will take on this rank, known before the first step makes them; see
     `optimizer_state_sizes`."""
-    sizes = optimizer_state_sizes(cfg, params)
+    sizes = list_optimizer_state_sizes(cfg, params)
     return None if sizes is None else sum(sizes)
 
 
-def optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int] | None:
+def list_optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int] | None:
     """Bytes of each state tensor on this rank.
 
     params: alone or, as Muon needs them, with their names; those that are not trained have none.
@@ -149,26 +154,26 @@ def optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int]
     return [
         size
         for parameter, names in kept.items()
-        for size in stored_sizes(parameter, names, *made_of)
+        for size in list_state_sizes(parameter, names, *made_of)
     ]
 
 
-def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors on this rank: of a sharded one (DTensor) its own part. The same tensor
     counts once.
     """
     distinct = {id(tensor): tensor for tensor in tensors}
-    return sum(local_of(tensor).nbytes for tensor in distinct.values())
+    return sum(get_detached_local(tensor).nbytes for tensor in distinct.values())
 
 
-def _leave_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
+def _avoid_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     """Takes torch's SGD, also a plugin's, off the fused kernel where that is missing or wrong:
     ConfigError if the config asks for it by name.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
-        fault = _fault_of_fused_sgd(group["params"]) if group.get("fused") else None
+        fault = _find_fused_sgd_fault(group["params"]) if group.get("fused") else None
         if fault and cfg.implementation == "fused":
             raise ConfigError(
                 f"optimizer.implementation: found fused with optimizer.name={cfg.name} and {fault};"
@@ -179,7 +184,7 @@ def _leave_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
                 settings.update(fused=False, foreach=True)
 
 
-def _fault_of_fused_sgd(params: Iterable[torch.Tensor]) -> str | None:
+def _find_fused_sgd_fault(params: Iterable[torch.Tensor]) -> str | None:
     """The parameters that torch's fused SGD cannot step, and why; None: it is right for all of
     them.
 
@@ -202,14 +207,16 @@ def _fault_of_fused_sgd(params: Iterable[torch.Tensor]) -> str | None:
 # The learning rate as a pure function of the step.
 
 
-def learning_rate(cfg: LrSchedulerConfig, peak: float, step: int, total_steps: int) -> float:
+def compute_learning_rate(
+    cfg: LrSchedulerConfig, peak: float, step: int, total_steps: int
+) -> float:
     """The rate to train step `step` with; steps count from 0 and there are `total_steps` of them.
 
     The first w = `warmup_steps` steps rise linearly: step 0 trains with peak / w, step w - 1 with
     `peak`. Then the rate falls, by half a cosine or a line, towards `min_lr_ratio * peak`, which it
     would have at step total_steps: the last step still trains. `constant` stays at `peak`.
     """
-    warmup = warmup_steps(cfg, total_steps)
+    warmup = count_warmup_steps(cfg, total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     if cfg.type == "constant":
@@ -219,7 +226,7 @@ def learning_rate(cfg: LrSchedulerConfig, peak: float, step: int, total_steps: i
     return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * left)
 
 
-def warmup_steps(cfg: LrSchedulerConfig, total_steps: int) -> int:
+def count_warmup_steps(cfg: LrSchedulerConfig, total_steps: int) -> int:
     """Steps of the warm-up: `warmup_steps`, or the share `warmup_ratio` of all steps, rounded up
     (as transformers).
     """
@@ -268,7 +275,7 @@ class GradNormsInBackward:
         """Counts a parameter's gradient, on the stream that has it."""
         ((key, group),) = _group([parameter]).items()
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        square = group.own_square(dtype)
+        square = group.compute_local_square(dtype)
         self._squares[key] = square if key not in self._squares else self._squares[key] + square
 
     def take(self) -> dict[_Key, Tensor]:
@@ -288,24 +295,24 @@ class _Group:
         default_factory=list
     )  # scaled with the others, and counted on another rank
 
-    def own_square(self, dtype: torch.dtype) -> Tensor:
+    def compute_local_square(self, dtype: torch.dtype) -> Tensor:
         """Sum of squares of this rank's part in fp64, `[]` on the group's device."""
         if not self.grads:  # none here, perhaps one elsewhere
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        on_cpu = kernels_of(self.device) == "cpu"
+        on_cpu = get_kernel_type(self.device) == "cpu"
         norms = (
-            _norms_of_pieces(self.grads, dtype)
+            _compute_piece_norms(self.grads, dtype)
             if on_cpu
             else torch._foreach_norm(self.grads, 2, dtype=dtype)
         )
         together = torch.cat(norms) if on_cpu else torch.stack(norms)
         return torch.linalg.vector_norm(together, dtype=torch.float64).square()
 
-    def squared_norm(self, dtype: torch.dtype, earlier: Tensor | None = None) -> Tensor:
+    def compute_squared_norm(self, dtype: torch.dtype, earlier: Tensor | None = None) -> Tensor:
         """Sum of squares over the whole group in fp64, the same on every rank. earlier: of
         gradients that are gone.
         """
-        total = self.own_square(dtype)
+        total = self.compute_local_square(dtype)
         if earlier is not None:
             total = total + earlier
         for mesh, dim in self.sharded_over:
@@ -313,7 +320,7 @@ class _Group:
         return total
 
 
-def _norms_of_pieces(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _compute_piece_norms(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Norms of pieces of _CPU_PIECE elements, many at a time `[n]`; what is left of a gradient is
     one shorter piece.
     """
@@ -369,7 +376,7 @@ def clip_grad_norm(
     first = next(iter(groups.values()), None)
     total = torch.zeros((), dtype=torch.float64, device=first.device if first else world.device)
     for key, group in groups.items():
-        total += group.squared_norm(dtype, squares.get(key)).to(total.device)
+        total += group.compute_squared_norm(dtype, squares.get(key)).to(total.device)
     if world.pipeline is not None:  # each stage has parameters of its own
         total = world.all_reduce_sum(total) / world.data_ranks  # by a group that there is anyway
     norm = total.sqrt_().to(dtype)
@@ -393,7 +400,7 @@ def _group(
     for parameter in parameters:
         grad = parameter.grad
         tensor = parameter if grad is None else grad
-        sharded_over = _sharded_over(tensor)
+        sharded_over = _find_sharded_dims(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         group = groups.setdefault((sharded_over, local.device), _Group(sharded_over, local.device))
         if grad is not None:
@@ -401,7 +408,7 @@ def _group(
     return groups
 
 
-def _sharded_over(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
+def _find_sharded_dims(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
     """The mesh dimensions of more than one rank that a tensor is cut along."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -448,7 +455,7 @@ def apply_optimizer_levers(
     a step. There may be one backward a step.
     """
     streamed = parallel.levers.layers
-    instead = streamed.stepped if streamed is not None else None
+    instead = streamed.get_stepped_parameter if streamed is not None else None
     offloaded = (
         OffloadedStates(optimizer, device, instead)
         if memory.optimizer_offload and has_host(device)
@@ -459,7 +466,7 @@ def apply_optimizer_levers(
         return OptimizerLevers(place_state=place)
     norms = GradNormsInBackward()
     step_one: Callable[[nn.Parameter], Any] = (
-        offloaded.step_one if offloaded else lambda one: step_only(optimizer, one)
+        offloaded.step_one if offloaded else lambda one: step_parameter(optimizer, one)
     )
 
     def step(parameter: torch.Tensor) -> None:
@@ -478,14 +485,14 @@ def apply_optimizer_levers(
         parameter.grad = None
 
     if streamed is not None:
-        streamed.step_with(step_in_place_of)
-    for parameter in _made_at_once(optimizer, model, parallel.tensor_gradients):
+        streamed.set_step(step_in_place_of)
+    for parameter in _find_stepped_in_backward(optimizer, model, parallel.tensor_gradients):
         if instead is None or instead(parameter) is parameter:
             parameter.register_post_accumulate_grad_hook(step)
     return OptimizerLevers(norms, place)
 
 
-def _made_at_once(
+def _find_stepped_in_backward(
     optimizer: Optimizer, model: nn.Module, tensor_gradients: Mapping[str, str]
 ) -> Sequence[nn.Parameter]:
     """The optimizer's parameters whose gradient is whole when backward gives it, once."""
@@ -565,7 +572,7 @@ class OffloadedStates:
         stepped, states = self._instead(parameter), self._optimizer.state
         on_device = self._take(parameter)
         hosts = states.get(parameter, {})
-        moved = {key: with_local(hosts[key], value) for key, value in on_device.items()}
+        moved = {key: wrap_local(hosts[key], value) for key, value in on_device.items()}
         counts = {key: value for key, value in hosts.items() if key not in on_device}
         if self._optimizer.defaults.get(
             "fused"
@@ -579,7 +586,7 @@ class OffloadedStates:
             states[stepped] = counts | moved
         if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):
             self._optimizer.add_stand_in(stepped, parameter)
-        step_only(self._optimizer, parameter, self._step, stepped)
+        step_parameter(self._optimizer, parameter, self._step, stepped)
         after = states.get(stepped, {})
         if stepped is not parameter:
             states.pop(stepped, None)
@@ -590,7 +597,10 @@ class OffloadedStates:
         }
         if after:
             states[parameter] = after | places
-        pairs = [(local_of(place), local_of(after[key])) for key, place in places.items()]
+        pairs = [
+            (get_detached_local(place), get_detached_local(after[key]))
+            for key, place in places.items()
+        ]
         self._copies.copy_to_host(pairs, free=pairs.clear)
 
     def _waits(self, parameter: nn.Parameter, value: Any) -> bool:
@@ -617,7 +627,9 @@ class OffloadedStates:
         """Give the states of a parameter memory on the device; return what is copied there."""
         states = self._optimizer.state.get(parameter, {})
         hosts = {
-            key: local_of(value) for key, value in states.items() if self._waits(parameter, value)
+            key: get_detached_local(value)
+            for key, value in states.items()
+            if self._waits(parameter, value)
         }
         if not hosts:
             return []
@@ -628,8 +640,8 @@ class OffloadedStates:
         return [(on_device[key], host) for key, host in hosts.items()]
 
     def _allocate_on_host(self, like: Tensor) -> Tensor:
-        local = local_of(like)
-        return with_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
+        local = get_detached_local(like)
+        return wrap_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
 
 
 def _is_large(value: Any) -> bool:

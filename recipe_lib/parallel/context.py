@@ -20,19 +20,19 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Attention, Decoder, Rotary
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import extra_tensors
+from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.gathered import (
     Group,
+    exchange_for_heads,
+    exchange_for_tokens,
     gather_tokens,
-    own_tokens,
+    shard_tokens,
     sum_over_ranks,
-    to_heads,
-    to_tokens,
 )
 from recipe_lib.ops.head_losses import HeadLoss
-from recipe_lib.ops.rope import rotation
+from recipe_lib.ops.rope import compute_rotation
 from recipe_lib.parallel.world import World
 
 
@@ -52,8 +52,8 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     for module in model.modules():
         if isinstance(module, Attention):
             module.to_heads, module.to_tokens = (
-                partial(to_heads, group=group),
-                partial(to_tokens, group=group),
+                partial(exchange_for_heads, group=group),
+                partial(exchange_for_tokens, group=group),
             )
     trunk: Any = model.model
     trunk.rotary = [partial(_rotate_own, rotary, group) for rotary in trunk.rotary]
@@ -88,7 +88,7 @@ def refuse_for_context(model: LanguageModel) -> None:
         for name, module in model.named_modules()
         if isinstance(module, Attention) and type(module).forward is not Attention.forward
     ]
-    found = next(iter(extra_tensors(model)), None) or next(iter(own), None)
+    found = next(iter(find_extra_tensors(model)), None) or next(iter(own), None)
     if found is not None:
         raise ConfigError(
             f"parallel.context: found {found}, which the recipe added, expected a model as it is"
@@ -125,7 +125,9 @@ def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor
     """As `Rotary`, of this rank's tokens: by frequencies that may depend on the longest position of
     all.
     """
-    return rotation(own_tokens(positions, group), rotary.frequencies(positions), rotary.factor)
+    return compute_rotation(
+        shard_tokens(positions, group), rotary.frequencies(positions), rotary.factor
+    )
 
 
 def _prepare_own(
@@ -142,7 +144,7 @@ def _prepare_own(
 
 def _embed_own(forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor) -> Tensor:
     """Tokens `[b, s]` to embeddings of this rank's."""
-    return forward(own_tokens(tokens, group).contiguous())
+    return forward(shard_tokens(tokens, group).contiguous())
 
 
 def _head_of_own(
@@ -158,7 +160,7 @@ def _head_of_own(
     """
     if labels is None:
         return forward(hidden)
-    found = forward(hidden, labels=own_tokens(labels, group), head_loss=head_loss)
+    found = forward(hidden, labels=shard_tokens(labels, group), head_loss=head_loss)
     return gather_tokens(found, group) if found.dim() else sum_over_ranks(found, group)
 
 

@@ -23,12 +23,12 @@ from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.config.suggest import did_you_mean, find_nearest, quote
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.memory.layer_stream import streamed_parameters
+from recipe_lib.memory.layer_stream import list_streamed_parameters
 from recipe_lib.models.decoder import Decoder, LinearHead, OutputHead, ScaledEmbedding
-from recipe_lib.models.language_model import LanguageModel, layer_names, modules_elsewhere
-from recipe_lib.models.meta_init import allocate, extra_tensors
+from recipe_lib.models.language_model import LanguageModel, get_modules_elsewhere, list_layer_names
+from recipe_lib.models.meta_init import allocate, find_extra_tensors
 from recipe_lib.models.mixture import Experts
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import is_kept, reduces_once
@@ -111,7 +111,7 @@ def whole_elements(parameter: Tensor) -> int:
 
 
 def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
-    layers = layer_names(model)
+    layers = list_layer_names(model)
     if not layers:
         raise ConfigError(
             f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name"
@@ -164,7 +164,7 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
             " [model.layers.*], or one of " + ", ".join(POLICIES)
         )
     modules = [name for name, module in model.named_modules() if name and _can_be_unit(module)]
-    elsewhere = modules_elsewhere(model)  # of other stages of a pipeline
+    elsewhere = get_modules_elsewhere(model)  # of other stages of a pipeline
     matched: set[str] = set()
     for pattern in patterns:
         names = [name for name in modules if _matches(name, str(pattern))]
@@ -290,13 +290,13 @@ def shard_model(
     ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a
     pipeline.
     """
-    if world.pipeline is not None and not modules_elsewhere(model):
+    if world.pipeline is not None and not get_modules_elsewhere(model):
         raise ConfigError(
             f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model"
             " whole, expected one that divides it; call parallelize(model, cfg, world), or set"
             " parallel.pipeline=1"
         )
-    kept = set(streamed_parameters(model))
+    kept = set(list_streamed_parameters(model))
     units = resolve_wrapping(
         model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept)
     )
@@ -366,7 +366,8 @@ def _without(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
     )
     return replace(
         unit,
-        bytes=unit.bytes - sum(local_part(each)[0].nbytes for each in kept if id(each) in inside),
+        bytes=unit.bytes
+        - sum(locate_local_part(each)[0].nbytes for each in kept if id(each) in inside),
     )
 
 
@@ -378,7 +379,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     those of modules that a recipe made off the meta device keep theirs. Raises SetupError for such
     a module's parameters, whose values would differ from rank to rank.
     """
-    extras = extra_tensors(model)
+    extras = find_extra_tensors(model)
     for name, parameter in model.named_parameters():
         if name in extras and parameter.device.type != "meta":
             raise SetupError(
@@ -395,7 +396,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         }
         model.computed_buffers = {**model.computed_buffers, **computed}
     place: str | torch.device = "cpu" if memory.cpu_offload else device
-    hosted = {id(parameter) for parameter in streamed_parameters(model)}
+    hosted = {id(parameter) for parameter in list_streamed_parameters(model)}
     buffers = {id(buffer) for buffer in model.buffers()}
 
     def empty(tensor: Tensor) -> Tensor:

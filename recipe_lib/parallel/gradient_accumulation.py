@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.deferred import DeferredGradients
-from recipe_lib.ops.device import kernels_of
-from recipe_lib.ops.dtensor_shards import with_local
+from recipe_lib.ops.device import get_kernel_type
+from recipe_lib.ops.dtensor_shards import wrap_local
 from recipe_lib.ops.host_copies import Copy, wait_on_host
 from recipe_lib.parallel.pipeline.schedules import MAKING_GRADIENTS, Action
 
@@ -131,7 +131,7 @@ class GradientAccumulation:
         self._done = True
         while self.sums:
             parameter, total = self.sums.popitem()
-            parameter.grad = with_local(parameter, total.to(parameter.dtype))
+            parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
 
     def check(self) -> None:
         """ConfigError if a recipe has gone backward by itself, so that nothing of this was done;
@@ -204,7 +204,7 @@ class OffloadedGradients:
 
     def wait(self) -> None:
         """Waits once for all that is on its way."""
-        if kernels_of(self._device) != "cpu":
+        if get_kernel_type(self._device) != "cpu":
             arriving = [copy for group in self._groups for copy in self._take_copies(group)]
             if arriving or self._sends_numbers:
                 wait_on_host(arriving, self._device)

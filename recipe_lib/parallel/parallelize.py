@@ -16,8 +16,8 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import extra_tensors
-from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
+from recipe_lib.models.meta_init import find_extra_tensors
+from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import shard_sequences
@@ -89,7 +89,7 @@ def parallelize(
         model.modules() if for_training and not cfg.compile else ()
     ):  # compiled layers count nothing
         if isinstance(module, Mixture):
-            module.load = Load(module.router.out_features, world.device)
+            module.load = ExpertLoad(module.router.out_features, world.device)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
     sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
     accumulation = (
@@ -234,7 +234,7 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     """
     if world.pipeline is None:
         return None
-    parallel, spec, parts = cfg.parallel, model.spec, model.stage_parts()
+    parallel, spec, parts = cfg.parallel, model.spec, model.find_stage_parts()
     layers = split_layers(spec, cfg, world.mesh["data_shard"].size())
     refuse_for_pipeline(model, layers)
     mine = list_rank_stages(parallel, world.pipeline.rank)
@@ -255,10 +255,10 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
     """ConfigError for extra parameters that no stage, or more than one, would have. The model is
     still whole.
     """
-    extras = extra_tensors(model)
+    extras = find_extra_tensors(model)
     if not extras:
         return
-    last, parts = len(stages) - 1, model.stage_parts()
+    last, parts = len(stages) - 1, model.find_stage_parts()
     stage_of = {
         f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers
     }

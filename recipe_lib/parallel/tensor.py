@@ -44,20 +44,20 @@ from recipe_lib.models.decoder import (
     ScoreHead,
     WidthNorm,
 )
-from recipe_lib.models.meta_init import extra_tensors
+from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.models.mixture import (
     ExpertLinear,
     Experts,
     Mixture,
-    bias_of_rows,
-    scored_bias,
+    compute_scored_bias,
+    gather_row_biases,
     wide_linear,
 )
 from recipe_lib.models.spec import ExternalSpec, MixtureSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
-from recipe_lib.ops.dtensor_shards import Runs, local
-from recipe_lib.ops.gated import gated, scored_product
+from recipe_lib.ops.dtensor_shards import Runs, get_local
+from recipe_lib.ops.gated import gated_activation, scored_product
 from recipe_lib.ops.gathered import (
     Group,
     NormedFrom,
@@ -73,7 +73,7 @@ from recipe_lib.ops.grouped import (
     Groups,
     group_tokens,
     grouped_linear,
-    rows_of_choices,
+    order_by_expert,
     sum_choices,
 )
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
@@ -171,7 +171,7 @@ def refuse_for_tensor(model: Decoder) -> None:
 
     A rank has a part of the tokens, heads and channels there, and inputs of other shapes.
     """
-    found = next(iter(extra_tensors(model)), None) or next(iter(_changed(model)), None)
+    found = next(iter(find_extra_tensors(model)), None) or next(iter(_changed(model)), None)
     if found is not None:
         raise ConfigError(
             f"parallel.tensor: found {found}, which the recipe added, expected a model as it is"
@@ -289,7 +289,7 @@ def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -
 
 
 def _norm(module: Norm, hidden: Tensor) -> Tensor:
-    return module.norm(hidden, local(module.weight), module.eps)
+    return module.norm(hidden, get_local(module.weight), module.eps)
 
 
 def _layer(
@@ -328,7 +328,7 @@ def _attention(
     q = apply_rotation(module.clamp(module.q_norm(q)), *turn).transpose(1, 2)
     k = apply_rotation(module.clamp(module.k_norm(k)), *turn).transpose(1, 2)
     v = module.clamp(v).transpose(1, 2)
-    q, k, v, sinks = module.to_heads(q, k, v, local(module.sinks))
+    q, k, v, sinks = module.to_heads(q, k, v, get_local(module.sinks))
     attended = module.to_tokens(module.attend(q, k, v, info, sinks=sinks))
     return _row(module.o_proj, attended.transpose(1, 2).reshape(rows * length, -1), sharing.group)
 
@@ -344,19 +344,19 @@ def _mlp(
     gate, up = _columns([module.gate_proj, module.up_proj], hidden, norm, sharing)
     down, group = module.down_proj, sharing.group
     if isinstance(down, QuantizedLinear):
-        plain = scatter(down.product(gated(gate, up, activation)), group)
+        plain = scatter(down.product(gated_activation(gate, up, activation)), group)
     else:
-        plain = scatter(gated_linear(gate, up, local(down.weight), activation), group)
-    plain = plain if down.bias is None else plain + local(down.bias)
+        plain = scatter(gated_linear(gate, up, get_local(down.weight), activation), group)
+    plain = plain if down.bias is None else plain + get_local(down.bias)
     if not _is_adapted(down):
         return plain
     rate = down.settings.dropout if down.training else 0.0
     if rate or down.settings.dtype != gate.dtype:
         narrow = cast_linear(
-            F.dropout(gated(gate, up, activation), rate), local(down.lora_A.weight)
+            F.dropout(gated_activation(gate, up, activation), rate), get_local(down.lora_A.weight)
         )
     else:
-        narrow = gated_linear(gate, up, local(down.lora_A.weight), activation)
+        narrow = gated_linear(gate, up, get_local(down.lora_A.weight), activation)
     return _widened(down, plain, scatter(narrow, group))
 
 
@@ -370,7 +370,7 @@ def _columns(
     cut = [_own_rows(linear, sharing, head_width) for linear in linears]
     if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
         kind = "offset" if norm.norm is offset_rms_norm else "rms"
-        normed = NormedFrom(hidden.detach(), local(norm.weight).detach(), norm.eps, kind)
+        normed = NormedFrom(hidden.detach(), get_local(norm.weight).detach(), norm.eps, kind)
         weights = [rows(linear.weight) for linear, rows in zip(linears, cut, strict=True)]
         biases = [rows(linear.bias) for linear, rows in zip(linears, cut, strict=True)]
         return gather_linears(
@@ -395,9 +395,9 @@ def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
     """
     quantized = isinstance(linear, QuantizedLinear)
     plain = scatter(
-        linear.product(inputs) if quantized else linear_of(inputs, local(linear.weight)), group
+        linear.product(inputs) if quantized else linear_of(inputs, get_local(linear.weight)), group
     )
-    plain = plain if linear.bias is None else plain + local(linear.bias)
+    plain = plain if linear.bias is None else plain + get_local(linear.bias)
     return (
         _widened(linear, plain, scatter(_narrowed(linear, inputs), group))
         if _is_adapted(linear)
@@ -411,11 +411,11 @@ def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tens
     """
     head = sharing.kv_head
     quantized = isinstance(linear, QuantizedLinear)
-    held = linear.rows_held() if quantized else local(linear.weight).shape[0]
+    held = linear.count_local_rows() if quantized else get_local(linear.weight).shape[0]
     if head is None or held != linear.out_features:
-        return local
+        return get_local
     rows = slice(head * head_width, (head + 1) * head_width)
-    return lambda parameter: None if parameter is None else local(parameter)[rows]
+    return lambda parameter: None if parameter is None else get_local(parameter)[rows]
 
 
 def _frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
@@ -433,14 +433,14 @@ def _narrowed(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
     """Hidden `[..., in]` through the adapter's A: `[..., r]`."""
     rate = linear.settings.dropout
     dropped = F.dropout(hidden, rate) if rate and linear.training else hidden
-    return cast_linear(dropped, local(linear.lora_A.weight))
+    return cast_linear(dropped, get_local(linear.lora_A.weight))
 
 
 def _widened(
     linear: AdaptedMatrix,
     plain: Tensor,
     narrow: Tensor,
-    rows: Callable[[Tensor | None], Any] = local,
+    rows: Callable[[Tensor | None], Any] = get_local,
 ) -> Tensor:
     """What the frozen part gave, and what the adapter's B makes of `narrow` next to it."""
     update = F.linear(narrow * linear.settings.scaling, rows(linear.lora_B.weight))
@@ -451,7 +451,7 @@ def _embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
     """Tokens `[b, s]` to this rank's part of their embeddings `[n, d]`: each rank looks up what it
     has.
     """
-    weight = local(module.weight)
+    weight = get_local(module.weight)
     if tokens.numel() % group.size:
         raise ValueError(
             f"{tokens.numel()} tokens cannot be shared evenly among {group.size} ranks"
@@ -475,7 +475,7 @@ def _head(
     """As `OutputHead.forward`, of `[n, d]`. Without labels all ranks get all logits `[N, v]`: for
     short texts.
     """
-    weight = local(head.weight)
+    weight = get_local(head.weight)
     if labels is None:
         logits = F.linear(gather(hidden, group), weight)
         return head.finish(gather(logits.t(), group).t())
@@ -493,7 +493,7 @@ def _score_head(
     """As `ScoreHead.forward`, of `[n, d]`: scores of all N tokens, of which each rank made its own,
     in labels' rows.
     """
-    weight = local(head.weight)
+    weight = get_local(head.weight)
     found = gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
     return found if labels is None else found.view(*labels.shape, -1)
 
@@ -553,7 +553,7 @@ def share_quantized(
         count = module.in_features // group.size
         module.take_part((0, module.out_features), (group.rank * count, (group.rank + 1) * count))
     else:
-        module.take_rows_of_runs(
+        module.take_part_of_runs(
             module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size
         )
 
@@ -579,11 +579,11 @@ def shared_mixture(
 
 
 def _logits(router: Any, tokens: Tensor) -> Tensor:
-    logits = wide_linear(tokens, local(router.weight), local(router.bias))
+    logits = wide_linear(tokens, get_local(router.weight), get_local(router.bias))
     if not isinstance(router, AdaptedRouter) or router.is_off:
         return logits
-    narrow = cast_linear(tokens, local(router.lora_A.weight)) * router.settings.scaling
-    return (logits + nn.functional.linear(narrow, local(router.lora_B.weight))).to(logits.dtype)
+    narrow = cast_linear(tokens, get_local(router.lora_A.weight)) * router.settings.scaling
+    return (logits + nn.functional.linear(narrow, get_local(router.lora_B.weight))).to(logits.dtype)
 
 
 def part_of_experts(
@@ -600,12 +600,14 @@ def part_of_experts(
     """
     inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
-        inner = inner + bias_of_rows(local(experts.gate_up_proj.bias), groups)
-    product = scored_product(inner, rows_of_choices(scores, groups), experts.gate)
+        inner = inner + gather_row_biases(get_local(experts.gate_up_proj.bias), groups)
+    product = scored_product(inner, order_by_expert(scores, groups), experts.gate)
     del inner
     summed = sum_choices(_rows(experts.down_proj, product, groups, of_tokens=False), groups)
     bias = experts.down_proj.bias
-    return summed, None if bias is None else scored_bias(local(bias), own_scores, own_chosen)
+    return summed, None if bias is None else compute_scored_bias(
+        get_local(bias), own_scores, own_chosen
+    )
 
 
 def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
@@ -614,19 +616,19 @@ def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tens
         plain = module.grouped_product(rows, groups, of_tokens)
     else:
         plain = grouped_linear(
-            rows, local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens
+            rows, get_local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens
         )
     if not isinstance(module, AdaptedExpertModule):
         return plain
-    factors = local(module.lora_A.weight), local(module.lora_B.weight)
-    return module.with_factors(plain, rows, groups, of_tokens, *factors)
+    factors = get_local(module.lora_A.weight), get_local(module.lora_B.weight)
+    return module.add_update(plain, rows, groups, of_tokens, *factors)
 
 
 def shared_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
     """A norm over the channels of all heads `[..., h / t, e]`, of which each rank has some; the
     mean is over all.
     """
-    flat, weight = heads.flatten(-2), local(norm.weight)
+    flat, weight = heads.flatten(-2), get_local(norm.weight)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
     rows = wide.square().sum(dim=-1, keepdim=True).flatten(0, -2)
     total = gather(scatter(rows, group), group).view(

@@ -20,23 +20,13 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
-from recipe_lib.plan.allocation.scratch import kernel_memory
-from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
-from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.rank_plans import (
-    SimulatedStep,
-    first_of_each_place,
-    layer_rows,
-    layers_of_all,
-    lowered,
-    not_simulated,
-    pipeline_assumptions,
-    rank_plan,
-    say_router_choices,
-    simulated_step,
-    verdict_of,
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
+from recipe_lib.plan.allocation.untraced_memory import (
+    choose_attention_backend,
+    estimate_outside_torch,
 )
-from recipe_lib.plan.result import (
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.plan_schema import (
     DOES_NOT_FIT,
     CommunicationRow,
     DeviceFacts,
@@ -46,32 +36,45 @@ from recipe_lib.plan.result import (
     RankPlan,
     TimePlan,
     Volume,
-    groups_along,
+    list_rank_groups,
 )
+from recipe_lib.plan.simulated_world.compiled_code import NotCompiled
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tables import split_number
+from recipe_lib.plan.summary.rank_memory import (
+    SimulatedStep,
+    add_router_choices,
+    build_layer_rows,
+    build_rank_plan,
+    build_simulated_step,
+    decide_verdict,
+    estimate_not_simulated,
+    list_first_ranks,
+    list_pipeline_assumptions,
+    lower_verdict,
+    merge_layer_rows,
+)
 from recipe_lib.plan.timing.cost import (
     Calibration,
-    collective_seconds,
-    error_text,
-    model_flops,
-    model_flops_utilization,
-    wire_bytes,
+    compute_collective_seconds,
+    compute_model_flops_utilization,
+    count_model_flops,
+    count_wire_bytes,
+    describe_error,
 )
 from recipe_lib.plan.timing.stream_schedule import (
     ATTENTION,
     MATMULS,
     MEMORY_BOUND,
-    operators_launched,
+    count_launched_operators,
     schedule,
-    time_by_kind,
+    sum_time_by_kind,
 )
-from recipe_lib.plan.trace import ALLOC, Collective, Trace
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
-from recipe_lib.plan.tracing.simulate_deep import simulate_deep
-from recipe_lib.plan.verdict import HOST_ALLOWS
-from recipe_lib.plan.world.compiled_code import NotCompiled
-from recipe_lib.plan.world.sequence_lengths import Sequence
+from recipe_lib.plan.tracing.trace import ALLOC, Collective, Trace
+from recipe_lib.plan.tracing.trace_deep_model import simulate_deep
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated, simulate
+from recipe_lib.plan.views.tables import split_number
+from recipe_lib.plan.views.verdict_text import HOST_ALLOWS
 from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, format_bytes
 
@@ -90,7 +93,7 @@ class PlanSettings:
     """
 
     hardware: Hardware
-    sequence: Sequence
+    sequence: PlannedSequence
     ranks: int = 1
     traced_ranks: tuple[int, ...] = ()
     recipe: str = ""
@@ -133,10 +136,10 @@ def plan_ranks(
     """
     simulated = {}
     plans: list[RankPlan] = []
-    for rank in settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks):
+    for rank in settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks):
         with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
             simulated[rank] = simulate_rank(recipe_class, cfg, settings, rank, steps)
-        plans.append(rank_plan(rank, simulated[rank]))
+        plans.append(build_rank_plan(rank, simulated[rank]))
         if limit is not None and plans[-1].peak.active > limit:
             break
     heaviest = max(plans, key=lambda plan: plan.reserved)
@@ -147,7 +150,7 @@ def plan_ranks(
             for rank, found in simulated.items()
             if rank == heaviest.rank or cfg.parallel.pipeline > 1
         }
-    step = simulated_step(cfg, simulated, timings, settings.hardware, settings.calibration)
+    step = build_simulated_step(cfg, simulated, timings, settings.hardware, settings.calibration)
     return PlannedRanks(simulated, plans, heaviest, step)
 
 
@@ -163,15 +166,21 @@ def make_plan(
     pipeline = planned.step.pipeline
     heaviest = planned.heaviest
     outside = settings.outside or max(
-        (outside_torch(hardware, group_sizes(found.trace)) for found in simulated.values()),
+        (
+            estimate_outside_torch(hardware, list_group_sizes(found.trace))
+            for found in simulated.values()
+        ),
         key=lambda one: one.total,
     )
     usable = hardware.memory - outside.total
     found = simulated[heaviest.rank]
     more, estimate = max(
-        not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values()
+        estimate_not_simulated(one, settings.steps or settings.sequence.steps)
+        for one in simulated.values()
     )
-    verdict = lowered(verdict_of(found.trace, heaviest, usable, hardware), more, heaviest, usable)
+    verdict = lower_verdict(
+        decide_verdict(found.trace, heaviest, usable, hardware), more, heaviest, usable
+    )
     if not _judge_host(cfg, settings, found.trace)[0]:
         verdict = DOES_NOT_FIT
     places = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
@@ -198,32 +207,32 @@ def make_plan(
         rank_plans=planned.plans,
         outside=outside,
         layers=(
-            layers_of_all([layer_rows(one) for one in simulated.values()])
+            merge_layer_rows([build_layer_rows(one) for one in simulated.values()])
             if pipeline
-            else layer_rows(found)
+            else build_layer_rows(found)
         ),
-        communication=_communication(found.trace, settings),
-        time=_time(planned, settings, cfg.dtype),
+        communication=_build_communication_rows(found.trace, settings),
+        time=_build_time_plan(planned, settings, cfg.dtype),
         pipeline=pipeline,
-        assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
-        not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
+        assumptions=[*settings.assumptions, *_list_assumptions(cfg, settings, found)],
+        not_modeled=_list_not_modeled(cfg, hardware, settings.ranks, found.trace),
         estimate=estimate,
         ranks_per_node=hardware.ranks_per_node,
-        dimensions=dimension_plans(
+        dimensions=build_dimension_plans(
             found.mesh,
             dict(sorted(places.items())),
             STEADY,
             compute_micro_batches(cfg)[1],
             once_a_step(cfg.parallel),
         ),
-        notes=large_tensor_notes(found.trace, DTYPES[cfg.dtype].itemsize),
+        notes=note_large_tensors(found.trace, DTYPES[cfg.dtype].itemsize),
         versions={
             "tune-recipes": recipe_lib.__version__,
             "torch": torch.__version__,
             "python": sys.version.split()[0],
         },
     )
-    say_router_choices(plan, cfg, simulated, hardware, settings.calibration)
+    add_router_choices(plan, cfg, simulated, hardware, settings.calibration)
     stalled_means = describe_stalled_means(cfg)
     plan.notes += stalled_means
     plan.assumptions += stalled_means
@@ -263,7 +272,7 @@ def simulate_rank(
             steps=steps,
             like_cpu=hardware.architecture == "cpu",
             capability=hardware.capability or (8, 0),
-            kernel_memory=kernel_memory(
+            kernel_memory=make_kernel_memory(
                 hardware.architecture
             ),  # each run's own: it knows what is there already
             traced=traced,
@@ -285,10 +294,10 @@ def simulate_rank(
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRow]:
+def _build_communication_rows(trace: Trace, settings: PlanSettings) -> list[CommunicationRow]:
     """Alike collectives of the steady step as one row each; numbers of layers become `*`."""
     rows: dict[tuple[Any, ...], CommunicationRow] = {}
-    for op in trace.phase_ops(STEADY):
+    for op in trace.iterate_ops(STEADY):
         if op.collective is None:
             continue
         collective, module = op.collective, _NUMBER.sub("*", op.module)
@@ -313,10 +322,12 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
             shapes=[list(shape) for shape in collective.shapes],
             dtype=collective.dtype,
             bytes=collective.bytes,
-            wire_bytes=wire_bytes(collective.operation, collective.bytes, len(collective.ranks)),
+            wire_bytes=count_wire_bytes(
+                collective.operation, collective.bytes, len(collective.ranks)
+            ),
             count=op.repeats,
             seconds=(
-                collective_seconds(collective, settings.hardware, settings.calibration)
+                compute_collective_seconds(collective, settings.hardware, settings.calibration)
                 if settings.timed
                 else 0.0
             ),
@@ -324,7 +335,7 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
     return [row for row in rows.values() if len(row.ranks) > 1]
 
 
-def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan | None:
+def _build_time_plan(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan | None:
     """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where no
     time is wanted, or the places of a pipeline are not all known.
     """
@@ -336,11 +347,13 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
     steps = settings.steps or settings.sequence.steps
     simulated = planned.simulated
     flops = [
-        model_flops(found.trace, STEADY) for found in simulated.values()
+        count_model_flops(found.trace, STEADY) for found in simulated.values()
     ]  # each place has as many ranks
-    mfu = model_flops_utilization(sum(flops) / len(flops), seconds, settings.hardware, dtype)
+    mfu = compute_model_flops_utilization(
+        sum(flops) / len(flops), seconds, settings.hardware, dtype
+    )
     tokens = next(iter(simulated.values())).tokens
-    kinds = time_by_kind(trace, STEADY, settings.hardware, settings.calibration)
+    kinds = sum_time_by_kind(trace, STEADY, settings.hardware, settings.calibration)
     return TimePlan(
         compute=sums.compute,
         communication=sums.communication,
@@ -353,7 +366,7 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
         steps=steps,
         total=steps * seconds if steps else None,
         calibrated=settings.calibration is not None,
-        error=error_text(settings.hardware, settings.calibration),
+        error=describe_error(settings.hardware, settings.calibration),
         copies=sums.copies,
         copies_exposed=sums.copies_exposed,
         on_host=sums.on_host,
@@ -361,11 +374,11 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
         attention=kinds[ATTENTION],
         memory_bound=kinds[MEMORY_BOUND],
         idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed - sums.on_host),
-        operators=operators_launched(trace, STEADY),
+        operators=count_launched_operators(trace, STEADY),
     )
 
 
-def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
+def _list_assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
     """What the figures rest on."""
     like_cpu = settings.hardware.architecture == "cpu"
     kernels = (
@@ -378,7 +391,7 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
             ", fused rotary embedding, gated activation, soft-capped scores, loss and dequantizing"
             " (by Triton)"
         )
-    if attention_backend(settings.hardware.architecture) == "cudnn":
+    if choose_attention_backend(settings.hardware.architecture) == "cudnn":
         kernels += (
             "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash"
             " attention's workspace"
@@ -402,7 +415,7 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
         ),
     ]
     if settings.ranks > 1:
-        traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+        traced = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
         found_ranks = (
             f"rank {traced[0]}" if len(traced) == 1 else f"ranks {', '.join(map(str, traced))}"
         )
@@ -410,9 +423,9 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
             f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part"
             " of uneven shards"
         )
-    lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
+    lines += list_pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
     lines += _judge_host(cfg, settings, found.trace)[1]
-    if not found.repeats and not found.grows:
+    if not found.repeats and not found.step_growth:
         lines.append(
             "the second step left less memory than the first: later steps may differ from it"
         )
@@ -427,7 +440,7 @@ def _judge_host(cfg: Any, settings: PlanSettings, trace: Trace) -> tuple[bool, l
     if allowed is None:
         return True, []
     ranks = min(settings.ranks, settings.hardware.ranks_per_node)
-    most = ranks * max(trace.active_peaks(device=False).values(), default=0)
+    most = ranks * max(trace.find_active_peaks(device=False).values(), default=0)
     is_enough = most <= allowed * GIB
     verdict = "enough" if is_enough else "too little, a run is refused"
     return is_enough, [
@@ -436,7 +449,7 @@ def _judge_host(cfg: Any, settings: PlanSettings, trace: Trace) -> tuple[bool, l
     ]
 
 
-def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
+def _list_not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
     lines = ["CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
@@ -465,7 +478,7 @@ _OF_MICRO_BATCHES = (
 )  # parts of a step; the others are once a step
 
 
-def dimension_plans(
+def build_dimension_plans(
     mesh: Mapping[str, int],
     traces: Mapping[int, Trace],
     phase: str,
@@ -492,19 +505,19 @@ def dimension_plans(
     for key in keys:
         step = [one.step[key] for one in counted.values()]
         each = [one.inside[key].part(micro_batches) for one in counted.values()]
-        plan = DimensionPlan(key[0], list(key[1]), groups_along(mesh, key[1]), step, each)
+        plan = DimensionPlan(key[0], list(key[1]), list_rank_groups(mesh, key[1]), step, each)
         if whole:
             of_place = math.prod(mesh.values()) // len(traces)
             plan.cluster_step = sum(step, Volume()).times(of_place)
             plan.cluster_micro_batch = sum(each, Volume()).times(of_place)
-        plan.layer = _usual_layer(
+        plan.layer = _find_usual_layer(
             [one.in_layers[key] for one in counted.values()], layers * micro_batches
         )
         found.append(plan)
     return found
 
 
-def group_sizes(trace: Trace) -> list[int]:
+def list_group_sizes(trace: Trace) -> list[int]:
     """Return the sizes of the groups that communicate in a trace.
 
     Ranks that share sequences have a group of their own also where they are all.
@@ -534,14 +547,14 @@ class _Counted:
             Counter
         )  # operation, bytes, on the wire
         self.layers: set[str] = set()
-        for op in trace.phase_ops(phase):
+        for op in trace.iterate_ops(phase):
             before, at, _ = split_number(op.module)
             if at is not None:
                 self.layers.add(f"{before}{at}")
             if op.collective is None or len(op.collective.ranks) < 2:
                 continue
-            key = _key(op.collective, mesh)
-            sent = wire_bytes(
+            key = _make_dimension_key(op.collective, mesh)
+            sent = count_wire_bytes(
                 op.collective.operation, op.collective.bytes, len(op.collective.ranks)
             )
             volume = Volume(
@@ -556,7 +569,7 @@ class _Counted:
                     self.in_layers[key][alike] += op.repeats
 
 
-def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
+def _make_dimension_key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
     places: dict[str, set[int]] = {}
     step = 1  # between neighbors along a dimension
     for name in reversed(list(mesh)):
@@ -565,7 +578,9 @@ def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
     return collective.dim, tuple(name for name in mesh if len(places[name]) > 1)
 
 
-def _usual_layer(places: Iterable[Counter[tuple[str, int, int]]], passes: int) -> Volume | None:
+def _find_usual_layer(
+    places: Iterable[Counter[tuple[str, int, int]]], passes: int
+) -> Volume | None:
     """What most layers have in one pass of `passes`: of a neighbor's gather, which a layer may
     issue, there are few.
     """
@@ -587,7 +602,7 @@ LIMIT = 2**31
 _KINDS = ("activations", "temporary", "logits", "communication", "gradients")
 
 
-def large_tensor_notes(trace: Trace, itemsize: int) -> list[str]:
+def note_large_tensors(trace: Trace, itemsize: int) -> list[str]:
     """What to know of a plan whose largest tensor that is computed from tokens may have LIMIT
     elements. itemsize: bytes of one.
     """

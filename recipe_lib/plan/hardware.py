@@ -129,7 +129,7 @@ class Hardware:
         return major, minor
 
 
-def _card(
+def _make_card(
     name: str,
     architecture: str,
     gibibytes: float,
@@ -154,28 +154,28 @@ def _card(
 _CARDS = (
     # NVIDIA Turing whitepaper (T4: 65 in fp16, no bf16 or tf32 / 8.1, 320 GB/s). With error
     # correction: OOM 14.56.
-    _card("t4", "sm75", 14.56, (65, 8.1, 8.1), 320, NO_P2P, ETHERNET_100, "teslat4"),
+    _make_card("t4", "sm75", 14.56, (65, 8.1, 8.1), 320, NO_P2P, ETHERNET_100, "teslat4"),
     # NVIDIA Ampere GA102 whitepaper 2.0 (3090: 71 / 35.6 / 35.6, 936 GB/s). OOM 23.56. nvidia-smi
     # 24576 MiB.
-    _card("rtx3090", "sm86", 23.56, (71, 35.6, 35.6), 936, NO_P2P, ETHERNET_10, "3090"),
+    _make_card("rtx3090", "sm86", 23.56, (71, 35.6, 35.6), 936, NO_P2P, ETHERNET_10, "3090"),
     # Rates of the 3090 by cores and boost clock (10752 x 1.86 GHz); NVIDIA's page: 1008 GB/s.
     # Memory as the 3090.
-    _card("rtx3090ti", "sm86", 23.56, (80, 40, 40), 1008, NO_P2P, ETHERNET_10, "3090ti"),
+    _make_card("rtx3090ti", "sm86", 23.56, (80, 40, 40), 1008, NO_P2P, ETHERNET_10, "3090ti"),
     # NVIDIA Ada whitepaper 2.0 (165.2 / 82.6 / 82.6, 1008 GB/s). OOM 23.52 (23.64 by older
     # drivers); nvidia-smi 24564.
-    _card("rtx4090", "sm89", 23.52, (165.2, 82.6, 82.6), 1008, NO_P2P, ETHERNET_10, "4090"),
+    _make_card("rtx4090", "sm89", 23.52, (165.2, 82.6, 82.6), 1008, NO_P2P, ETHERNET_10, "4090"),
     # NVIDIA RTX Blackwell whitepaper (209.5 / 104.8 / 104.8, 1792 GB/s). OOM 31.36. nvidia-smi
     # 32607 MiB.
-    _card("rtx5090", "sm120", 31.36, (209.5, 104.8, 104.8), 1792, NO_P2P, ETHERNET_10, "5090"),
+    _make_card("rtx5090", "sm120", 31.36, (209.5, 104.8, 104.8), 1792, NO_P2P, ETHERNET_10, "5090"),
     # Datasheets of the RTX A5000 (222.2 with sparsity, 27.8, 768 GB/s) and A6000 (309.7, 38.7, 768
     # GB/s); their error correction is off as delivered. OOM 47.40; the A5000 as the 3090, with the
     # same chips.
-    _card("a5000", "sm86", 23.56, (111.1, 55.6, 27.8), 768, PCIE4, ETHERNET_10, "rtxa5000"),
-    _card("a6000", "sm86", 47.40, (154.8, 77.4, 38.7), 768, PCIE4, ETHERNET_10, "rtxa6000"),
+    _make_card("a5000", "sm86", 23.56, (111.1, 55.6, 27.8), 768, PCIE4, ETHERNET_10, "rtxa5000"),
+    _make_card("a6000", "sm86", 47.40, (154.8, 77.4, 38.7), 768, PCIE4, ETHERNET_10, "rtxa6000"),
     # Datasheets of the RTX 5000 Ada (1044.4 in fp8 with sparsity, 65.3, 576 GB/s) and 6000 Ada
     # (1457, 91.1, 960 GB/s). With error correction: OOM 44.39 (46068 MiB); the 5000 Ada by the same
     # share of 32760 MiB. Without: 6 % more.
-    _card(
+    _make_card(
         "rtx5000ada",
         "sm89",
         29.50,
@@ -185,7 +185,7 @@ _CARDS = (
         ETHERNET_10,
         "rtx5000adageneration",
     ),
-    _card(
+    _make_card(
         "rtx6000ada",
         "sm89",
         44.39,
@@ -197,7 +197,7 @@ _CARDS = (
     ),
     # NVIDIA RTX Blackwell PRO whitepaper, Workstation Edition (503.8 / 251.9 / 126, 1792 GB/s). OOM
     # 94.96.
-    _card(
+    _make_card(
         "rtxpro6000",
         "sm120",
         94.96,
@@ -211,19 +211,19 @@ _CARDS = (
     ),
     # Datasheet of the A10 (125 / 62.5 / 31.2, 600 GB/s); the A10G is its variant for AWS g5 (70 /
     # 35 / 35, as AWS and Baseten say). With error correction: OOM 21.95. nvidia-smi 23028 MiB.
-    _card("a10", "sm86", 21.95, (125, 62.5, 31.2), 600, NO_P2P, ETHERNET_100),
-    _card("a10g", "sm86", 21.95, (70, 35, 35), 600, NO_P2P, ETHERNET_100),
+    _make_card("a10", "sm86", 21.95, (125, 62.5, 31.2), 600, NO_P2P, ETHERNET_100),
+    _make_card("a10g", "sm86", 21.95, (70, 35, 35), 600, NO_P2P, ETHERNET_100),
     # Datasheets with sparsity halved: L4 (242 / 120 / 30.3, 300 GB/s; OOM 21.95), A40 (149.7 dense
     # / 74.8 / 37.4, 696 GB/s), L40 (362 / 181 / 90.5, 864 GB/s), L40S (733 / 366 / 91.6, 864 GB/s).
     # The last three: OOM 44.34.
-    _card("l4", "sm89", 21.95, (121, 60, 30.3), 300, NO_P2P, ETHERNET_100),
-    _card("a40", "sm86", 44.34, (149.7, 74.8, 37.4), 696, PCIE4, ETHERNET_100),
-    _card("l40", "sm89", 44.34, (181, 90.5, 90.5), 864, PCIE4, ETHERNET_100),
-    _card("l40s", "sm89", 44.34, (362, 183, 91.6), 864, PCIE4, ETHERNET_100),
+    _make_card("l4", "sm89", 21.95, (121, 60, 30.3), 300, NO_P2P, ETHERNET_100),
+    _make_card("a40", "sm86", 44.34, (149.7, 74.8, 37.4), 696, PCIE4, ETHERNET_100),
+    _make_card("l40", "sm89", 44.34, (181, 90.5, 90.5), 864, PCIE4, ETHERNET_100),
+    _make_card("l40s", "sm89", 44.34, (362, 183, 91.6), 864, PCIE4, ETHERNET_100),
     # Datasheet of the A100 (312 / 156 / 19.5; 1555, 2039 and, PCIe with 80 GB, 1935 GB/s). OOM
     # 39.38 and 79.14.
-    _card("a100-40gb", "sm80", 39.38, (312, 156, 19.5), 1555, NVLINK3, HDR, "a100sxm440gb"),
-    _card(
+    _make_card("a100-40gb", "sm80", 39.38, (312, 156, 19.5), 1555, NVLINK3, HDR, "a100sxm440gb"),
+    _make_card(
         "a100-80gb",
         "sm80",
         79.14,
@@ -234,15 +234,15 @@ _CARDS = (
         "a100sxm480gb",
         "a100sxm80gb",
     ),
-    _card(
+    _make_card(
         "a100-40gb-pcie", "sm80", 39.38, (312, 156, 19.5), 1555, PCIE4, ETHERNET_100, "a100pcie40gb"
     ),
-    _card(
+    _make_card(
         "a100-80gb-pcie", "sm80", 79.14, (312, 156, 19.5), 1935, PCIE4, ETHERNET_100, "a100pcie80gb"
     ),
     # Datasheet of the H100 with sparsity halved: SXM (1979 / 989 / 67, 3.35 TB/s), PCIe (1513 / 756
     # / 51, 2 TB/s), NVL (1671 / 835 / 60, 3.9 TB/s). OOM 79.14 and 93.00.
-    _card(
+    _make_card(
         "h100",
         "sm90",
         79.14,
@@ -254,13 +254,13 @@ _CARDS = (
         "h100-80gb",
         "h10080gbhbm3",
     ),
-    _card("h100-pcie", "sm90", 79.14, (756, 378, 51), 2000, PCIE5, ETHERNET_100),
-    _card("h100-nvl", "sm90", 93.00, (835, 417.5, 60), 3900, PCIE5, ETHERNET_100),
+    _make_card("h100-pcie", "sm90", 79.14, (756, 378, 51), 2000, PCIE5, ETHERNET_100),
+    _make_card("h100-nvl", "sm90", 93.00, (835, 417.5, 60), 3900, PCIE5, ETHERNET_100),
     # Datasheet of the H200 SXM: rates of the H100, 4.8 TB/s, sold as 141 GB. OOM 139.80.
-    _card("h200", "sm90", 139.80, (989.4, 494.7, 66.9), 4800, NVLINK4, NDR, "h200sxm"),
+    _make_card("h200", "sm90", 139.80, (989.4, 494.7, 66.9), 4800, NVLINK4, NDR, "h200sxm"),
     # Datasheet of the HGX B200, an eighth of eight GPUs: 36 PFLOP/s in bf16 with sparsity (2250
     # dense), 18 in tf32, 600 TFLOP/s in fp32, 62 TB/s. OOM 178.35.
-    _card("b200", "sm100", 178.35, (2250, 1125, 75), 7750, NVLINK5, NDR),
+    _make_card("b200", "sm100", 178.35, (2250, 1125, 75), 7750, NVLINK5, NDR),
 )
 
 HARDWARE = {card.name: card for card in _CARDS}
@@ -303,10 +303,10 @@ def find_hardware(name: str) -> Hardware:
     found = _find(name)
     if found:
         return found
-    plain = _plain(name)
-    close = find_nearest(plain, [_plain(spelling) for spelling in HARDWARE])
-    likely = [card for card in HARDWARE if plain and _plain(card).startswith(plain)]
-    likely = likely or [card for card in HARDWARE if _plain(card) == close]
+    plain = _normalize(name)
+    close = find_nearest(plain, [_normalize(spelling) for spelling in HARDWARE])
+    likely = [card for card in HARDWARE if plain and _normalize(card).startswith(plain)]
+    likely = likely or [card for card in HARDWARE if _normalize(card) == close]
     meant = f"; did you mean {' or '.join(likely)}?" if likely else ""
     maker = next((maker for maker, names in _OTHER_MAKERS.items() if re.match(names, plain)), None)
     if maker and not likely:
@@ -324,21 +324,21 @@ def find_hardware(name: str) -> Hardware:
 def _find(name: str) -> Hardware | None:
     size = _SIZE.fullmatch(name.strip())
     if size:
-        return _of_size(name.strip(), float(size[1]), exact=size[2].lower() == "gib")
-    plain = _plain(name)
+        return _make_sized_card(name.strip(), float(size[1]), exact=size[2].lower() == "gib")
+    plain = _normalize(name)
     if plain == "cpu":
-        return _cpu()
+        return _make_cpu()
     for card in _CARDS:
-        if plain in {_plain(spelling) for spelling in (card.name, *card.aliases)}:
+        if plain in {_normalize(spelling) for spelling in (card.name, *card.aliases)}:
             return card
     return None
 
 
-def reported_hardware(name: str, memory: int) -> Hardware:
+def find_reported_hardware(name: str, memory: int) -> Hardware:
     """Return the device that CUDA calls `name`, with `memory` bytes; rates of one that is not in
     the table are those of a common card of that size.
     """
-    hardware = _find(name) or _of_size(name, memory / GIB, exact=True)
+    hardware = _find(name) or _make_sized_card(name, memory / GIB, exact=True)
     return replace(hardware, memory=memory)
 
 
@@ -357,14 +357,14 @@ def parse_fit(text: str) -> tuple[int, Hardware]:
     return ranks, find_hardware(found[2])
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     """Letters and digits in lower case, without the maker and its brands: what spellings of a card
     share.
     """
     return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
 
 
-def _of_size(name: str, size: float, exact: bool) -> Hardware:
+def _make_sized_card(name: str, size: float, exact: bool) -> Hardware:
     """A device of which only the memory is known. size: GiB; exact: as CUDA reports it, else as it
     is sold.
     """
@@ -385,7 +385,7 @@ def _of_size(name: str, size: float, exact: bool) -> Hardware:
     )
 
 
-def _cpu() -> Hardware:
+def _make_cpu() -> Hardware:
     """This machine's memory; the rates are guesses for a few cores."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flops = dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), 0.1 * TERA)

@@ -56,7 +56,7 @@ class Chart:
     y: Scale | None = None
     shapes: list[Element] = field(default_factory=list)  # in the plot, the first at the back
 
-    def across(self, value: float) -> float:
+    def compute_x(self, value: float) -> float:
         """Where a number of the x axis is."""
         assert self.x is not None
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
@@ -72,16 +72,16 @@ class Chart:
         self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
     ) -> None:
         """Adds a shape, like `_shape`."""
-        self.shapes.append(_shape(tag, style, text, title, **places))
+        self.shapes.append(_make_shape(tag, style, text, title, **places))
 
 
-def _shape(
+def _make_shape(
     tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
 ) -> Element:
     """Return an element. style: its class. text: inside it. title: shown over it. places: its
     attributes, `text_anchor` for `text-anchor`.
     """
-    named = {name.replace("_", "-"): place(value) for name, value in places.items()}
+    named = {name.replace("_", "-"): format_attribute(value) for name, value in places.items()}
     shape = Element(tag, ({"class": style} if style else {}) | named)
     shape.text = text
     if title:
@@ -89,32 +89,32 @@ def _shape(
     return shape
 
 
-def place(value: float | str) -> str:
+def format_attribute(value: float | str) -> str:
     """A number as an attribute: two digits are enough for a picture."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
-def as_svg(chart: Chart) -> str:
+def render_svg(chart: Chart) -> str:
     """The chart as it stands in a page; every text is escaped."""
     view = f"0 0 {chart.width} {chart.height}"
     svg = Element("svg", {"viewBox": view, "role": "img", "aria-label": chart.label})
-    svg.extend([*_axes(chart), *chart.shapes])
+    svg.extend([*_draw_axes(chart), *chart.shapes])
     indent(svg, "")
     return tostring(svg, encoding="unicode")
 
 
-def _axes(chart: Chart) -> list[Element]:
+def _draw_axes(chart: Chart) -> list[Element]:
     """Return what is drawn of the axes that the chart has: lines, numbers and names."""
     shapes = []
     base, end = chart.height - chart.bottom, chart.width - chart.right
     if chart.x is not None:
-        shapes.append(_shape("line", "axis", x1=chart.left, x2=end, y1=base, y2=base))
+        shapes.append(_make_shape("line", "axis", x1=chart.left, x2=end, y1=base, y2=base))
         for value, text in chart.x.ticks:
-            x = chart.across(value)
-            shapes.append(_shape("line", "axis", x1=x, x2=x, y1=base, y2=base + 4))
+            x = chart.compute_x(value)
+            shapes.append(_make_shape("line", "axis", x1=x, x2=x, y1=base, y2=base + 4))
             half = _LETTER / 2 * len(text)  # a text at the end of the axis stays in the picture
             shapes.append(
-                _shape(
+                _make_shape(
                     "text",
                     text=text,
                     x=min(x, chart.width - half),
@@ -124,19 +124,23 @@ def _axes(chart: Chart) -> list[Element]:
             )
         middle = (chart.left + end) / 2
         shapes.append(
-            _shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle")
+            _make_shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle")
         )
     if chart.y is not None:
         for value, text in chart.y.ticks:
-            y = chart.up(value)
-            shapes.append(_shape("line", "grid", x1=chart.left, x2=end, y1=y, y2=y))
-            shapes.append(_shape("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end"))
-        turned = f"translate(11 {place((chart.top + base) / 2)}) rotate(-90)"
-        shapes.append(_shape("text", "name", chart.y.name, transform=turned, text_anchor="middle"))
+            y = chart.compute_y(value)
+            shapes.append(_make_shape("line", "grid", x1=chart.left, x2=end, y1=y, y2=y))
+            shapes.append(
+                _make_shape("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end")
+            )
+        turned = f"translate(11 {format_attribute((chart.top + base) / 2)}) rotate(-90)"
+        shapes.append(
+            _make_shape("text", "name", chart.y.name, transform=turned, text_anchor="middle")
+        )
     return shapes
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
+def compute_ticks(low: float, high: float, most: int) -> list[float]:
     """At most `most` + 1 round numbers (1, 2 or 5 times a power of ten apart) from low to high."""
     raw = (high - low) / most
     power = 10.0 ** math.floor(math.log10(raw))
@@ -145,7 +149,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [number * gap for number in range(first, math.floor(high / gap + 1e-9) + 1)]
 
 
-def short(value: float, digits: int = 3) -> str:
+def format_short(value: float, digits: int = 3) -> str:
     """A number in few letters: `0.05`, `1500`, `12.5K`, `2e-5`."""
     for least, size, letter in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "K")):
         if least <= abs(value) < 1e15:
@@ -168,7 +172,7 @@ class Curve:
         return [value for _, value in self.points if value is not None]
 
 
-def line_figure(
+def draw_line_figure(
     title: str,
     unit: str,
     curves: list[Curve],
@@ -184,7 +188,7 @@ def line_figure(
     """
     values = [value for curve in curves for value in curve.values]
     name = f"{title[:1].lower()}{title[1:]}" + (f" ({unit})" if unit else "")
-    ends = [f"{curve.name} {short(curve.values[-1], 4)}" for curve in curves]
+    ends = [f"{curve.name} {format_short(curve.values[-1], 4)}" for curve in curves]
     chart = Chart(
         WIDTH,
         HEIGHT,
@@ -196,11 +200,13 @@ def line_figure(
     )
     steps = [step for curve in curves for step, _ in curve.points]
     last = max(*steps, min(steps) + 1)
-    whole = [step for step in ticks(min(steps), last, 6) if step == int(step)]
-    chart.x = Scale("step", min(steps), last, [(step, short(step)) for step in whole])
+    whole = [step for step in compute_ticks(min(steps), last, 6) if step == int(step)]
+    chart.x = Scale("step", min(steps), last, [(step, format_short(step)) for step in whole])
     is_log = prefers_log and min(values) > 0 and _DECADE < max(values) / min(values) < _LARGEST_SPAN
     chart.y = (
-        _log_axis(unit or name, values) if is_log else _value_axis(unit or name, values, from_zero)
+        _make_log_axis(unit or name, values)
+        if is_log
+        else _make_value_axis(unit or name, values, from_zero)
     )
     chart.left = max(_LEFT, 24 + _LETTER * max((len(text) for _, text in chart.y.ticks), default=0))
     group = max(1, math.ceil(max(len(curve.points) for curve in curves) / _MOST_POINTS))
@@ -208,21 +214,21 @@ def line_figure(
         _draw_curve(chart, _find_runs(curve, group), number % COLORS)
     keys = [(f"k{number % COLORS}", end) for number, end in enumerate(ends)]
     return Figure(
-        as_svg(chart), keys, f"Line: mean of {group} steps." if group > 1 else "", title=title
+        render_svg(chart), keys, f"Line: mean of {group} steps." if group > 1 else "", title=title
     )
 
 
-def _value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
+def _make_value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low = low if from_zero and low == 0 else low - margin
     high += margin
-    return Scale(name, low, high, _different(ticks(low, high, 5)))
+    return Scale(name, low, high, _label_ticks(compute_ticks(low, high, 5)))
 
 
-def _log_axis(name: str, values: list[float]) -> Scale:
+def _make_log_axis(name: str, values: list[float]) -> Scale:
     """An axis with powers of ten; every so many where they are more than seven."""
     margin = (max(values) / min(values)) ** 0.06
     low = min(values) / margin
@@ -230,14 +236,18 @@ def _log_axis(name: str, values: list[float]) -> Scale:
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     marks = [10.0**power for power in powers[:: math.ceil(len(powers) / 7)]]
     return Scale(
-        name, low, high, _different(marks if len(marks) > 1 else ticks(low, high, 5)), is_log=True
+        name,
+        low,
+        high,
+        _label_ticks(marks if len(marks) > 1 else compute_ticks(low, high, 5)),
+        is_log=True,
     )
 
 
-def _different(values: list[float]) -> list[tuple[float, str]]:
+def _label_ticks(values: list[float]) -> list[tuple[float, str]]:
     """Numbers and their texts, with as many digits as tell neighbors apart."""
     for digits in range(3, 12):
-        texts = [short(value if abs(value) > 1e-300 else 0.0, digits) for value in values]
+        texts = [format_short(value if abs(value) > 1e-300 else 0.0, digits) for value in values]
         if len(set(texts)) == len(texts):
             break
     return list(zip(values, texts, strict=True))
@@ -246,11 +256,15 @@ def _different(values: list[float]) -> list[tuple[float, str]]:
 def _draw_curve(chart: Chart, runs: list[list[tuple[int, float]]], color: int) -> None:
     """The line, broken between runs; a point that stands alone, and the last one, as dots."""
     for run in runs:
-        points = " ".join(f"{chart.across(step):.1f},{chart.up(value):.1f}" for step, value in run)
+        points = " ".join(
+            f"{chart.compute_x(step):.1f},{chart.compute_y(value):.1f}" for step, value in run
+        )
         chart.put("polyline", f"curve c{color}", points=points)
     alone = [run[0] for run in runs if len(run) == 1]
     for step, value in dict.fromkeys([*alone, runs[-1][-1]]):
-        chart.put("circle", f"dot c{color}", cx=chart.across(step), cy=chart.up(value), r=3)
+        chart.put(
+            "circle", f"dot c{color}", cx=chart.compute_x(step), cy=chart.compute_y(value), r=3
+        )
 
 
 def _find_runs(curve: Curve, group: int) -> list[list[tuple[int, float]]]:
@@ -287,7 +301,7 @@ def render_page(
     kind: `run`, `plan` or `evaluation`, by which the file is known again. style: `good`, `risky` or
     `bad` colors the headline. status: a word after the name.
     """
-    return page_template().render(
+    return load_page_template().render(
         kind=kind,
         title=title,
         name=name,
@@ -300,7 +314,7 @@ def render_page(
 
 
 @cache
-def page_template() -> Any:
+def load_page_template() -> Any:
     """Return the page as a compiled template of Jinja, which a plan on the terminal does
     without.
     """

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from recipe_lib.errors import call_at_end, end_process
 from recipe_lib.logs import get_logger, is_quiet, is_verbose
-from recipe_lib.report.terminal import SOFT, open_console, text_of, wants_color
+from recipe_lib.report.terminal import SOFT, open_console, read_console, wants_color
 from recipe_lib.units import format_bytes, format_clock, format_seconds
 
 # What is drawn on a terminal while something goes on: at most three rows at its bottom, everything
@@ -115,7 +115,7 @@ class _Screen:
             row.truncate(width)
             console.print(row)
         up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
-        self._write(f"{ERASE}{text_of(console).rstrip(chr(10))}\r{up}")
+        self._write(f"{ERASE}{read_console(console).rstrip(chr(10))}\r{up}")
         self.drawn = True
 
     def stream(self) -> TextIO:
@@ -177,7 +177,7 @@ def can_draw() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def speaks_for_all() -> bool:
+def should_report() -> bool:
     """Whether this process says what goes on: the first of several ranks, and none that was forked
     to help.
     """
@@ -226,7 +226,7 @@ class Phase:
             return []
         letters = _SPINNER if has_unicode() else _PLAIN_SPINNER
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
-        end = f"  {self.time_of(seconds)}"
+        end = f"  {self.describe_time(seconds)}"
         row.append(f"{self.what}{self.reached()}", style="default")
         if self.text:
             row.append(f": {self.text}")
@@ -252,7 +252,7 @@ class Phase:
             )
         return "".join(f": {part}" for part in parts)
 
-    def time_of(self, seconds: float) -> str:
+    def describe_time(self, seconds: float) -> str:
         """The seconds so far, and those left where the total is known."""
         if not self.total or not self.done or self.done >= self.total or seconds < SAID_SECONDS:
             return format_clock(seconds)
@@ -270,15 +270,13 @@ def phase(
     with its seconds.
     """
     going, end = Phase(what, total, unit), threading.Event()
-    shown = speaks_for_all() and not is_quiet()
+    shown = should_report() and not is_quiet()
     live = shown and can_draw()
     if live:
         _open.append(going)
         show_rows(going.rows)
     elif shown:
-        threading.Thread(
-            target=_say_now_and_then, args=(going, end), name="phase", daemon=True
-        ).start()
+        threading.Thread(target=_log_progress, args=(going, end), name="phase", daemon=True).start()
     try:
         yield going
     finally:
@@ -316,11 +314,11 @@ def importing(what: str) -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _say_now_and_then(going: Phase, end: threading.Event) -> None:
+def _log_progress(going: Phase, end: threading.Event) -> None:
     while not end.wait(LINE_SECONDS):
         said = f"{going.reached()}: {going.text}" if going.text else going.reached()
         get_logger().info(
-            "%s%s, %s", going.what, said, going.time_of(time.monotonic() - going.began)
+            "%s%s, %s", going.what, said, going.describe_time(time.monotonic() - going.began)
         )
 
 

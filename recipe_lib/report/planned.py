@@ -13,7 +13,7 @@ FIGURES = "TUNE_PLAN_FIGURES"  # the file where `tune run` has the figures of it
 KINDS = ("active", "allocated", "reserved")
 
 
-def planned_figures(output_dir: Path) -> dict[str, Any] | None:
+def read_planned_figures(output_dir: Path) -> dict[str, Any] | None:
     """The figures of the plan of the run in `output_dir`, if `tune run` has made it by now."""
     with suppress(KeyError, OSError, ValueError):
         figures = read_object(os.environ[FIGURES])

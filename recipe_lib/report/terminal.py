@@ -28,7 +28,7 @@ _GAP, _SHORTEST = 2, 12  # columns between two; letters that a text which is cut
 _ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
 
 
-def terminal_width(otherwise: int = 100) -> int:
+def get_terminal_width(otherwise: int = 100) -> int:
     """Columns of the terminal between 60 and 120; without a terminal `otherwise`."""
     return min(
         max(WIDEST, otherwise), max(NARROWEST, shutil.get_terminal_size((otherwise, 24)).columns)
@@ -53,7 +53,7 @@ def open_console(width: int, color: bool = False) -> Console:
     )
 
 
-def text_of(console: Console) -> str:
+def read_console(console: Console) -> str:
     """What was printed, without spaces at the ends of lines."""
     assert isinstance(console.file, io.StringIO)
     return _ENDS.sub(lambda found: "\x1b[0m" if "\x1b" in found[0] else "", console.file.getvalue())
@@ -64,12 +64,12 @@ def put(
 ) -> None:
     """A paragraph; unwrapped what people copy."""
     if wrap:
-        console.print(_indented(Text(escape_invisible(text), style), indent))
+        console.print(_indent(Text(escape_invisible(text), style), indent))
     else:
         console.print(Text(" " * indent + escape_invisible(text), style), soft_wrap=True)
 
 
-def heading(console: Console, text: str) -> None:
+def put_heading(console: Console, text: str) -> None:
     """An empty line and a title."""
     console.print()
     put(console, text, HEADING)
@@ -82,7 +82,7 @@ def put_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
     grid.add_column(overflow="fold")
     for name, value in pairs:
         grid.add_row(Text(escape_invisible(name)), Text(escape_invisible(value)))
-    console.print(_indented(grid, 2))
+    console.print(_indent(grid, 2))
 
 
 def put_list(console: Console, sentences: Iterable[str]) -> None:
@@ -90,7 +90,7 @@ def put_list(console: Console, sentences: Iterable[str]) -> None:
     grid = rich_table.Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
         grid.add_row("-", Text(escape_invisible(sentence)))
-    console.print(_indented(grid, 2))
+    console.print(_indent(grid, 2))
 
 
 def put_section(console: Console, section: Section) -> None:
@@ -99,7 +99,7 @@ def put_section(console: Console, section: Section) -> None:
     """
     if not any((section.facts, section.table, section.tree, section.items, section.text)):
         return
-    heading(console, section.title)
+    put_heading(console, section.title)
     if section.facts:
         put_pairs(console, ((name, str(value)) for name, value in section.facts))
     if section.table and section.table.tells_below:
@@ -107,14 +107,14 @@ def put_section(console: Console, section: Section) -> None:
     elif section.table:
         put_table(console, section.table)
     if section.tree:
-        put_table(console, _table_of_tree(section.tree))
+        put_table(console, _make_tree_table(section.tree))
     if section.items:
         put_list(console, section.items)
     if section.text:
         put(console, section.text, SOFT if section.tree else "", indent=2)
 
 
-def _table_of_tree(lines: Sequence[TreeLine]) -> Table:
+def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
     rows = [
         [f"{'  ' * line.level}{line.name}", line.number, line.share, line.count] for line in lines
     ]
@@ -131,7 +131,9 @@ def _table_of_tree(lines: Sequence[TreeLine]) -> Table:
 def _put_told_rows(console: Console, table: Table) -> None:
     """Print a table whose last column stands below the rest of its row."""
     rows = [row[:-1] for row in table.rows]
-    header, *lines = table_lines(replace(table, header=table.header[:-1], rows=rows), console.width)
+    header, *lines = format_table_lines(
+        replace(table, header=table.header[:-1], rows=rows), console.width
+    )
     put(console, header, SOFT)
     for line, row in zip(lines, table.rows, strict=True):
         put(console, line)
@@ -147,7 +149,7 @@ def put_table(console: Console, table: Table) -> None:
     An optional text column that comes last is cut rather than left out while 12 letters of it fit.
     Where that does not do, the longest text column is cut.
     """
-    shown, cut = _shown(table, console.width - 2)
+    shown, cut = _choose_columns(table, console.width - 2)
     grid = rich_table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=table.headed,
                             header_style=SOFT)  # fmt: skip
     for at in shown:
@@ -163,19 +165,19 @@ def put_table(console: Console, table: Table) -> None:
                 for at in shown
             )
         )
-    console.print(_indented(grid, 2))
+    console.print(_indent(grid, 2))
     for note in table.notes:
         put(console, note, indent=2)
 
 
-def table_lines(table: Table, width: int) -> list[str]:
+def format_table_lines(table: Table, width: int) -> list[str]:
     """The same as lines of text: the header, then a line for each row."""
     console = open_console(width)
     put_table(console, table)
-    return text_of(console).splitlines()
+    return read_console(console).splitlines()
 
 
-def _shown(table: Table, room: int) -> tuple[list[int], list[int]]:
+def _choose_columns(table: Table, room: int) -> tuple[list[int], list[int]]:
     """Places of the columns that are shown; of those that may be cut."""
     places, optional = list(range(len(table.header))), list(table.optional)
     widths = [
@@ -192,5 +194,5 @@ def _shown(table: Table, room: int) -> tuple[list[int], list[int]]:
     return places, [at for at in places if table.header[at] in table.left]
 
 
-def _indented(block: RenderableType, columns: int) -> RenderableType:
+def _indent(block: RenderableType, columns: int) -> RenderableType:
     return Padding(block, (0, 0, 0, columns), expand=False) if columns else block

@@ -117,7 +117,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(
+def _dump_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
     """JSON as text for a model: nothing is escaped for HTML."""
@@ -135,7 +135,7 @@ class Renderer:
         from jinja2 import TemplateSyntaxError
 
         environment = _make_sandbox()
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = _dump_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = DATE.strftime
         self._environment = environment
@@ -248,7 +248,7 @@ def _limit_process() -> None:
                 resource.setrlimit(getattr(resource, name), (limit, limit))
 
 
-def _answer(request: Any, known: dict[str, Renderer]) -> Any:
+def _answer_request(request: Any, known: dict[str, Renderer]) -> Any:
     """Matches (`patterns`, `names`, `whole`); compiles (`source`, `tokens`, `remedy`) or renders
     (`messages`, `wanted`, `tools`, `options`) with the template `name`.
     """
@@ -281,7 +281,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # then the kernel ends the process
-        sys.stdout.buffer.write(json.dumps(_answer(request, known)).encode("ascii") + b"\n")
+        sys.stdout.buffer.write(json.dumps(_answer_request(request, known)).encode("ascii") + b"\n")
         sys.stdout.buffer.flush()
         signal.setitimer(signal.ITIMER_REAL, 0)
 

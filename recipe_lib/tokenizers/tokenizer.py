@@ -76,11 +76,11 @@ def find_turn_end(
     last, followed = render_many([*messages, messages[0]], [RenderRequest(2), RenderRequest(3)])
     if isinstance(last, DataError) or _ANSWER not in last:
         return TurnEnd()  # a template for other conversations than this one
-    alone = _pieces(split, last)
+    alone = _list_pieces_after_answer(split, last)
     later = (
         []
         if isinstance(followed, DataError) or _ANSWER not in followed
-        else _pieces(split, followed)
+        else _list_pieces_after_answer(split, followed)
     )
     shared = [
         piece
@@ -101,7 +101,7 @@ def find_turn_end(
     return TurnEnd(next_turn=begins if is_special and begins != bos else "")
 
 
-def _pieces(
+def _list_pieces_after_answer(
     split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str
 ) -> list[tuple[str, bool]]:
     """What follows the answer, as (text, whether it is a special token)."""
@@ -136,12 +136,12 @@ class Tokenizer:
             settings.listed | {token.content: token for token in vocabulary.added} | settings.added
         )
         self._by_id = {token.id: token for token in self._added.values()}
-        self.bos_id = self._role(settings, "bos_token", settings.bos_id)
-        self.eos_id = self._role(settings, "eos_token", settings.eos_id)
-        self.pad_id = self._role(settings, "pad_token", None)
+        self.bos_id = self._find_role_id(settings, "bos_token", settings.bos_id)
+        self.eos_id = self._find_role_id(settings, "eos_token", settings.eos_id)
+        self.pad_id = self._find_role_id(settings, "pad_token", None)
         for role in (self.bos_id, self.eos_id):
             if role is not None and role not in self._by_id:
-                content = vocabulary.token_bytes(role).decode("utf-8", errors="replace")
+                content = vocabulary.get_token_bytes(role).decode("utf-8", errors="replace")
                 self._by_id[role] = self._added[content] = AddedToken(content, role)
         self.vocab_size = max([vocabulary.size, *(i + 1 for i in self._by_id)])
         self.ordinary_size = max(
@@ -150,7 +150,7 @@ class Tokenizer:
         self.add_bos_by_default = self.bos_id is not None and (
             settings.add_bos
             if isinstance(settings.add_bos, bool)
-            else vocabulary.begins_with(self.bos_id)
+            else vocabulary.puts_bos_first(self.bos_id)
         )
         self._declared_stops = frozenset(settings.stop_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
@@ -171,7 +171,7 @@ class Tokenizer:
         if settings.chat_template is not None:
             found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
             tokens = {
-                role: self.token_bytes(i).decode() for role, i in found.items() if i is not None
+                role: self.get_token_bytes(i).decode() for role, i in found.items() if i is not None
             }
             self._template = ChatTemplate(
                 settings.chat_template,
@@ -224,8 +224,10 @@ class Tokenizer:
         """How the chat template ends an answer."""
         if self._template is None:
             return TurnEnd()
-        stops = {self.token_bytes(token).decode(errors="replace") for token in self._known_stops}
-        bos = None if self.bos_id is None else self.token_bytes(self.bos_id).decode()
+        stops = {
+            self.get_token_bytes(token).decode(errors="replace") for token in self._known_stops
+        }
+        bos = None if self.bos_id is None else self.get_token_bytes(self.bos_id).decode()
         return find_turn_end(
             self._template.render_many, lambda text: _split(text, self._split_special), stops, bos
         )
@@ -289,7 +291,7 @@ class Tokenizer:
         decoder = StreamDecoder(self, skip_special=skip_special)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.finish()
 
-    def token_bytes(self, token: int) -> bytes:
+    def get_token_bytes(self, token: int) -> bytes:
         """The bytes that an id stands for, special tokens as they are written. Raises DataError for
         no id of ours.
         """
@@ -300,12 +302,12 @@ class Tokenizer:
             raise DataError(
                 f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}"
             )
-        return vocabulary.token_bytes(token)
+        return vocabulary.get_token_bytes(token)
 
     def render_chats(
         self,
         messages: Sequence[Mapping[str, Any]],
-        wanted: Sequence[RenderRequest],
+        requests: Sequence[RenderRequest],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str | DataError]:
@@ -319,7 +321,7 @@ class Tokenizer:
                 f"{self.place}: the tokenizer has no chat template; set tokenizer.chat_template to"
                 " a Jinja file"
             )
-        return self._template.render_many(messages, wanted, tools, options)
+        return self._template.render_many(messages, requests, tools, options)
 
     def eats_space(self, token_before: int | None) -> bool:
         """Whether a text that begins after this id (None: at the start) begins with a space that is
@@ -329,7 +331,7 @@ class Tokenizer:
             return self.vocabulary.eats_first_space
         return self.vocabulary.eats_space_after_special
 
-    def _role(self, settings: Settings, role: str, number: int | None) -> int | None:
+    def _find_role_id(self, settings: Settings, role: str, number: int | None) -> int | None:
         """The id of a special token: by its text, else by a number in a config, else what the
         vocabulary says.
         """
@@ -376,8 +378,8 @@ class StreamDecoder:
             text = self._bytes.decode(b"", final=True)
             self._bytes.reset()
             self._drop_space = tokenizer.eats_space(token)
-            return text if self._skip else text + tokenizer.token_bytes(token).decode()
-        written = tokenizer.token_bytes(token)
+            return text if self._skip else text + tokenizer.get_token_bytes(token).decode()
+        written = tokenizer.get_token_bytes(token)
         if self._drop_space and written:
             written = written[1:] if written.startswith(b" ") else written
             self._drop_space = False
@@ -514,10 +516,10 @@ def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: 
             raise Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
         return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
     except (OSError, ValueError):  # no answer, or a part of one
-        raise Stopped(_why_ended(child)) from None
+        raise Stopped(_explain_end(child)) from None
 
 
-def _why_ended(child: subprocess.Popen[bytes]) -> str:
+def _explain_end(child: subprocess.Popen[bytes]) -> str:
     """Return why the process has ended; one that has not is killed."""
     try:
         code = child.wait(timeout=5)
@@ -579,7 +581,7 @@ class ChatTemplate:
     def render_many(
         self,
         messages: Messages,
-        wanted: Sequence[RenderRequest],
+        requests: Sequence[RenderRequest],
         tools: Messages | None = None,
         options: Options | None = None,
     ) -> list[str | DataError]:
@@ -592,10 +594,10 @@ class ChatTemplate:
         request = {
             "name": self._template["name"],
             "messages": list(messages),
-            "wanted": list(wanted),
+            "wanted": list(requests),
             "tools": tools,
             "options": options,
-            "seconds": (1 + len(wanted)) * TIMEOUT_SECONDS,
+            "seconds": (1 + len(requests)) * TIMEOUT_SECONDS,
         }
         pairs = self._ask(request)
         return [

@@ -59,11 +59,11 @@ class Vocabulary(ABC):
     def find(self, piece: str) -> int | None:
         """Return the id of a token as the file spells it; None: there is none."""
 
-    def token_bytes(self, token: int) -> bytes:
+    def get_token_bytes(self, token: int) -> bytes:
         """Return what an id stands for; part of a character for some."""
         return self._bytes[token]
 
-    def begins_with(self, bos_id: int) -> bool:
+    def puts_bos_first(self, bos_id: int) -> bool:
         """Return whether this kind of tokenizer puts BOS before a text by default, as models are
         trained with it.
         """
@@ -107,7 +107,7 @@ class SentencePieceVocabulary(Vocabulary):
             s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)
         ]
         self._breakable = compile_alternation(greedy)
-        self._bytes = [self._piece_bytes(i) for i in range(self.size)]
+        self._bytes = [self._decode_piece(i) for i in range(self.size)]
 
     @property
     def model(self) -> SentencePieceProcessor:
@@ -117,7 +117,7 @@ class SentencePieceVocabulary(Vocabulary):
     def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text."""
         ids: list[int] = []
-        for part in _broken(text, self._breakable):
+        for part in _break_matches(text, self._breakable):
             if place is TextPosition.START or (
                 place is TextPosition.AFTER_SPECIAL and self.eats_space_after_special
             ):
@@ -134,7 +134,7 @@ class SentencePieceVocabulary(Vocabulary):
         token = self._first.piece_to_id(piece)
         return token if self._first.id_to_piece(token) == piece else None
 
-    def _piece_bytes(self, token: int) -> bytes:
+    def _decode_piece(self, token: int) -> bytes:
         piece = self._first.id_to_piece(token)
         if self._first.is_byte(token):
             return bytes([int(piece[3:5], 16)])
@@ -193,7 +193,7 @@ class JsonVocabulary(Vocabulary):
         try:
             content = parse_json(text)
             self._growth = read_growth(path, content)
-            with _no_panic(path):
+            with _catch_panics(path):
                 self._first = _build_tokenizer(text)
         except DataError:
             raise
@@ -204,11 +204,11 @@ class JsonVocabulary(Vocabulary):
         self.added = tuple(
             AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or []
         )
-        self._after_special = self._variant(content, keep_always=True)
+        self._after_special = self._build_variant(content, keep_always=True)
         self._variants = {
             TextPosition.START: self._first,
             TextPosition.AFTER_SPECIAL: self._after_special,
-            TextPosition.INSIDE: self._variant(content, keep_always=False),
+            TextPosition.INSIDE: self._build_variant(content, keep_always=False),
         }
         pieces = content["model"]["vocab"]
         self.size = (
@@ -226,23 +226,23 @@ class JsonVocabulary(Vocabulary):
                 and part.get("start", 0) > 0
             )
             or (part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never")
-            for part in _decoders(content.get("decoder"))
+            for part in _list_decoders(content.get("decoder"))
         )
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
-        with _no_panic(path):
+        with _catch_panics(path):
             self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
-        self._to_bytes = _bytes_of_pieces(content.get("decoder"))
+        self._to_bytes = _make_piece_decoder(content.get("decoder"))
 
     def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text; added tokens that are not special are found in it."""
         chosen = self._variants[place]
-        with _no_panic(self._path):
+        with _catch_panics(self._path):
             check_length(self._path, chosen, text, self._growth)
             return chosen.encode_batch_fast([text], add_special_tokens=False)[
                 0
             ].ids  # without offsets: a sixth faster
 
-    def token_bytes(self, token: int) -> bytes:
+    def get_token_bytes(self, token: int) -> bytes:
         """What an id stands for; part of a character for some, nothing for ids that are not
         used.
         """
@@ -253,11 +253,11 @@ class JsonVocabulary(Vocabulary):
         """The id of a token as the file spells it; None: there is none."""
         return self._first.token_to_id(piece)
 
-    def begins_with(self, bos_id: int) -> bool:
+    def puts_bos_first(self, bos_id: int) -> bool:
         """Whether the file's own post-processor puts BOS before a text."""
         return self._puts_first == [bos_id]
 
-    def _variant(self, content: dict[str, Any], keep_always: bool) -> Any:
+    def _build_variant(self, content: dict[str, Any], keep_always: bool) -> Any:
         """The same tokenizer without the space that it puts before a text; `keep_always`: only
         where it is put once.
         """
@@ -306,22 +306,24 @@ def _drop_prefix(content: dict[str, Any], keep_always: bool) -> bool:
     return found
 
 
-def _decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _list_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if not decoder:
         return []
     return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
 
 
-def _bytes_of_pieces(decoder: dict[str, Any] | None) -> Any:
+def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
     """A function from a piece as the file spells it to the bytes it stands for."""
-    kinds = {part.get("type") for part in _decoders(decoder)}
+    kinds = {part.get("type") for part in _list_decoders(decoder)}
     if "ByteLevel" in kinds:
-        table = _byte_level_table()
+        table = _build_byte_level_table()
         return lambda piece: (
             bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
         )
     replaced = [
-        part.get("pattern") or {} for part in _decoders(decoder) if part.get("type") == "Replace"
+        part.get("pattern") or {}
+        for part in _list_decoders(decoder)
+        if part.get("type") == "Replace"
     ]
     spaces = "Metaspace" in kinds or any(pattern.get("String") == "▁" for pattern in replaced)
     by_byte = "ByteFallback" in kinds
@@ -334,7 +336,7 @@ def _bytes_of_pieces(decoder: dict[str, Any] | None) -> Any:
     return to_bytes
 
 
-def _byte_level_table() -> dict[str, int]:
+def _build_byte_level_table() -> dict[str, int]:
     """GPT-2's printable letter for each byte, inverted: bytes that print stand for themselves,
     others from U+0100.
     """
@@ -371,7 +373,7 @@ def compile_alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
-def _broken(text: str, pattern: re.Pattern[str] | None) -> list[str]:
+def _break_matches(text: str, pattern: re.Pattern[str] | None) -> list[str]:
     """The text, cut after the first letter of each match, so that no part contains one."""
     if pattern is None:
         return [text]
@@ -380,7 +382,7 @@ def _broken(text: str, pattern: re.Pattern[str] | None) -> list[str]:
 
 
 @contextmanager
-def _no_panic(path: Path) -> Iterator[None]:
+def _catch_panics(path: Path) -> Iterator[None]:
     """What a file makes the library written in Rust give up on, which is no Exception in Python, is
     a DataError.
     """
@@ -425,15 +427,18 @@ def read_growth(path: Path, content: Any) -> float:
     one that has no bound.
     """
     content = content if isinstance(content, dict) else {}
-    growth = math.prod(map(_step_growth, _steps(content.get("normalizer"))))
+    growth = math.prod(map(_compute_step_growth, _list_steps(content.get("normalizer"))))
     added = sum(
         len(token["content"]) for token in content.get("added_tokens") or []
     )  # these are normalized too
     if growth > MOST_GROWTH or growth * added > max(MOST_CHARACTERS, 4 * added):
-        raise _refuse(path, "normalizers that make a text longer without bound")
-    if math.prod(map(_step_growth, _steps(content.get("pre_tokenizer")))) > _MOST_CUT_GROWTH:
-        raise _refuse(path, "pre-tokenizers that make a text longer without bound")
-    for step in _steps(content.get("post_processor")):
+        raise _make_growth_fault(path, "normalizers that make a text longer without bound")
+    if (
+        math.prod(map(_compute_step_growth, _list_steps(content.get("pre_tokenizer"))))
+        > _MOST_CUT_GROWTH
+    ):
+        raise _make_growth_fault(path, "pre-tokenizers that make a text longer without bound")
+    for step in _list_steps(content.get("post_processor")):
         _check_template(path, step)
     return growth
 
@@ -451,12 +456,12 @@ def check_length(path: Path, tokenizer: Any, text: str, growth: float) -> None:
     for start in range(0, len(text), step):
         left -= len(normalizer.normalize_str(text[start : start + step]))
         if left < 0:
-            raise _refuse(
+            raise _make_growth_fault(
                 path, f"normalizers that make a text of {len(text)} characters too long to be read"
             )
 
 
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
+def _list_steps(part: Any) -> Iterator[dict[str, Any]]:
     """Return the steps of a part of the file, those of a sequence one after the other."""
     if not isinstance(part, dict):
         return
@@ -468,10 +473,10 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
     if not inner:
         yield part
     for step in itertools.chain(*inner):
-        yield from _steps(step)
+        yield from _list_steps(step)
 
 
-def _step_growth(step: dict[str, Any]) -> float:
+def _compute_step_growth(step: dict[str, Any]) -> float:
     """Return the characters that one step makes of one at most."""
     match step:
         case {"pattern": {"String": str(old)}, "content": str(new)} if old:
@@ -481,13 +486,13 @@ def _step_growth(step: dict[str, Any]) -> float:
         }:  # a regular expression may match where there is nothing
             return 1 + len(new)
         case {"precompiled_charsmap": str(table)}:
-            return 1 + _longest_replacement(table)
+            return 1 + _find_longest_replacement(table)
         case {"type": str(kind)}:
             return _GROWTH.get(kind, 1)
     return max(_GROWTH.values())  # the library knows some by their other keys
 
 
-def _longest_replacement(table: str) -> int:
+def _find_longest_replacement(table: str) -> int:
     """Return the length of the longest replacement in sentencepiece's table.
 
     It has the size of a trie in 4 bytes, the trie, and then the replacements, ended by NUL each.
@@ -508,10 +513,12 @@ def _check_template(path: Path, step: dict[str, Any]) -> None:
             named = [tokens.get((piece.get("SpecialToken") or {}).get("id")) for piece in pieces]
             ids = sum(len(token["ids"]) for token in named if token)
             if sum("Sequence" in piece for piece in pieces) > 1 or ids > _MOST_ADDED_IDS:
-                raise _refuse(path, "a post-processor that makes a text longer without bound")
+                raise _make_growth_fault(
+                    path, "a post-processor that makes a text longer without bound"
+                )
 
 
-def _refuse(path: Path, what: str) -> DataError:
+def _make_growth_fault(path: Path, what: str) -> DataError:
     return DataError(
         f"{path}: found {what}; expected the tokenizer of a model, copy the file again"
     )

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recipe_lib.checkpoint.weights_out import refused_extra
+from recipe_lib.checkpoint.model_export import find_extra_fault
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import check_extra, extra_tensors
+from recipe_lib.models.meta_init import check_extra, find_extra_tensors
 from recipe_lib.parallel.world import World
 
 
@@ -36,7 +36,7 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
     """
     check_each(recipe, world, check_extra)
     for model in models_of(recipe).values():
-        fault = refused_extra(cfg.checkpoint, _merged(world, _sizes(model)))
+        fault = find_extra_fault(cfg.checkpoint, _merged(world, _sizes(model)))
         if fault is not None:
             raise ConfigError(fault)
 
@@ -56,7 +56,7 @@ def check_trained(recipe: Any, world: World) -> None:
     def check(model: nn.Module) -> None:
         if not any(id(parameter) in stepped for parameter in model.parameters()):
             return  # a reference, say
-        for name, tensor in extra_tensors(model).items():
+        for name, tensor in find_extra_tensors(model).items():
             if tensor.requires_grad and id(tensor) not in stepped:
                 raise SetupError(
                     f"{name}: requires a gradient, and no optimizer has it; give build_optimizer"
@@ -99,7 +99,8 @@ def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
     pipeline.
     """
     found = _merged(
-        world, {name: value.numel() for name, value in extra_tensors(model, saved=True).items()}
+        world,
+        {name: value.numel() for name, value in find_extra_tensors(model, saved=True).items()},
     )
     if found:
         warn_on_first_rank(
@@ -119,7 +120,7 @@ def in_short(names: Iterable[str]) -> str:
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
-    return {name: tensor.numel() for name, tensor in extra_tensors(model).items()}
+    return {name: tensor.numel() for name, tensor in find_extra_tensors(model).items()}
 
 
 def _merged(world: World, own: dict[str, int]) -> dict[str, int]:

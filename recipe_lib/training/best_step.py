@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from recipe_lib.checkpoint.rank_agreement import decide
-from recipe_lib.checkpoint.run_files import BEST_RECORD, bring_best, prune_best
-from recipe_lib.checkpoint.state import load_state, save_state, verify_state
+from recipe_lib.checkpoint.rank_groups import run_on_rank_0
+from recipe_lib.checkpoint.resumable_state import load_state, save_state, verify_state
+from recipe_lib.checkpoint.run_files import BEST_RECORD, copy_best_state, prune_best
 from recipe_lib.config.local_files import BEST_FOLDER, STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean
@@ -139,8 +139,10 @@ class BestStep:
             self.step, self.value = record["step"], record["value"]
         elif record["folder"] is not None:
             self.step, self.value = record["step"], record["value"]
-            self.folder = decide(world, lambda: bring_best(state, self._root, record["folder"]))
-            decide(world, lambda: prune_best(self._root, self.folder))
+            self.folder = run_on_rank_0(
+                world, lambda: copy_best_state(state, self._root, record["folder"])
+            )
+            run_on_rank_0(world, lambda: prune_best(self._root, self.folder))
 
     def keep(self, step: int, model: nn.Module, world: World) -> None:
         """Saves the weights of this best step, and then removes those of others that no state
@@ -157,7 +159,7 @@ class BestStep:
         Collective.
         """
         if self.keeps:
-            decide(world, lambda: prune_best(self._root, self.folder))
+            run_on_rank_0(world, lambda: prune_best(self._root, self.folder))
 
     def load(self, model: nn.Module, last: int, total_steps: int, world: World) -> None:
         """Puts the weights of the best step into the model, which is at the step `last`, when the

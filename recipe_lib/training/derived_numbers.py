@@ -10,8 +10,12 @@ from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import stored_weights
-from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, warmup_steps
+from recipe_lib.models.meta_init import find_stored_weights
+from recipe_lib.optim.optimizers import (
+    count_local_bytes,
+    count_optimizer_state_bytes,
+    count_warmup_steps,
+)
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
 from recipe_lib.training.added_parameters import describe_extra
@@ -126,7 +130,7 @@ def _steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
 
 def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     schedule = cfg.lr_scheduler
-    warmup = warmup_steps(schedule, steps)
+    warmup = count_warmup_steps(schedule, steps)
     start = f"warm-up over {warmup} steps to " if warmup else ""
     after = max(0, steps - warmup)
     if schedule.type == "constant":
@@ -141,7 +145,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
 def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
+    stored = find_stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
     plain = (
         parameter
         for name, parameter in model.named_parameters()
@@ -151,20 +155,23 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> lis
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
     trained_count = sum(parameter.numel() for parameter in trained)
     streamed = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
-    parameters, gradients = local_bytes(every) - streamed, local_bytes(trained)
+    parameters, gradients = count_local_bytes(every) - streamed, count_local_bytes(trained)
     held = (
         f"{format_bytes(parameters)} and {format_bytes(streamed)} in host memory"
         if streamed
         else ""
     )
-    state = optimizer_state_bytes(cfg.optimizer, model.named_parameters())
+    state = count_optimizer_state_bytes(cfg.optimizer, model.named_parameters())
     where = "host memory" if cfg.memory.cpu_offload else "memory"
     known = "not known before the first step" if state is None else format_bytes(state)
     if cfg.memory.optimizer_offload:
         known, state = f"{known} in host memory", 0
     freed = ""
     if cfg.memory.optimizer_in_backward:
-        gradients, freed = max(map(local_bytes, _reduced_together(model)), default=0), " at a time"
+        gradients, freed = (
+            max(map(count_local_bytes, _reduced_together(model)), default=0),
+            " at a time",
+        )
     total = parameters + gradients + (state or 0)
     here = " of this rank" if parallel.pipeline is not None else ""
     return [

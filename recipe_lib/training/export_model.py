@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from recipe_lib.checkpoint.adapter_out import export_adapter, file_rank
+from recipe_lib.checkpoint.adapter_export import compute_file_rank, export_adapter
+from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
-from recipe_lib.checkpoint.merged import merge_adapter
-from recipe_lib.checkpoint.model_card import model_card, public_name
-from recipe_lib.checkpoint.weight_accounts import tell_left_out
+from recipe_lib.checkpoint.model_card import get_public_name, make_model_card
+from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, resolve_base_name
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import trained_template
+from recipe_lib.data import find_trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
-from recipe_lib.models.meta_init import extra_tensors
+from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.world import World
 from recipe_lib.training.added_parameters import warn_of_export
@@ -67,7 +67,7 @@ def export_trained_model(
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
     if source.folder is not None and world.is_main:
-        tell_left_out(source.spec, source.folder, "export")
+        log_left_out(source.spec, source.folder, "export")
     _tell_rounding(cfg, is_adapter=False)
     if usable:
         tell_next([*model_commands(folder), *run_commands(cfg)])
@@ -91,10 +91,13 @@ def export_trained_adapter(
         _trained_with(cfg, data),
         source.folder is not None and _can_generate(cfg, model),
     )
-    shown = public_name(source.name, source.folder)
+    shown = get_public_name(source.name, source.folder)
 
     def commands(adapter: Path, base: str) -> list[str]:
-        rank, has_template = file_rank(source.spec, cfg.lora), beside["chat_template"] is not None
+        rank, has_template = (
+            compute_file_rank(source.spec, cfg.lora),
+            beside["chat_template"] is not None,
+        )
         return adapter_commands(adapter, base, cfg.lora, rank=rank, template=has_template)
 
     export_adapter(
@@ -155,7 +158,7 @@ def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]
     """What the tokenizer's own files may not say: the template of the samples, and what ends an
     answer.
     """
-    template = trained_template(cfg, data.tokenizer, data.dataset.report.chats)
+    template = find_trained_template(cfg, data.tokenizer, data.dataset.report.chats)
     return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
 
 
@@ -188,7 +191,7 @@ def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
     """
     if cfg.scores_sequences:
         return False
-    return cfg.model.implementation in ("native", "transformers") and not extra_tensors(
+    return cfg.model.implementation in ("native", "transformers") and not find_extra_tensors(
         model, saved=True
     )
 
@@ -221,7 +224,7 @@ def run_card(
         for line in (read_metrics(path) if path.is_file() else [])
         if step is None or line["step"] <= step
     ]
-    return model_card(
+    return make_model_card(
         cfg,
         base=(
             resolve_base_name(cfg.model.path, base_folder)

@@ -9,11 +9,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import compute_micro_batches, count_token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.memory.activation_offload import Window
-from recipe_lib.memory.layer_stream import streamed_parameters
-from recipe_lib.memory.peaks import check_needs, free_host_memory, pinned_bytes
+from recipe_lib.memory.activation_offload import OffloadedActivations
+from recipe_lib.memory.layer_stream import list_streamed_parameters
+from recipe_lib.memory.peaks import check_host_needs, find_free_host_memory, round_up_to_pinned
 from recipe_lib.ops.device import holds_values
-from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
+from recipe_lib.optim.optimizers import (
+    count_local_bytes,
+    count_optimizer_state_bytes,
+    list_optimizer_state_sizes,
+)
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import entries_of, reduces_once
 from recipe_lib.parallel.parallelize import Parallel
@@ -37,9 +41,9 @@ def check_host_memory(
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
-    needs, free = offloaded_bytes(model, cfg, other), free_host_memory()
+    needs, free = offloaded_bytes(model, cfg, other), find_free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
+    check_host_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
     if parallel.levers.offload is not None:
         calls = calls_at_once(parallel, cfg, parallel.levers.offload)
         longest = (
@@ -53,7 +57,7 @@ def check_host_memory(
             kept = calls * num_bytes
             if 0 < tokens < longest:
                 kept = kept * longest // tokens
-            check_needs(
+            check_host_needs(
                 needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free
             )
 
@@ -72,21 +76,23 @@ def offloaded_bytes(
     found = {}
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    states = optimizer_state_bytes(cfg.optimizer, model.named_parameters()) or 0
+    states = count_optimizer_state_bytes(cfg.optimizer, model.named_parameters()) or 0
     if cfg.memory.cpu_offload:
         frozen = list(other.parameters()) if other is not None else []
-        pinned = sum(pinned_bytes(local_bytes([parameter])) for parameter in [*every, *frozen])
+        pinned = sum(
+            round_up_to_pinned(count_local_bytes([parameter])) for parameter in [*every, *frozen]
+        )
         found["cpu_offload"] = pinned + _gradient_bytes(model, trained, cfg) + states
     elif cfg.memory.optimizer_offload:
-        sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
-        found["optimizer_offload"] = sum(map(pinned_bytes, sizes))
+        sizes = list_optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
+        found["optimizer_offload"] = sum(map(round_up_to_pinned, sizes))
     streamed = [
-        *streamed_parameters(model),
-        *(streamed_parameters(other) if other is not None else []),
+        *list_streamed_parameters(model),
+        *(list_streamed_parameters(other) if other is not None else []),
     ]
     if streamed:
         found["stream_layers"] = sum(
-            pinned_bytes(local_bytes([parameter])) for parameter in streamed
+            round_up_to_pinned(count_local_bytes([parameter])) for parameter in streamed
         )
     return found
 
@@ -95,25 +101,26 @@ def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFine
     """Of offloaded gradients: the largest if each is stepped in backward, else all; and where
     micro-batches are reduced one by one, those of two units that arrive, or sums in fp32.
     """
-    pinned = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
+    pinned = [round_up_to_pinned(count_local_bytes([parameter])) for parameter in trained]
     if cfg.memory.optimizer_in_backward:
         return max(pinned, default=0)
     if reduces_once(cfg.parallel) or compute_micro_batches(cfg)[1] == 1:
         return sum(pinned)
     if cfg.parallel.accumulate_grad_in_fp32:
-        return sum(pinned) + 2 * local_bytes(trained)  # of bf16
+        return sum(pinned) + 2 * count_local_bytes(trained)  # of bf16
     units = [
         [entry.sharded_param for entry in entries_of(unit)]
         for unit in model.modules()
         if isinstance(unit, FSDPModule)
     ]
     arriving = [
-        sum(pinned_bytes(local_bytes([one])) for one in unit if one.requires_grad) for unit in units
+        sum(round_up_to_pinned(count_local_bytes([one])) for one in unit if one.requires_grad)
+        for unit in units
     ]
     return sum(pinned) + sum(sorted(arriving)[-2:])
 
 
-def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -> int:
+def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: OffloadedActivations) -> int:
     """How many forwards of layers have their tensors on the host at a time, at most."""
     pipeline = parallel.pipeline
     if pipeline is None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.checkpoint.run_files import BEST_RECORD, read_manifest
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches
@@ -33,12 +33,12 @@ from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
 from recipe_lib.models.mixture import Mixture
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.optim.optimizers import (
     OptimizerLevers,
-    learning_rate,
+    compute_learning_rate,
+    set_hyperparameters,
     set_learning_rate,
-    set_numbers,
 )
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
 from recipe_lib.parallel.world import World
@@ -155,7 +155,7 @@ class TrainingLoop:
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
-            self._lr = learning_rate(
+            self._lr = compute_learning_rate(
                 self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps
             )
             set_learning_rate(self._optimizer, self._lr)
@@ -239,7 +239,7 @@ class TrainingLoop:
             grad_norm=grad_norm,
             lr=self._lr,
             seconds=seconds,
-            label_tokens=batches.trained_tokens,
+            label_tokens=batches.num_label_tokens,
             total_tokens=batches.total_tokens,
             devices=self._world.size,
             peak=peak,
@@ -252,7 +252,7 @@ class TrainingLoop:
                 f" computation; scaling efficiency {shares['scaling_efficiency']:.1%} (1 - what is"
                 " not hidden)"
             )
-        if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
+        if grad_norm == 0.0 and batches.num_label_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
                 "warning: step %d: the gradient is exactly 0, so nothing is learned; look for"
@@ -278,7 +278,7 @@ class TrainingLoop:
         collective.
         """
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        local = [local_of(parameter) for parameter in trained]
+        local = [get_detached_local(parameter) for parameter in trained]
         norms = [
             torch.linalg.vector_norm(tensor, float("inf")) for tensor in local if tensor.numel()
         ]
@@ -441,7 +441,7 @@ def resume_run(
             f" max_steps); set max_steps to {done} or more, or resume from an earlier state"
         )
     saved = load_state(found, model, optimizer, world, levers.place_state)
-    set_numbers(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
+    set_hyperparameters(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
     check_same_data(saved, data.identity(), found)
     data.best.restore(saved, found, world)
     get_logger().info("resume: %s, %d of %d steps done", found, saved["step"], data.total_steps)

@@ -40,7 +40,7 @@ def sum_gradients(
     loss = torch.zeros((), device=device, dtype=torch.float64)
 
     def part_of(number: int, batch: Batch) -> torch.Tensor:
-        part = summed_loss(batch) / max(1, batches.trained_tokens)
+        part = summed_loss(batch) / max(1, batches.num_label_tokens)
         loss.add_(part.detach())
         return part
 

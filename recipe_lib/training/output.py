@@ -25,13 +25,13 @@ from recipe_lib import files
 from recipe_lib.checkpoint.run_files import (
     RECORD,
     OutputRecord,
-    describe,
+    describe_file,
     find_free,
+    find_unlisted_file,
+    find_unrecorded_file,
+    find_unrecorded_in_states,
     is_as_listed,
     read_record,
-    unrecorded_file,
-    unrecorded_in,
-    unrecorded_states,
     write_record,
 )
 from recipe_lib.config.describe import format_config
@@ -270,12 +270,12 @@ def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
         if is_changed or not is_record(root / name):
             return root / name
     for name in PUBLISHED:
-        found = unrecorded_in(root, name)
+        found = find_unrecorded_file(root, name)
         if found is not None:
             return found
     if not replaced:
         return None
-    found = unrecorded_states(root / STATE_FOLDER)
+    found = find_unrecorded_in_states(root / STATE_FOLDER)
     return found if found is not None else _unrecorded_tracked(root, root / TRACKERS_FOLDER)
 
 
@@ -360,7 +360,7 @@ def note_written(root: Path) -> None:
         return
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     record.trackers = sorted(there | set(record.trackers))
-    record.records = {name: describe(root / name) for name in FILES if (root / name).is_file()}
+    record.records = {name: describe_file(root / name) for name in FILES if (root / name).is_file()}
     write_record(root, record)
 
 
@@ -425,7 +425,7 @@ def drop_earlier(root: Path) -> None:
         say_kept(root)
         return
     for name in record.earlier:
-        unrecorded = unrecorded_file(root / name, record.folders.get(name, []))
+        unrecorded = find_unlisted_file(root / name, record.folders.get(name, []))
         if _is_ours(root / name, unrecorded) and (root / name).exists():
             files.remove_folder(root / name)
             record.folders.pop(name, None)
@@ -444,7 +444,7 @@ def _unrecorded_kept(root: Path, folder: Path) -> Path | None:
     found = [folder / name for name in FILES if not is_record(folder / name)]
     return (
         next(iter(found), None)
-        or unrecorded_states(folder / STATE_FOLDER)
+        or find_unrecorded_in_states(folder / STATE_FOLDER)
         or _unrecorded_tracked(root, folder / TRACKERS_FOLDER)
     )
 

@@ -26,7 +26,7 @@ from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.optim.optimizers import local_bytes
+from recipe_lib.optim.optimizers import count_local_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
 from recipe_lib.training.micro_batches import result_of_each
@@ -48,11 +48,11 @@ def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
     log_probs: `[b, s]` of the tokens, 0 where there is no label. The sum over an answer; for ipo
     and simpo the mean.
     """
-    if batch.segments is None:
+    if batch.sequence_ids is None:
         raise ValueError("this batch holds no pairs")
-    answers = batch.num_segments
+    answers = batch.num_sequences
     places = torch.where(
-        batch.segments < 0, answers, batch.segments
+        batch.sequence_ids < 0, answers, batch.sequence_ids
     ).flatten()  # padding has one of its own
 
     def by_answer(values: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
         )
     if reference is None:
         return "reference: the model without its adapters"
-    return f"reference: a frozen copy, {format_bytes(local_bytes(reference.parameters()))} per rank"
+    return f"reference: a frozen copy, {format_bytes(count_local_bytes(reference.parameters()))} per rank"
 
 
 def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | None) -> None:
@@ -268,7 +268,7 @@ def reference_point(
     if not batches.mismatched:
         return None
     total = _sum_ratios(parallel, answers, references_of, batches.mismatched, world)
-    return _estimate_kl(total, batches.items, world)
+    return _estimate_kl(total, batches.num_items, world)
 
 
 def _sum_ratios(

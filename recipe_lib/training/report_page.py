@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.files import replace_text
 from recipe_lib.reading import read_object, read_text
 from recipe_lib.redaction import redact
-from recipe_lib.report.chart import Curve, line_figure, render_page
+from recipe_lib.report.chart import Curve, draw_line_figure, render_page
 from recipe_lib.report.planned import KINDS
 from recipe_lib.report.view import Figure, Section, Table
 from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
@@ -99,7 +99,7 @@ def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
         last = {tuple(curve.points): curve for curve in curves}
         unlike = [curve for curve in curves if last[tuple(curve.points)] is curve]
         if unlike:
-            charts.append(line_figure(title, unit, unlike, **how))
+            charts.append(draw_line_figure(title, unit, unlike, **how))
     return charts
 
 
@@ -118,7 +118,7 @@ def _own_charts(lines: list[dict[str, Any]]) -> list[Figure]:
             continue
         series = [("training", key), ("validation", checked)] if checked in own else [(key, key)]
         if curves := _curves(lines, series):
-            charts.append(line_figure(key, "", curves))
+            charts.append(draw_line_figure(key, "", curves))
     return charts
 
 

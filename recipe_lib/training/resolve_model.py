@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.adapters.peft_names import adapted_modules
+from recipe_lib.adapters.peft_names import find_adapted_modules
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import ADAPTER_CONFIG, find_downloaded_model, resolve_base_name
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import build_meta, preset_config, read_config, read_spec
-from recipe_lib.models.families import scored_spec, spec_of_run
+from recipe_lib.models import build_meta, read_config, read_preset_config, read_spec
+from recipe_lib.models.families import build_scored_spec, read_run_spec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.context import check_context
@@ -50,9 +50,9 @@ def resolve_model(
             " model.path to a folder of the model alone, and lora.adapter_path to one of the"
             " adapter if it is to be trained on"
         )
-    config = read_config(folder) if folder else preset_config(name)
+    config = read_config(folder) if folder else read_preset_config(name)
     if scored:
-        spec: ModelSpec = scored_spec(config, str(folder or name), num_labels)
+        spec: ModelSpec = build_scored_spec(config, str(folder or name), num_labels)
     else:
         spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
@@ -70,7 +70,7 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     if adapters is not None:
         dtype = DTYPES[cfg.dtype]
         add_adapters(build_meta(spec, dtype), adapters, dtype)
-        adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
+        find_adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
     if isinstance(spec, DecoderSpec):
         quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)
@@ -91,5 +91,5 @@ def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
     )
     if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
         return
-    config = read_config(folder) if folder else preset_config(cfg.model.preset or "")
-    validate_parallelism(cfg, spec_of_run(cfg, config, str(folder or cfg.model.preset)))
+    config = read_config(folder) if folder else read_preset_config(cfg.model.preset or "")
+    validate_parallelism(cfg, read_run_spec(cfg, config, str(folder or cfg.model.preset)))

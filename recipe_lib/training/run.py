@@ -14,7 +14,7 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.models.language_model import check_written
-from recipe_lib.ops.device import capability_of
+from recipe_lib.ops.device import get_compute_capability
 from recipe_lib.parallel import World, make_world, meet_ranks
 from recipe_lib.parallel.world import set_seeds
 from recipe_lib.training.added_parameters import check_each, check_models, check_trained
@@ -115,7 +115,7 @@ def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
 
 def check_card(cfg: FullFinetuneConfig, world: World) -> None:
     """ConfigError by name for what the card lacks; nothing on a CPU."""
-    capability = capability_of(world.device)
+    capability = get_compute_capability(world.device)
     if capability is None:
         return
     name = torch.get_device_module(world.device).get_device_name(world.device)
@@ -173,7 +173,7 @@ def check_same_batches(batches: StepBatches, world: World) -> None:
         return
     digest = hashlib.sha256()
     for batch in batches.micro_batches:
-        for tensor in (batch.tokens, batch.labels, batch.positions, batch.segments):
+        for tensor in (batch.tokens, batch.labels, batch.positions, batch.sequence_ids):
             if tensor is not None:
                 digest.update(str(tuple(tensor.shape)).encode() + tensor.cpu().numpy().tobytes())
     found: dict[int, set[str]] = {}

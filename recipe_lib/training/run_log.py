@@ -28,7 +28,7 @@ from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.parallel.world import World
 from recipe_lib.redaction import redact_values
 from recipe_lib.report.phases import can_draw, has_unicode, hide_rows, is_in_phase, show_rows
-from recipe_lib.report.planned import planned_figures
+from recipe_lib.report.planned import read_planned_figures
 from recipe_lib.report.terminal import SOFT
 from recipe_lib.training.metrics import MetricsFile, write_summary
 from recipe_lib.training.output import (
@@ -129,7 +129,7 @@ class RunLog:
                 facts={
                     **(facts or {}),
                     "data": self._data,
-                    "planned": planned_figures(self._folder),
+                    "planned": read_planned_figures(self._folder),
                     "changed_settings": changed_settings(self._cfg),
                 },
             )
@@ -305,7 +305,7 @@ def data_facts(data: TrainingData) -> dict[str, Any]:
     padding; without packing neither is there.
     """
     found = {"training": _counts(data.dataset.report)}
-    if (share := data.plan.packed_share()) is not None:
+    if (share := data.plan.compute_packed_share()) is not None:
         found["training"] |= {"packs": data.plan.packs(), "packed_share": share}
     if data.validation_dataset is not None:
         found["validation"] = _counts(data.validation_dataset.report)

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.adapters.lora import adapter_settings
+from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.recipes.reward_distributed import RewardConfig
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.families import head_labels, score_config
+from recipe_lib.models.families import count_head_labels, make_score_config
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
@@ -48,18 +48,18 @@ def train_score_head(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> Non
     `add_adapters`.
     """
     assert model.score is not None
-    model.score.to(adapter_settings(cfg, dtype).dtype).requires_grad_(True)
+    model.score.to(build_adapter_settings(cfg, dtype).dtype).requires_grad_(True)
 
 
 def sequence_scores(scores: Tensor, batch: Batch) -> Tensor:
     """The scores `[q, n]` in fp64 of a micro-batch's q sequences, out of those of its tokens `[b,
     s, n]`: each at the token that has its label, the last one.
     """
-    if batch.segments is None:
+    if batch.sequence_ids is None:
         raise ValueError("this batch holds no sequences to score")
-    count = batch.num_segments
+    count = batch.num_sequences
     places = torch.where(
-        batch.labels == IGNORED, count, batch.segments
+        batch.labels == IGNORED, count, batch.sequence_ids
     ).flatten()  # other tokens have one of their own
     found = scores.flatten(0, 1).double()
     return found.new_zeros(count + 1, found.shape[1]).index_add(0, places, found)[:count]
@@ -116,7 +116,7 @@ def describe_score_head(model: Decoder, source: ResolvedModel) -> str:
     spec = model.spec
     start = (
         "read from the checkpoint"
-        if head_labels(source.config) and source.folder
+        if count_head_labels(source.config) and source.folder
         else "new, with random weights"
     )
     return (
@@ -147,7 +147,8 @@ def settle_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -
             data.validation_dataset = _numbered(data.validation_dataset, names)
         names = _exported_names(names, source)
     return replace(
-        source, config=score_config(source.config, names, _padding_id(data.tokenizer, data.dataset))
+        source,
+        config=make_score_config(source.config, names, _padding_id(data.tokenizer, data.dataset)),
     )
 
 
@@ -177,7 +178,7 @@ def _class_names(dataset: Dataset, source: ResolvedModel) -> list[str]:
             " add samples of others"
         )
     numbers = [name for name in found if name.isdecimal()]
-    known = source.config.get("label2id") if head_labels(source.config) else None
+    known = source.config.get("label2id") if count_head_labels(source.config) else None
     if isinstance(known, dict) and set(found) <= set(known):
         return [name for name, _ in sorted(known.items(), key=lambda item: item[1])]
     if numbers and len(numbers) < len(found):
@@ -205,7 +206,7 @@ def _exported_names(names: list[str], source: ResolvedModel) -> list[str]:
     """Classes that are numbers in the samples have the checkpoint's names, or those that
     transformers gives.
     """
-    known = source.config.get("id2label") if head_labels(source.config) else None
+    known = source.config.get("id2label") if count_head_labels(source.config) else None
     known = known if isinstance(known, dict) else {}
     return [str(known.get(name, f"LABEL_{name}")) if name.isdecimal() else name for name in names]
 
@@ -222,7 +223,7 @@ def _numbered(dataset: Dataset, names: list[str]) -> Dataset:
             f" expected one of {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
         )
     numbers = np.array([names.index(name) for name in own], dtype=np.float64)
-    return dataset.with_values(numbers[dataset.values.astype(np.int64)])
+    return dataset.replace_values(numbers[dataset.values.astype(np.int64)])
 
 
 def _padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
@@ -230,7 +231,7 @@ def _padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
     that none may end with it. That of the tokenizer's padding; else a token that is for nothing
     else, or BOS.
     """
-    ends = dataset.last_ids()
+    ends = dataset.find_last_ids()
     if tokenizer.pad_id is not None and tokenizer.pad_id not in ends:
         return tokenizer.pad_id
     texts = list(tokenizer.special_texts)
@@ -276,6 +277,6 @@ def values_of(batch: Batch) -> Any:
     """The margins, classes or labels (1: wanted) of a micro-batch's items. Raises ValueError for
     one without.
     """
-    if batch.values is None:
+    if batch.targets is None:
         raise ValueError("this batch holds no labels")
-    return batch.values
+    return batch.targets

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import init_adapters, quantize_frozen
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.recipes.distill_distributed import DistillConfig, DistillFinetuneConfig
 from recipe_lib.config.schema import ModelConfig
@@ -22,7 +22,7 @@ from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.distillation import TeacherStates
-from recipe_lib.optim.optimizers import local_bytes
+from recipe_lib.optim.optimizers import count_local_bytes
 from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.fsdp import evaluated_in_parts
@@ -91,7 +91,7 @@ def first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
     try:
-        return repr(tokenizer.token_bytes(token).decode("utf-8", errors="backslashreplace"))
+        return repr(tokenizer.get_token_bytes(token).decode("utf-8", errors="backslashreplace"))
     except (DataError, IndexError, KeyError):
         return "no token"
 
@@ -168,7 +168,7 @@ def describe_teacher(keys: DistillConfig, teacher: nn.Module, parallel: Parallel
     loss = f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
     loss += f" + {1 - keys.weight:g} x cross-entropy"
     streamed = 0 if parallel.levers.layers is None else parallel.levers.layers.num_bytes()
-    held = format_bytes(local_bytes(teacher.parameters()) - streamed)
+    held = format_bytes(count_local_bytes(teacher.parameters()) - streamed)
     held += f" and {format_bytes(streamed)} in host memory" if streamed else ""
     return f"{loss}; the teacher takes {held} per rank"
 

@@ -14,18 +14,18 @@ from recipe_lib.data import (
     DataPlan,
     PreparedData,
     StepBatches,
-    as_trained,
+    adapt_to_recipe,
     build_datasets,
     check_vocabulary,
-    report_lines,
+    format_report_lines,
+    make_training_steps,
+    make_validation_steps,
     settle_formats,
-    step_batches,
-    validation_steps,
     warn_of_overlap,
     warn_of_positions,
 )
 from recipe_lib.errors import ConfigError, UserError
-from recipe_lib.generation.answer_questions import Question, questions_of
+from recipe_lib.generation.answer_questions import Question, build_questions
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
@@ -61,14 +61,14 @@ class TrainingData:
         )
         self.tokenizer = load_tokenizer_of(cfg, source)
         training, validation = prepared or build_datasets(cfg, self.tokenizer)
-        self.dataset = as_trained(cfg, training)
-        self.validation_dataset = None if validation is None else as_trained(cfg, validation)
+        self.dataset = adapt_to_recipe(cfg, training)
+        self.validation_dataset = None if validation is None else adapt_to_recipe(cfg, validation)
         check_vocabulary(
             self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset
         )
         warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
         warn_of_overlap(self.dataset, self.validation_dataset)
-        if note := self.dataset.report.plain_note():
+        if note := self.dataset.report.describe_plain_template():
             warn_on_first_rank(note)
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
         self.plan = DataPlan(
@@ -88,7 +88,7 @@ class TrainingData:
         """
         if self.validation_dataset is None or not self.generated_metrics:
             return {}
-        found = questions_of(self.validation_dataset, self.tokenizer.stop_ids)
+        found = build_questions(self.validation_dataset, self.tokenizer.stop_ids)
         if not found:
             raise ConfigError(
                 f"validation.metrics: {self.generated_metrics[0]} is measured of answers, and no"
@@ -131,7 +131,7 @@ class TrainingData:
         """This rank's micro-batches of each step from `first_step` (from 0) on, on the device."""
         cfg, world = self._cfg, self._world
         batch_size, count = compute_micro_batches(cfg)
-        return step_batches(
+        return make_training_steps(
             self.dataset,
             self.plan,
             first_step=first_step,
@@ -152,7 +152,7 @@ class TrainingData:
         if self.validation_dataset is None:
             return
         cfg, world = self._cfg, self._world
-        for batches in validation_steps(
+        for batches in make_validation_steps(
             self.validation_dataset,
             world.data_rank,
             world.data_ranks,
@@ -167,7 +167,7 @@ class TrainingData:
     def report(self) -> list[str]:
         """Lines on what was read and what was left out."""
         validation = self.validation_dataset
-        found = report_lines(
+        found = format_report_lines(
             self.dataset.report, validation.report if validation is not None else None
         )
         if (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.data import Batch, StepBatches
-from recipe_lib.generation.answer_questions import generate_answers, metric_of_answers
+from recipe_lib.generation.answer_questions import compute_metric, generate_answers
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.head_losses import TokenScores
@@ -49,8 +49,8 @@ def sum_over_validation(
     while together := list(islice(steps, at_once)):
         for numbers in results_of([batch for batches in together for batch in batches_of(batches)]):
             sums += 0 if numbers is None else numbers
-        tokens += sum(batches.trained_tokens for batches in together)
-        items += sum(batches.items for batches in together)
+        tokens += sum(batches.num_label_tokens for batches in together)
+        items += sum(batches.num_items for batches in together)
     model.train()
     return tokens, items
 
@@ -121,7 +121,7 @@ def _metrics_of_answers(model: Any, data: TrainingData, world: World) -> dict[st
     model.train()
     found = {}
     for name in data.generated_metrics:
-        numbers = metric_of_answers(name, answers, data.questions, data.tokenizer)
+        numbers = compute_metric(name, answers, data.questions, data.tokenizer)
         found[f"validation_{name}"] = math.fsum(numbers.values()) / len(numbers)
     return found
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.meta_init import fill_random
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from tests.parallel.small_models import ROWS, small_batch
@@ -64,8 +64,8 @@ def adapted(
 @torch.no_grad()
 def move_adapters(model: Decoder, size: float) -> None:
     """Adds random numbers to all adapters, the same on any number of ranks."""
-    for name, parameter in adapter_parameters(model).items():
-        local, offset = local_part(parameter)
+    for name, parameter in get_adapter_parameters(model).items():
+        local, offset = locate_local_part(parameter)
         noise = torch.empty_like(local)
         fill_random(
             noise,

@@ -11,10 +11,10 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
-from recipe_lib.adapters import adapter_parameters
-from recipe_lib.checkpoint.adapter_out import export_adapter
-from recipe_lib.checkpoint.merged import merge_adapter
-from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.adapters import get_adapter_parameters
+from recipe_lib.checkpoint.adapter_export import export_adapter
+from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.verify import load_model
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import read_config, read_trained_spec
@@ -98,7 +98,7 @@ def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
     model = load_model(spec, folder, torch.float32, torch.device("cpu"), cfg)
     torch.manual_seed(6)
     with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
+        for parameter in get_adapter_parameters(model).values():
             parameter.add_(torch.randn_like(parameter), alpha=MOVED)
     export_adapter(
         model,

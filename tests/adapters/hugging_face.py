@@ -11,7 +11,7 @@ from torch import Tensor
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models import Decoder, DecoderSpec, build_meta, read_config, spec_from_config
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, read_config
 from tests.adapters.adapted import EVERYWHERE, move_adapters
 
 # Kinds of adapters that PEFT and we must agree on: what differs from `config`.
@@ -78,7 +78,7 @@ def tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
 
 def spec_of(folder: Path) -> DecoderSpec:
     """The spec of a model folder."""
-    return spec_from_config(read_config(folder), str(folder))
+    return build_spec(read_config(folder), str(folder))
 
 
 def ours(

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters
+from recipe_lib.adapters import add_adapters, describe_adapters, disable_adapters
 from recipe_lib.adapters.layers import QuantizedExperts
-from recipe_lib.adapters.quantized import dequantized
+from recipe_lib.adapters.quantized import fake_quantize_weight
+from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
-from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
-from recipe_lib.checkpoint.merged import merge_adapter
-from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config, read_preset_config
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.grouped import group_tokens
 from recipe_lib.units import GIB
@@ -75,7 +75,7 @@ def test_ours_loads_in_peft_and_in_ours(
     assert difference(model, again) > 1e-3
     load_adapter(again, model.spec, out)
     assert difference(model, again) == 0
-    with adapters_off(model):
+    with disable_adapters(model):
         assert difference(model, theirs(folder)) < 1e-5
 
 
@@ -178,7 +178,7 @@ def test_quantized_experts_compute_with_what_their_codes_stand_for(kind: str) ->
         base = ExpertLinear(5, 32, 24, bias=False)
     experts = QuantizedExperts(base, kind).to_empty(device="cpu")
     experts.fill_weight(lambda start, stop, columns: weight.flatten(0, 1)[start:stop, columns])
-    stands_for = dequantized(weight.flatten(0, 1), kind).view_as(weight)
+    stands_for = fake_quantize_weight(weight.flatten(0, 1), kind).view_as(weight)
     assert 1e-4 < (stands_for - weight).abs().max() < 0.6
     tokens = torch.randn(11, 32, generator=generator, requires_grad=True)
     chosen = torch.tensor([[0, 3], [3, 4], [0, 1], *[[4, 3]] * 8])
@@ -247,7 +247,7 @@ def test_what_the_page_says_of_the_numbers_of_all_experts() -> None:
     AdamW's states.
     """
     text = (ROOT / "docs" / "moe.md").read_text(encoding="utf-8")
-    spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
+    spec = build_spec(read_preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
     counts = {}
     for targets in ("experts", "all-linear"):
         model = build_meta(spec, torch.bfloat16)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import (
-    adapter_parameters,
-    adapters_off,
     add_adapters,
     describe_adapters,
+    disable_adapters,
+    get_adapter_parameters,
     init_adapters,
     layers,
 )
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedLinear, AdapterSettings
-from recipe_lib.adapters.lora import adapter_settings
+from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
@@ -51,9 +51,9 @@ def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
         for name, parameter in build_meta(spec, torch.float32).named_parameters()
     }
     model = build_meta(spec, torch.float32)
-    assert not adapter_parameters(model)
+    assert not get_adapter_parameters(model)
     add_adapters(model, LoraConfig(rank=rank, target_modules=EVERYWHERE, dora=True), torch.float32)
-    assert adapter_parameters(model)
+    assert get_adapter_parameters(model)
     frozen = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -81,7 +81,7 @@ def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
             f"{name}.lora_B.weight": (outputs, rank),
         }
         expected |= {f"{name}.lora_magnitude_vector": (outputs,)}
-    adapters = adapter_parameters(model)
+    adapters = get_adapter_parameters(model)
     assert {name: tuple(parameter.shape) for name, parameter in adapters.items()} == expected
     assert all(parameter.requires_grad for parameter in adapters.values())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
@@ -112,7 +112,7 @@ def test_beginnings_are_those_of_peft_and_follow_the_seed() -> None:
         init_adapters(copy, seed)
     drawn = ("lora_A.weight", "lora_embedding_B")
     seen: list[Tensor] = []
-    for name, parameter in adapter_parameters(model).items():
+    for name, parameter in get_adapter_parameters(model).items():
         assert torch.equal(parameter, again.get_parameter(name))
         assert torch.equal(parameter, other.get_parameter(name)) == (not name.endswith(drawn))
         if not name.endswith(drawn):
@@ -154,7 +154,7 @@ def pair_with_peft(
     with torch.no_grad():
         plain[0].lora_B["default"].weight.normal_(std=0.1)
     bare = nn.Linear(48, 40, bias=bias, device="meta", dtype=base)
-    ours = AdaptedLinear(bare, adapter_settings(cfg, adapter)).to_empty(device="cpu")
+    ours = AdaptedLinear(bare, build_adapter_settings(cfg, adapter)).to_empty(device="cpu")
     found = {name.replace(".default", ""): value for name, value in plain[0].state_dict().items()}
     found = {
         name.replace("vector.weight", "vector").replace("base_layer.", ""): value
@@ -190,7 +190,7 @@ def test_a_linear_gives_what_pefts_gives(
 ) -> None:
     cfg = LoraConfig(rank=6, alpha=9, dora=dora, dropout=dropout, target_modules=["q"])
     ours, theirs = pair_with_peft(cfg, base, adapter, bias)
-    assert {parameter.dtype for parameter in adapter_parameters(ours).values()} == {adapter}
+    assert {parameter.dtype for parameter in get_adapter_parameters(ours).values()} == {adapter}
     found: list[list[Tensor]] = []
     wide = (
         torch.float64 if adapter == torch.bfloat16 else base
@@ -248,7 +248,7 @@ def test_an_embedding_equals_the_matrix_with_the_adapter_in_it(
     tokens = torch.randint(0, 30, (2, 7))
     wanted = matrix[tokens] * (1.0 if scale is None else scale)
     assert torch.allclose(module(tokens), wanted, rtol=1e-12, atol=1e-12)
-    parameters = list(adapter_parameters(module).values())
+    parameters = list(get_adapter_parameters(module).values())
     weight = torch.randn_like(wanted)
     mine = torch.autograd.grad((module(tokens) * weight).sum(), parameters)
     for grad, want in zip(
@@ -260,10 +260,10 @@ def test_an_embedding_equals_the_matrix_with_the_adapter_in_it(
 def test_norms_in_pieces_equal_norms_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(small_spec(), LoraConfig(rank=3, dora=True, target_modules=EVERYWHERE))
     modules = [module for module in model.modules() if isinstance(module, layers.AdaptedModule)]
-    at_once = [module.weight_norms() for module in modules]
+    at_once = [module.compute_weight_norms() for module in modules]
     monkeypatch.setattr(layers, "_NORM_ELEMENTS", 5 * WIDTH)
     for module, norms in zip(modules, at_once, strict=True):
-        assert torch.allclose(module.weight_norms(), norms, rtol=1e-14)
+        assert torch.allclose(module.compute_weight_norms(), norms, rtol=1e-14)
 
 
 def kept_for_backward(model: nn.Module, *args: Any) -> Iterator[Tensor]:
@@ -284,7 +284,7 @@ def kept_for_backward(model: nn.Module, *args: Any) -> Iterator[Tensor]:
 def test_wider_adapters_keep_no_wider_copy_of_their_input() -> None:
     cfg = LoraConfig(rank=2, target_modules=LINEARS, dtype="fp32")
     linear = AdaptedLinear(
-        nn.Linear(64, 64, dtype=torch.bfloat16), adapter_settings(cfg, torch.bfloat16)
+        nn.Linear(64, 64, dtype=torch.bfloat16), build_adapter_settings(cfg, torch.bfloat16)
     )
     linear.to_empty(device="cpu")
     hidden = torch.randn(100, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -305,7 +305,7 @@ def test_the_loss_of_an_adapted_head_makes_no_logits_of_all_tokens(
     )
     tokens, labels = small_batch()
     logits = tokens.numel() * vocabulary * 4
-    adapter = sum(parameter.nbytes for parameter in adapter_parameters(model).values())
+    adapter = sum(parameter.nbytes for parameter in get_adapter_parameters(model).values())
     with LiveBytes() as live:
         model(tokens, labels=labels, head_loss=CrossEntropy(chunks)).backward()
     norms = 2 * rows * WIDTH * 4 if dora else 0  # pieces of B A and of W + scaling * B A
@@ -320,7 +320,7 @@ def test_without_adapters_it_is_the_frozen_model_also_after_an_error() -> None:
     tokens, labels = small_batch()
     adapted = model(tokens)
     assert (adapted - plain(tokens)).abs().max() > 0.1
-    with pytest.raises(ZeroDivisionError), adapters_off(model):
+    with pytest.raises(ZeroDivisionError), disable_adapters(model):
         assert torch.equal(model(tokens), plain(tokens))
         assert torch.equal(
             model(tokens, labels=labels, head_loss=CrossEntropy(2)),

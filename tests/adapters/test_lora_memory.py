@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_lib.adapters import adapter_parameters, add_adapters, is_adapter
+from recipe_lib.adapters import add_adapters, get_adapter_parameters, is_adapter
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.models import build_meta
-from recipe_lib.optim.optimizers import build_optimizer, local_bytes
+from recipe_lib.optim.optimizers import build_optimizer, count_local_bytes
 from recipe_lib.parallel import resolve_wrapping
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss
 from tests.distributed.ranks import run_ranks
@@ -53,7 +53,7 @@ def test_parameters_gradients_and_states_of_a_rank() -> None:
             frozen = [
                 parameter for name, parameter in model.named_parameters() if not is_adapter(name)
             ]
-            adapters = list(adapter_parameters(model).values())
+            adapters = list(get_adapter_parameters(model).values())
             assert all(
                 parameter.grad is None and parameter.dtype == torch.bfloat16 for parameter in frozen
             )
@@ -66,7 +66,7 @@ def test_parameters_gradients_and_states_of_a_rank() -> None:
                 if value.dim()
             ]
             assert gathered_bytes(model) == 0
-            return [local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced]
+            return [count_local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced]
 
     for held, unreduced in run_ranks(work, RANKS):
         assert held == (BF16 * FROZEN + 4 * FP32 * TRAINED) // RANKS

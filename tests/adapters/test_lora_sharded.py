@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from recipe_lib.adapters import (
-    adapter_parameters,
-    adapters_off,
     add_adapters,
+    disable_adapters,
+    get_adapter_parameters,
     init_adapters,
     is_adapter,
 )
@@ -134,7 +134,7 @@ def whole(model: Decoder) -> dict[str, Tensor]:
             .detach()
             .clone()
         )
-        for name, parameter in adapter_parameters(model).items()
+        for name, parameter in get_adapter_parameters(model).items()
     }
 
 
@@ -182,7 +182,7 @@ def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -
             init_weights(plain, 3, spec)
             setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory)
             with adapted(spec, setting) as (model, world):
-                with adapters_off(model):
+                with disable_adapters(model):
                     reference = mean_loss(model, world)
                     assert not reference.requires_grad
                     found.append(abs(float(reference - mean_loss(plain, world))))
@@ -275,7 +275,7 @@ def test_dora_beside_quantized_weights() -> None:
     def work() -> list[dict[str, Tensor]]:
         with adapted(small_spec(layers=LAYERS), setting, moved=0) as (model, world):
             found = whole(model)
-            with adapters_off(model):
+            with disable_adapters(model):
                 reference = mean_loss(model, world)
             found["loss"] = world.all_reduce_sum(mean_loss(model, world).detach())
             found["frozen"] = world.all_reduce_sum(reference)

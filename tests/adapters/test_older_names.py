@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
-from recipe_lib.checkpoint.merged import merge_adapter
-from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.external.module_spec import read_spec

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from recipe_lib.adapters import adapter_parameters, add_adapters
+from recipe_lib.adapters import add_adapters, get_adapter_parameters
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import Parallel, start_world
@@ -94,12 +94,12 @@ def train_theirs(model: nn.Module, data: list[Tensor]) -> Losses:
 
 def our_model(folder: Path, cfg: LoraConfig, beginning: dict[str, Tensor]) -> Decoder:
     """Our decoder with the checkpoint's weights and the adapters that PEFT's begins with."""
-    spec = spec_from_config(read_config(folder), str(folder))
+    spec = build_spec(read_config(folder), str(folder))
     model = build_meta(spec, torch.float32)
     add_adapters(model, cfg, torch.float32)
     model.to_empty(device="cpu")
     load_weights(model, spec, folder)
-    adapters = adapter_parameters(model)
+    adapters = get_adapter_parameters(model)
     assert adapters.keys() == beginning.keys()
     with torch.no_grad():
         for name, parameter in adapters.items():
@@ -108,7 +108,7 @@ def our_model(folder: Path, cfg: LoraConfig, beginning: dict[str, Tensor]) -> De
 
 
 def train_ours(model: Decoder, cfg: LoraConfig, data: list[Tensor]) -> Losses:
-    trained = list(adapter_parameters(model).values())
+    trained = list(get_adapter_parameters(model).values())
     optimizer = torch.optim.AdamW(trained, **ADAM)
     found = []
     with start_world(LoraFinetuneConfig(device="cpu", lora=cfg)) as world:

@@ -9,14 +9,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from recipe_lib.adapters.peft_names import PREFIX, FileModule, file_modules
+from recipe_lib.adapters.peft_names import PREFIX, FileModule, build_file_modules
 from recipe_lib.checkpoint.adapter_config import AdapterConfig
+from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
-from recipe_lib.checkpoint.adapter_out import export_adapter
-from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
-from recipe_lib.models import read_config, spec_from_config
+from recipe_lib.models import build_spec, read_config
 from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
 from tests.adapters.hugging_face import (
     VARIANTS,
@@ -162,7 +162,7 @@ def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
         text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
     )
     outer = settings.to_dict() | {"architectures": ["Gemma3ForConditionalGeneration"]}
-    spec, cfg = spec_from_config(outer, "tiny"), config(target_modules=["q", "down"])
+    spec, cfg = build_spec(outer, "tiny"), config(target_modules=["q", "down"])
     with adapted(spec, Setting(cfg, dtype=torch.float32)) as (model, world):
         export_adapter(
             model, spec, cfg, tmp_path / "a", base="tiny", world=world, source_config=outer
@@ -192,8 +192,8 @@ def test_patterns_may_name_the_modules_of_a_multimodal_model(name: str) -> None:
     first, second = (
         FileModule(f"model.layers.{number}.mlp.up_proj", 8, 8, ()) for number in (0, 1)
     )
-    assert settings.rank_of(second) == 2
-    assert (settings.scaling_of(first), settings.scaling_of(second)) == (2.0, 1.5)
+    assert settings.get_rank(second) == 2
+    assert (settings.compute_scaling(first), settings.compute_scaling(second)) == (2.0, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_patterns_may_name_the_modules_of_a_multimodal_model(name: str) -> None:
 def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path) -> None:
     folder = realdata / "hf-layouts" / layout
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    spec = spec_from_config(read_config(folder), layout)
-    modules = set(file_modules(spec)) - ({"lm_head"} if spec.tied else set())
+    spec = build_spec(read_config(folder), layout)
+    modules = set(build_file_modules(spec)) - ({"lm_head"} if spec.tied else set())
     assert {f"{name}.weight" for name in modules} <= names.keys()
     assert len(modules) == (4 if spec.fused_file else 7) * spec.num_layers + 1 + (not spec.tied)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig as PeftConfig
 
-from recipe_lib.adapters.peft_names import file_modules
+from recipe_lib.adapters.peft_names import build_file_modules
 from recipe_lib.checkpoint.adapter_config import IRRELEVANT, READ, REFUSED, AdapterConfig
 from recipe_lib.checkpoint.adapter_files import find_unselected
 from tests.adapters.hugging_face import spec_of
@@ -202,7 +202,7 @@ def test_the_modules_that_peft_selects(fields: dict[str, Any], base: Path) -> No
         4, 8, False, False, saved=tuple(fields.get("modules_to_save", ())), selection=selection
     )
     theirs = PeftConfig(**fields)
-    for name in file_modules(spec_of(base)):
+    for name in build_file_modules(spec_of(base)):
         assert (find_unselected(config, [name]) is None) == bool(
             check_target_module_exists(theirs, name)
         ), name

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from recipe_lib.adapters import peft_patterns
-from recipe_lib.adapters.peft_patterns import MAX_CHARACTERS, first_matches
+from recipe_lib.adapters.peft_patterns import MAX_CHARACTERS, find_first_matches
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.errors import CheckpointError
 from tests.adapters.hugging_face import config, ours, save_with_peft
 from tests.adapters.peft_folders import (
@@ -48,9 +48,9 @@ def test_each_pattern_matches_what_peft_matches() -> None:
 
     for pattern in PATTERNS:
         expected = [get_pattern_key([pattern], name) == pattern for name in MODULES]
-        assert [match == 0 for match in first_matches((pattern,), tuple(MODULES))] == expected, (
-            pattern
-        )
+        assert [
+            match == 0 for match in find_first_matches((pattern,), tuple(MODULES))
+        ] == expected, pattern
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
@@ -60,7 +60,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
         used = [pattern for pattern in order if pattern not in ("", ".*")]
         found = [
             None if match is None else used[match]
-            for match in first_matches(tuple(used), tuple(MODULES))
+            for match in find_first_matches(tuple(used), tuple(MODULES))
         ]
         keys = [get_pattern_key(used, name) for name in MODULES]
         assert found == [key if key in used and key != name or key == "lm_head" else None

@@ -168,14 +168,14 @@ def test_what_was_tied_stays_one_matrix_where_it_is(
 
 @pytest.mark.slow
 def test_the_base_alone_is_still_the_base(tmp_path: Path) -> None:
-    from recipe_lib.adapters import adapters_off
+    from recipe_lib.adapters import disable_adapters
     from tests.adapters.hugging_face import plain
 
     base, adapter, _ = make_case("qwen2: rows of both", tmp_path)
     model = load_source(
         find_source(str(adapter), str(base)), torch.float32, torch.device("cpu"), "none"
     )
-    with adapters_off(model):
+    with disable_adapters(model):
         assert torch.equal(model(make_tokens()), plain(base)(make_tokens()).detach())
     with torch.no_grad():
         assert not torch.equal(model(make_tokens()), plain(base)(make_tokens()))

@@ -12,10 +12,10 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recipe_lib.adapters import adapters_off
-from recipe_lib.checkpoint.merged import merge_adapter
-from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.verify import load_model, model_of_adapter
+from recipe_lib.adapters import disable_adapters
+from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.verify import load_model, load_model_with_adapter
 from recipe_lib.config.registry import register
 from recipe_lib.models import read_config, read_spec
 from tests.adapters.hugging_face import SHAPE, logits_of
@@ -71,11 +71,11 @@ def test_a_saved_number_is_merged_and_computed_with(tmp_path: Path) -> None:
     adapted = make_adapter(tmp_path)
     expected = logits_of(adapted, make_tokens())
     spec = read_spec(read_config(tmp_path / "base"), "base", "scaled")
-    model, filled = model_of_adapter(
+    model, filled = load_model_with_adapter(
         tmp_path / "adapter", spec, tmp_path / "base", torch.float32, CPU
     )
     assert filled == 2 and relative(model(make_tokens()), expected) < 1e-5
-    with adapters_off(model), adapted.disable_adapter():
+    with disable_adapters(model), adapted.disable_adapter():
         assert relative(model(make_tokens()), logits_of(adapted, make_tokens())) < 1e-5
     merge_adapter(
         tmp_path / "base",

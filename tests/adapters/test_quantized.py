@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from recipe_lib.adapters import add_adapters, init_adapters, nf4
-from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize, dequantized
+from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize, fake_quantize_weight
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
@@ -60,14 +60,14 @@ def assert_same_as_torchao(weight: Tensor) -> None:
     assert torch.equal(module.weight_scales.view(torch.int8), theirs.quantized_scalers)
     assert torch.equal(module.weight_factors[:-1], theirs.quantization_factor.float())
     assert torch.equal(module.weight_factors[-1], theirs.scaler_mean.float())
-    assert torch.equal(module.full_weight(), theirs.get_original_weight())
+    assert torch.equal(module.dequantize_weight(), theirs.get_original_weight())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_weights_are_torchaos_nf4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     if shape == (1, 64):  # one block: its scale is the mean, and torchao divides zero by zero
-        whole = dequantized(random_weight(shape, dtype), "nf4")
+        whole = fake_quantize_weight(random_weight(shape, dtype), "nf4")
         assert (
             whole.isfinite().all() and whole.abs().max() == random_weight(shape, dtype).abs().max()
         )
@@ -135,27 +135,27 @@ def test_the_size_of_the_pieces_changes_nothing(
 ) -> None:
     weight = random_weight((70, 96), torch.bfloat16)
     whole = quantized(weight, kind)
-    expected = whole.full_weight()
+    expected = whole.dequantize_weight()
     monkeypatch.setattr("recipe_lib.adapters.quantized._PIECE_ELEMENTS", piece)
     monkeypatch.setattr("recipe_lib.adapters.nf4._PIECE_BLOCKS", piece // 64)
-    assert torch.equal(quantized(weight, kind).full_weight(), expected)
+    assert torch.equal(quantized(weight, kind).dequantize_weight(), expected)
     for start, stop in [(0, 70), (0, 1), (33, 34), (69, 70), (5, 42), (7, 7)]:
-        assert torch.equal(whole.weight_rows(start, stop), expected[start:stop])
+        assert torch.equal(whole.dequantize_weight_rows(start, stop), expected[start:stop])
 
 
 def test_zeros_and_equal_scales_stay_what_they_are() -> None:
-    assert torch.equal(dequantized(torch.zeros(64, 64), "nf4"), torch.zeros(64, 64))
-    assert torch.equal(dequantized(torch.ones(64, 64), "nf4"), torch.ones(64, 64))
+    assert torch.equal(fake_quantize_weight(torch.zeros(64, 64), "nf4"), torch.zeros(64, 64))
+    assert torch.equal(fake_quantize_weight(torch.ones(64, 64), "nf4"), torch.ones(64, 64))
     weight = random_weight((64, 64), torch.bfloat16)
     weight[3] = 0
     for kind in ("nf4", "int8"):
-        back = dequantized(weight, kind)
+        back = fake_quantize_weight(weight, kind)
         assert torch.equal(back[3], torch.zeros(64)) and back.isfinite().all()
 
 
 def test_quantizing_again_is_close() -> None:
     weight = random_weight((128, 256), torch.float32)
-    once = dequantized(weight, "nf4")
+    once = fake_quantize_weight(weight, "nf4")
     widest = max(high - low for low, high in zip(nf4.LEVELS[:-1], nf4.LEVELS[1:], strict=True))
     largest = weight.view(-1, 64).abs().amax(dim=1, keepdim=True)
     bound = (
@@ -163,7 +163,7 @@ def test_quantizing_again_is_close() -> None:
     )  # codes, then scales
     assert ((once - weight).view(-1, 64).abs() <= bound).all()
     assert (
-        (dequantized(weight, "int8") - weight).abs()
+        (fake_quantize_weight(weight, "int8") - weight).abs()
         <= weight.abs().amax(dim=1, keepdim=True) / 254 * 1.0001
     ).all()
 
@@ -177,7 +177,7 @@ def test_int8_is_the_nearest_step_of_its_row() -> None:
     assert (codes.double() - wide / factors).abs().max() <= 0.5 + 1e-4
     assert codes.abs().amax(dim=1).eq(127).all()
     torch.testing.assert_close(
-        module.full_weight().double(), codes.double() * factors, rtol=1e-6, atol=0
+        module.dequantize_weight().double(), codes.double() * factors, rtol=1e-6, atol=0
     )
 
 
@@ -189,7 +189,7 @@ def test_forward_and_backward_are_a_linears(kind: str, dtype: torch.dtype) -> No
     module = quantized(weight, kind, bias)
     hidden = torch.randn(2, 5, 64, generator=generator).to(dtype).requires_grad_()
     gradient = torch.randn(2, 5, 172, generator=generator).to(dtype)
-    found, expected = module(hidden), F.linear(hidden, module.full_weight(), bias)
+    found, expected = module(hidden), F.linear(hidden, module.dequantize_weight(), bias)
     assert torch.equal(found, expected)
     ours = torch.autograd.grad(found, hidden, gradient)[0]
     theirs = torch.autograd.grad(expected, hidden, gradient)[0]
@@ -201,7 +201,7 @@ def test_forward_and_backward_are_a_linears(kind: str, dtype: torch.dtype) -> No
 def test_hidden_states_of_another_type_decide_the_products() -> None:
     module = quantized(random_weight((64, 64), torch.bfloat16), "nf4")
     assert module(torch.ones(2, 64)).dtype == torch.float32
-    torch.testing.assert_close(module(torch.eye(64)), module.full_weight().float().t())
+    torch.testing.assert_close(module(torch.eye(64)), module.dequantize_weight().float().t())
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -227,7 +227,7 @@ def test_dequantizing_takes_the_weight_and_one_piece(monkeypatch: pytest.MonkeyP
     module = quantized(random_weight((512, 512), torch.bfloat16), "nf4")
     monkeypatch.setattr("recipe_lib.adapters.nf4._PIECE_BLOCKS", 64)
     with LiveBytes() as live:
-        whole = module.full_weight()
+        whole = module.dequantize_weight()
         scales = 512 * 512 // 64 * 2
     assert whole.nbytes <= live.peak <= whole.nbytes + 4 * scales + 64 * 64 * 4 + 8192
 
@@ -321,8 +321,8 @@ def test_random_weights_are_those_that_a_plain_model_draws(kind: str) -> None:
         init_weights(module, 3, spec)
     for theirs, ours in zip(plain.model.layers, model.model.layers, strict=True):
         assert torch.equal(
-            ours.mlp.down_proj.full_weight(),
-            dequantized(theirs.mlp.down_proj.weight.detach(), kind),
+            ours.mlp.down_proj.dequantize_weight(),
+            fake_quantize_weight(theirs.mlp.down_proj.weight.detach(), kind),
         )
         assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
-from recipe_lib.adapters.quantized import QuantizedLinear, dequantized
-from recipe_lib.checkpoint import weights_in
-from recipe_lib.checkpoint.weights_in import load_weights
+from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
+from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
+from recipe_lib.checkpoint import weight_loading as weights_in
+from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
@@ -42,7 +42,7 @@ def qlora(
 ) -> Iterator[tuple[Decoder, World]]:
     """A model as the recipe makes it, its frozen weights from the folder."""
     with start_world(cfg) as world:
-        spec = spec_from_config(read_config(folder), str(folder))
+        spec = build_spec(read_config(folder), str(folder))
         model = build_meta(spec, dtype)
         add_adapters(model, cfg.lora, dtype)
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
@@ -96,7 +96,7 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
     """
     with qlora(folder, cfg) as (model, world):
         before = frozen_bits(model)
-        trained = adapter_parameters(model)
+        trained = get_adapter_parameters(model)
         optimizer = torch.optim.AdamW(trained.values(), lr=0.005)
         found = []
         for step in range(STEPS):
@@ -130,7 +130,9 @@ def lost(
 ) -> tuple[dict[tuple[str, bool], list[float]], list[dict[str, list[float]]]]:
     """Losses of one rank by what they depend on, and of each of two ranks by selected setting."""
     folder, text = realdata / "stories260K-hf", rows_of_text(realdata)
-    dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
+    fake_quantize_weight(
+        torch.zeros(64, 64), "nf4"
+    )  # imports torchao here, which each rank would have to
     settings = {name: SETTINGS[name] for name in selected(request, "name")}
     kinds = dict.fromkeys(map(plain, settings.values()))
     alone = run_ranks(
@@ -205,7 +207,7 @@ def test_bytes_per_rank_are_those_of_the_formula(realdata: Path) -> None:
 
     def measure() -> tuple[int, int, list[str]]:
         with qlora(realdata / "stories260K-hf", config()) as (model, _):
-            optimizer = torch.optim.AdamW(adapter_parameters(model).values(), lr=0.01)
+            optimizer = torch.optim.AdamW(get_adapter_parameters(model).values(), lr=0.01)
             tokens = torch.arange(16).view(1, 16)
             model(tokens, labels=tokens).backward()
             optimizer.step()
@@ -248,7 +250,7 @@ def wide(tmp_path: Path) -> Path:
     the down matrix.
     """
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    model = build_meta(spec_from_config(CONFIG, "wide"), torch.float32).to_empty(device="cpu")
+    model = build_meta(build_spec(CONFIG, "wide"), torch.float32).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(value.shape, generator=generator)
@@ -270,7 +272,7 @@ def test_loading_reads_a_ranks_blocks_in_pieces(wide: Path, quantize: str) -> No
         reads: list[int] = []
         if count:
             module._PIECE_ELEMENTS = piece
-            weights_in._row_reader = counting(weights_in._row_reader, reads)  # type: ignore[attr-defined]
+            weights_in._make_row_reader = counting(weights_in._make_row_reader, reads)  # type: ignore[attr-defined]
         with qlora_empty(wide, quantize) as (model, spec), LiveBytes() as live:
             load_weights(model, spec, wide)
             return max(reads, default=0), sum(reads), live.peak, frozen_bits(model)
@@ -292,7 +294,7 @@ def test_loading_reads_a_ranks_blocks_in_pieces(wide: Path, quantize: str) -> No
 @contextmanager
 def qlora_empty(folder: Path, quantize: str) -> Iterator[tuple[Decoder, Any]]:
     with start_world(config(quantize)) as world:
-        spec = spec_from_config(read_config(folder), str(folder))
+        spec = build_spec(read_config(folder), str(folder))
         model = build_meta(spec, torch.float32)
         add_adapters(model, config(quantize).lora, torch.float32)
         shard_model(model, config().parallel, MemoryConfig(), world)

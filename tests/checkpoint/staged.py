@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.checkpoint.rank_agreement import RankGroup
-from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.checkpoint.model_export import gather_whole
+from recipe_lib.checkpoint.rank_groups import RankGroup
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
-from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.models.language_model import all_runs, ordered, own_parts
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, init_weights
+from recipe_lib.models.language_model import get_runs, list_local_parts, restore_file_order
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.parallel import (
     World,
@@ -62,7 +62,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def spec_of(config: dict[str, Any], **changes: Any) -> DecoderSpec:
-    return replace(spec_from_config(config | changes, "staged"), init_std=0.2)
+    return replace(build_spec(config | changes, "staged"), init_std=0.2)
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-            for part, offset in own_parts(model, name, parameter.grad):
+            for part, offset in list_local_parts(model, name, parameter.grad):
                 fill_random(part, offset, parameter.shape, f"{number}/{name}", _normal)
     optimizer.step()
     optimizer.zero_grad()
@@ -151,8 +151,8 @@ def held(
             continue
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in [("", parameter.detach()), *sorted(states.items())]:
-            found = whole(value)
-            found = ordered(found, all_runs(model).get(name)) if found.dim() else found
+            found = gather_whole(value)
+            found = restore_file_order(found, get_runs(model).get(name)) if found.dim() else found
             content = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             own[f"{key}/{name}"] = hashlib.sha256(
                 f"{found.dtype} {tuple(found.shape)}".encode() + content

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.adapters import adapter_parameters
-from recipe_lib.checkpoint.optimizer_state import frozen_mark
-from recipe_lib.checkpoint.state import find_state, holds_adapters, load_state, save_state
-from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.adapters import get_adapter_parameters
+from recipe_lib.checkpoint.optimizer_state import hash_frozen_parameters
+from recipe_lib.checkpoint.resumable_state import find_state, has_adapters, load_state, save_state
+from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta, init_weights
@@ -28,7 +28,7 @@ LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["q", "up", "head"])
 
 
 def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(adapter_parameters(model).values(), lr=0.01)
+    return torch.optim.AdamW(get_adapter_parameters(model).values(), lr=0.01)
 
 
 def train(
@@ -73,7 +73,7 @@ def test_a_state_holds_the_adapters_and_nothing_frozen(state: Path) -> None:
     model = [name for name in header.tensors if name.startswith("model/")]
     assert len(model) == 2 * (2 * SPEC.num_layers + 1)
     assert all("lora_" in name for name in header.tensors)
-    assert holds_adapters(state)
+    assert has_adapters(state)
 
 
 def test_a_resumed_run_goes_on_as_if_never_stopped(memory_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_mark_is_the_same_for_every_sharding() -> None:
     def mark(**parallel: Any) -> str | None:
         setting = Setting(replace(LORA, target_modules=EVERYWHERE), ParallelConfig(**parallel))
         with adapted(SPEC, setting) as (model, world):
-            return frozen_mark(model, world)
+            return hash_frozen_parameters(model, world)
 
     one = mark()
     assert one is not None
@@ -120,15 +120,15 @@ def test_the_mark_is_the_same_for_every_sharding() -> None:
 
 def test_the_mark_tells_one_changed_number() -> None:
     with adapted(SPEC, Setting(LORA)) as (model, world):
-        before = frozen_mark(model, world)
+        before = hash_frozen_parameters(model, world)
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight[3, 2] += 1e-12
-        assert frozen_mark(model, world) != before
+        assert hash_frozen_parameters(model, world) != before
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight[3, 2] -= 1e-12
-        for parameter in adapter_parameters(model).values():
+        for parameter in get_adapter_parameters(model).values():
             parameter.data.add_(1.0)
-        assert frozen_mark(model, world) == before
+        assert hash_frozen_parameters(model, world) == before
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_full_and_adapted_runs_do_not_mix(state: Path, memory_path: Path) -> Non
         ):
             load_state(state, whole, everything, world)
         path = save_state(memory_path / "full", 1, whole, everything, {}, world, keep=1)
-        assert not holds_adapters(path)
+        assert not has_adapters(path)
         with pytest.raises(
             CheckpointError, match="of a run that trained all weights, this run trains adapters"
         ):
@@ -195,14 +195,14 @@ def test_the_model_alone_can_be_read(state: Path) -> None:
         load_state(state, model, None, world)
         return {
             name: full(parameter.detach()).clone()
-            for name, parameter in adapter_parameters(model).items()
+            for name, parameter in get_adapter_parameters(model).items()
         }
 
     with adapted(SPEC, Setting(LORA)) as (model, world):
         found = read(world, model)
         optimizer = optimizer_of(model)
         load_state(state, model, optimizer, world)
-        for name, parameter in adapter_parameters(model).items():
+        for name, parameter in get_adapter_parameters(model).items():
             assert torch.equal(found[name], parameter)
     assert json.loads((state / "state.json").read_bytes())["adapters"]["targets"] == [
         "q",

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe_lib.checkpoint import state
+from recipe_lib.checkpoint import resumable_state as state
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.checkpoint.run_files import MANIFEST
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.world import World
@@ -163,7 +163,7 @@ def test_without_hashes_the_flipped_tensors_would_pass(
     saved: tuple[Path, str], tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: what the comparison of names and sizes alone does not see."""
-    monkeypatch.setattr(state, "damaged_file", lambda *arguments: None)
+    monkeypatch.setattr(state, "find_damaged_file", lambda *arguments: None)
     shutil.copytree(saved[0], tmp_path / "state")
     flip_bit_of_a_tensor(tmp_path / "state" / "step_2", random.Random(0))
     assert find_state(tmp_path / "state", "latest", world) == tmp_path / "state" / "step_2"

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from recipe_lib.models import read_config, read_spec
-from recipe_lib.models.weight_names import weight_map
+from recipe_lib.models.weight_names import build_weight_map
 from tests.checkpoint.tensor_faults import (
     SINGLE,
     Fault,
@@ -302,7 +302,7 @@ def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
     """The faults of one family's tensors whose outcome is not one of the three."""
     bad = []
     tensors = load_file(folder / SINGLE)
-    entries = weight_map(read_spec(read_config(folder), str(folder), implementation), tensors)
+    entries = build_weight_map(read_spec(read_config(folder), str(folder), implementation), tensors)
     parameters = {entry.file_name: entry.our_name for entry in entries}
     for at, (name, fault) in enumerate(faults_of_each(tensors).items()):
         if (

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
-from recipe_lib.checkpoint.weight_accounts import read_headers
-from recipe_lib.checkpoint.weight_files import INDEX
+from recipe_lib.checkpoint.model_folders import INDEX
+from recipe_lib.checkpoint.tensor_matching import read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta
-from recipe_lib.models.meta_init import extra_tensors
+from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import World
 from tests.checkpoint import staged
 from tests.checkpoint.staged import CONFIG, WORLDS, build, spec_of, world_of
@@ -59,12 +59,12 @@ def in_and_out(root: Path, name: str) -> dict[str, torch.Tensor]:
         model = build(cfg, world, spec_of(CONFIG), seed=None)
         if name == "one":
             load_weights(model, model.spec, root / "plain", 5)
-            for at, tensor in enumerate(extra_tensors(model).values()):
+            for at, tensor in enumerate(find_extra_tensors(model).values()):
                 tensor.data.add_(at + 1)  # as training would change them
         else:
             load_weights(model, model.spec, root / "one", 6)
         export(model, root / name, world)
-        return {key: full(tensor.detach()) for key, tensor in extra_tensors(model).items()}
+        return {key: full(tensor.detach()) for key, tensor in find_extra_tensors(model).items()}
 
 
 @pytest.mark.slow

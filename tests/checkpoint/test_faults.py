@@ -15,10 +15,10 @@ import torch
 
 from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
-from recipe_lib.checkpoint.rank_agreement import SingleRank, write_gathered
+from recipe_lib.checkpoint.rank_groups import SingleRank, write_gathered
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.checkpoint.run_files import OutputRecord, write_record
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
-from recipe_lib.checkpoint.tensor_files import PlannedTensor
+from recipe_lib.checkpoint.safetensors_files import PlannedTensor
 from recipe_lib.errors import StorageError
 from recipe_lib.parallel.world import World
 from tests.checkpoint.tiny import (

@@ -20,7 +20,7 @@ def state(folder: Path, **changes: Any) -> Path:
     fields = json.loads((folder / MANIFEST).read_text()) | changes
     fields.pop("manifest_sha256")
     (folder / MANIFEST).write_text(
-        json.dumps(fields | {"manifest_sha256": run_files._seal(fields)})
+        json.dumps(fields | {"manifest_sha256": run_files._compute_seal(fields)})
     )
     return folder
 

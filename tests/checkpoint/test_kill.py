@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.checkpoint.run_files import RECORD, OutputRecord, write_record
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from tests.checkpoint.tiny import (
     CONFIG,
     OPTIMIZERS,

@@ -14,10 +14,10 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from recipe_lib.checkpoint.weights_out import export_config
+from recipe_lib.checkpoint.model_export import export_config
 from recipe_lib.cli import main
 from recipe_lib.external.transformers_config import spell_config
-from recipe_lib.models import spec_from_config
+from recipe_lib.models import build_spec
 from tests.checkpoint.spellings import NEWER, OLDER, leave_out, write_older
 from tests.models.reference import CASES, SMALL
 from tests.recipes import labeled_runs
@@ -65,13 +65,13 @@ def test_either_name_means_what_was_trained(
     expected = read_by_transformers(newer | {"dtype": "bfloat16"})
     said.clear()  # what transformers says of the numbers themselves, once in a process
     for source in (newer, older, newer | older):
-        spec = spec_from_config(source, case)
+        spec = build_spec(source, case)
         exported = export_config(source, spec, torch.bfloat16)
         assert exported["dtype"] == exported["torch_dtype"] == "bfloat16"
         assert {"rope_parameters", "rope_theta", "rope_scaling"} <= exported.keys()
         for left_out in (set(), OLDER, NEWER):
             config = leave_out(exported, left_out)
-            assert spec_from_config(config, case) == spec
+            assert build_spec(config, case) == spec
             read = read_by_transformers(config)
             differing = {
                 key: (value, read.get(key))

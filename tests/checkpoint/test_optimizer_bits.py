@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.optim.optimizers import build_optimizer
@@ -47,15 +47,15 @@ def model_and_optimizer(world: Any, case: str, seed: int | None) -> tuple[Any, A
 
 def step_at_random(model: Any, optimizer: Any, step: int) -> None:
     """A step with gradients that are the same on any number of ranks, to the bit."""
-    from recipe_lib.ops.dtensor_shards import local_part
+    from recipe_lib.ops.dtensor_shards import locate_local_part
 
     for number, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(1000 * step + number)
         whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        local, start = local_part(parameter.detach())
+        local, start = locate_local_part(parameter.detach())
         parameter.grad = torch.zeros_like(parameter)
         places = tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))
-        local_part(parameter.grad)[0].copy_(whole[places])
+        locate_local_part(parameter.grad)[0].copy_(whole[places])
     optimizer.step()
     optimizer.zero_grad()
 

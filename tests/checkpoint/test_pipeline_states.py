@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from recipe_lib import files
-from recipe_lib.checkpoint import state
-from recipe_lib.checkpoint.optimizer_state import frozen_mark
-from recipe_lib.checkpoint.rank_agreement import find_holders
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
-from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.checkpoint import resumable_state as state
+from recipe_lib.checkpoint.optimizer_state import hash_frozen_parameters
+from recipe_lib.checkpoint.rank_groups import find_holders
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
+from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder
@@ -283,11 +283,11 @@ def test_a_changed_frozen_weight_of_another_stage_is_found(memory_path: Path) ->
 
     def work() -> list[Any]:
         with staged("stages", spec_of(config), lora) as (model, world):
-            before = frozen_mark(model, world)
+            before = hash_frozen_parameters(model, world)
             if model.lm_head is not None:
                 with torch.no_grad():
                     model.model.layers.get_submodule("3").mlp.down_proj.weight[3, 2] += 1e-3
-            changed = frozen_mark(model, world) != before
+            changed = hash_frozen_parameters(model, world) != before
             with suppress(CheckpointError):
                 load_state(path, model, None, world)
                 return [changed, "loaded"]

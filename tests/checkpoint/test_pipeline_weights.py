@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint import rank_agreement as holders
-from recipe_lib.checkpoint import tensor_files, weights_out
-from recipe_lib.checkpoint.adapter_in import load_adapter
-from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint import model_export as weights_out
+from recipe_lib.checkpoint import rank_groups as holders
+from recipe_lib.checkpoint import safetensors_files as tensor_files
+from recipe_lib.checkpoint.adapter_export import export_adapter
+from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, export_model, load_weights
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.parallel import World
 from tests.checkpoint.staged import (
     CONFIG,
@@ -111,7 +112,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
     def work() -> tuple[int, int, int]:
         alive: list[weakref.ref] = []
         most, largest, received = 0, 0, 0
-        real, receive = weights_out.whole, holders._receive
+        real, receive = weights_out.gather_whole, holders._receive
 
         def count(parameter: torch.Tensor) -> torch.Tensor:
             nonlocal most
@@ -126,7 +127,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
                 largest, received = max(largest, len(piece)), received + len(piece)
                 yield piece
 
-        weights_out.whole, holders._receive = count, measure
+        weights_out.gather_whole, holders._receive = count, measure
         with staged("stages of shards", spec_of(CONFIG)) as (model, world):
             export(model, CONFIG, memory_path / "out", world)
             own = sum(value.numel() * 4 for name, value in model.named_parameters())
@@ -157,7 +158,9 @@ def test_each_rank_reads_what_its_stages_have(memory_path: Path) -> None:
             load_weights(model, model.spec, memory_path)
             return [
                 sum(read),
-                sum(local_part(parameter)[0].numel() * 4 for parameter in model.parameters()),
+                sum(
+                    locate_local_part(parameter)[0].numel() * 4 for parameter in model.parameters()
+                ),
             ]
 
     for read, own in run_ranks(work, 4):

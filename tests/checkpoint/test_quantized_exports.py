@@ -10,12 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter, check_base, read_adapter
-from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
-from recipe_lib.checkpoint.merged import merge_adapter
-from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.weights_in import base_fingerprint, check_copies, untrained_embeddings
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.weight_loading import (
+    check_copies,
+    compute_base_fingerprint,
+    find_untrained_embeddings,
+)
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -143,7 +147,7 @@ def test_a_base_and_its_twin_have_one_mark(
     """So an adapter is trained on the one and used with the other, in PEFT too."""
     folder = folders(name)
     other, half = folder / "twin", twin(folder, tmp_path / "half")
-    marks = {base_fingerprint(spec_of(path), path) for path in (folder, other, half)}
+    marks = {compute_base_fingerprint(spec_of(path), path) for path in (folder, other, half)}
     assert len(marks) == 1
     cfg = LoraConfig(4, 8.0, target_modules=["q", "v"])
     model = adapter_of(folder, tmp_path / "adapter", cfg)
@@ -191,7 +195,7 @@ def test_untrained_rows_of_an_embedding_in_fp8(
         return tensors
 
     rewrite(folder, empty, read_config(folder)["quantization_config"])
-    assert untrained_embeddings(spec_of(folder), folder, [4, 5, 9, 11], [5]) == [5, 9]
+    assert find_untrained_embeddings(spec_of(folder), folder, [4, 5, 9, 11], [5]) == [5, 9]
 
 
 @pytest.mark.slow

@@ -17,15 +17,15 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.checkpoint import weights_in
-from recipe_lib.checkpoint.tensor_files import Reader
-from recipe_lib.checkpoint.weight_accounts import check_weights
-from recipe_lib.checkpoint.weights_in import load_weights
+from recipe_lib.checkpoint import weight_loading as weights_in
+from recipe_lib.checkpoint.safetensors_files import Reader
+from recipe_lib.checkpoint.tensor_matching import check_weights
+from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, build_meta
 from recipe_lib.models.weight_names import Fp8Blocks, Mxfp4Blocks, OpenView
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.adapters.hugging_face import plain, spec_of
 from tests.checkpoint.quantized_folders import fp8_folder, fp8_numbers, mxfp4_folder, twin
@@ -275,7 +275,7 @@ def test_each_of_two_ranks_reads_its_own_part(
             load_weights(model, model.spec, folder)
             sharded_ones = 0
             for own, parameter in frozen(model).items():
-                local, offset = local_part(parameter.detach())
+                local, offset = locate_local_part(parameter.detach())
                 part = tuple(
                     slice(at, at + size) for at, size in zip(offset, local.shape, strict=True)
                 )

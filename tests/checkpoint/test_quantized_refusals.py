@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.checkpoint.weight_accounts import check_weights
+from recipe_lib.checkpoint.tensor_matching import check_weights
 from recipe_lib.config.schema import ModelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_spec

@@ -58,7 +58,7 @@ def test_no_source_does() -> None:
     written = found.pop("recipe_lib/plan/allocation/snapshot.py")
     assert [line.partition(": ")[2] for line in written] == ["pickle"]
     # A plan of compiled layers runs what inductor wrote for them, as inductor itself would.
-    ran = found.pop("recipe_lib/plan/world/compiled_code.py")
+    ran = found.pop("recipe_lib/plan/simulated_world/compiled_code.py")
     assert [line.partition(": ")[2] for line in ran] == ["exec", "compile"]
     assert found == {}
 

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from recipe_lib import files
-from recipe_lib.checkpoint.state import find_state, load_state, save_state
-from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
+from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.errors import CheckpointError, StorageError
 from tests.checkpoint.tiny import (
     OPTIMIZERS,

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint import weight_accounts, weights_in
+from recipe_lib.checkpoint import tensor_matching as weight_accounts
+from recipe_lib.checkpoint import weight_loading as weights_in
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint, load_weights
-from recipe_lib.checkpoint.tensor_files import Reader, read_header
+from recipe_lib.checkpoint.safetensors_files import Reader, read_header
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.spec import DecoderSpec
-from recipe_lib.models.weight_names import parameter_shapes, weight_map
+from recipe_lib.models.weight_names import build_weight_map, compute_parameter_shapes
 from tests.checkpoint.tiny import full, tiny_model, tiny_world
 from tests.distributed.ranks import run_ranks
 from tests.models.reference import load_ours, reference_model
@@ -28,7 +29,7 @@ CASES = Path(__file__).parents[1] / "bad_inputs" / "models"
 
 
 def spec_of(folder: Path) -> DecoderSpec:
-    return spec_from_config(read_config(folder), str(folder))
+    return build_spec(read_config(folder), str(folder))
 
 
 def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -214,8 +215,8 @@ def test_real_llama_2_names_its_old_buffers_and_they_are_ignored(
         "vocab_size": 6,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = weight_accounts.file_shapes(
-        weight_map(spec_of(tmp_path), index), parameter_shapes(spec_of(tmp_path))
+    shapes = weight_accounts.compute_file_shapes(
+        build_weight_map(spec_of(tmp_path), index), compute_parameter_shapes(spec_of(tmp_path))
     )
     assert shapes.keys() <= index.keys()
     for file_name in set(index.values()):

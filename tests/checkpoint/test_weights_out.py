@@ -17,11 +17,11 @@ import transformers
 from safetensors.torch import load_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint import weights_out
+from recipe_lib.checkpoint import model_export as weights_out
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
 from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.errors import CheckpointError, StorageError
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.units import format_bytes
 from tests.checkpoint.tiny import CONFIG, tiny_model, tiny_spec, tiny_world, train, tree
 from tests.distributed.ranks import run_ranks
@@ -35,7 +35,7 @@ def load_source(
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Our model with the folder's weights, its spec, its config."""
     config = read_config(folder)
-    spec = spec_from_config(config, str(folder))
+    spec = build_spec(config, str(folder))
     model = build_meta(spec, dtype)
     model.to_empty(device="cpu")
     load_weights(model, spec, folder)
@@ -218,7 +218,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
     def export_sharded(out: Path) -> int:
         alive: list[weakref.ref] = []
         most = 0
-        real = weights_out.whole
+        real = weights_out.gather_whole
 
         def count(parameter: torch.Tensor) -> torch.Tensor:
             nonlocal most
@@ -227,7 +227,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
             alive.append(weakref.ref(whole))
             return whole
 
-        weights_out.whole = count
+        weights_out.gather_whole = count
         with tiny_world(replicate=2) as world:
             model = tiny_model(world, spec=spec)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-from recipe_lib.models import Decoder, build_meta, init_weights, spec_from_config
+from recipe_lib.models import Decoder, build_meta, build_spec, init_weights
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel.world import World, start_world
 
@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 def tiny_spec(**changes: Any) -> DecoderSpec:
     """The spec of CONFIG with changes."""
-    return spec_from_config(CONFIG | changes, "tiny")
+    return build_spec(CONFIG | changes, "tiny")
 
 
 @contextmanager

@@ -364,10 +364,10 @@ def test_faults_can_be_allowed(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_check_finds_embeddings_that_were_never_trained(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from recipe_lib.models import build_meta, init_weights, preset_config, spec_from_config
+    from recipe_lib.models import build_meta, build_spec, init_weights, read_preset_config
 
-    config = preset_config("demo/0.5M")
-    spec = spec_from_config(config, "demo")
+    config = read_preset_config("demo/0.5M")
+    spec = build_spec(config, "demo")
     model = build_meta(spec, torch.float32).to_empty(device="cpu")
     init_weights(model, 1, spec)
     folder = tmp_path / "model"

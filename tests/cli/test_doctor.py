@@ -15,7 +15,8 @@ from recipe_lib.cli import doctor, doctor_probes, doctor_report
 from recipe_lib.cli.doctor_report import judge, report
 from recipe_lib.cli.main import main
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.timing import calibrate, calibration
+from recipe_lib.plan.measured import measure_rates as calibrate
+from recipe_lib.plan.measured import rates_file as calibration
 from recipe_lib.units import GIB, MIB
 from tests.cli.commands import ROOT
 from tests.cli.machines import healthy, put, ways

@@ -24,7 +24,7 @@ from recipe_lib.cli.doctor_probes import (
     run_isolated,
     verify_copies,
 )
-from recipe_lib.plan.timing import calibrate
+from recipe_lib.plan.measured import measure_rates as calibrate
 from recipe_lib.units import GIB
 
 SIZES = (4, 4100)
@@ -194,7 +194,7 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(
     card = {"name": "card", "memory": GIB, "free": GIB, "capability": [8, 6]}
     monkeypatch.setattr(doctor_probes, "describe_torch", lambda: {"gpus": [card, card]})
     monkeypatch.setattr(doctor_probes, "measure_gpu", lambda device: device)
-    monkeypatch.setattr(calibrate, "matmul_rate", lambda device, dtype: (device, dtype))
+    monkeypatch.setattr(calibrate, "measure_matmul_rate", lambda device, dtype: (device, dtype))
     done = dict(device_steps(0, Path()))
     assert done.pop("torch")()["gpus"] == [card, card]
     assert done.pop("torchao") is doctor_probes.import_torchao
@@ -252,7 +252,7 @@ def test_free_memory_is_what_offloading_counts_with(monkeypatch: pytest.MonkeyPa
     from recipe_lib.memory import peaks as host
 
     monkeypatch.setattr(
-        host, "free_host_memory", lambda: (3 * GIB, "left in this process's control group")
+        host, "find_free_host_memory", lambda: (3 * GIB, "left in this process's control group")
     )
     found = measure_host_memory()
     assert (found["free"], found["what"]) == (3 * GIB, "left in this process's control group")

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.adapter_out import export_adapter
-from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.state import save_state
-from recipe_lib.checkpoint.verify import compare
+from recipe_lib.checkpoint.adapter_export import export_adapter
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.resumable_state import save_state
+from recipe_lib.checkpoint.verify import compare_logits
 from recipe_lib.cli import export_trained, main
 from recipe_lib.config.describe import format_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
@@ -195,7 +195,7 @@ def test_an_export_that_differs_is_an_error(
 ) -> None:
     """The file is changed between writing and loading it again: the check has to see one number."""
     make_run(tmp_path / "run", base)
-    real = verify.model_of_adapter
+    real = verify.load_model_with_adapter
 
     def changed(folder: Path, *args: Any) -> Any:
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -203,7 +203,7 @@ def test_an_export_that_differs_is_an_error(
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         return real(folder, *args)
 
-    monkeypatch.setattr(export_trained, "model_of_adapter", changed)
+    monkeypatch.setattr(export_trained, "load_model_with_adapter", changed)
     code, out, err = call(capsys, tmp_path / "run", "--adapter")
     assert code == 2
     assert err.startswith(
@@ -214,9 +214,9 @@ def test_an_export_that_differs_is_an_error(
 
 def test_nan_never_agrees() -> None:
     logits = torch.ones(1, 2, 3)
-    assert compare(logits, logits).agrees(torch.float32)
-    assert not compare(logits, logits * float("nan")).agrees(torch.bfloat16)
-    assert not compare(logits, logits + 1e-3).agrees(torch.float32)
+    assert compare_logits(logits, logits).is_within_rounding(torch.float32)
+    assert not compare_logits(logits, logits * float("nan")).is_within_rounding(torch.bfloat16)
+    assert not compare_logits(logits, logits + 1e-3).is_within_rounding(torch.float32)
 
 
 def test_the_folder_names_its_base(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib.adapters import peft_patterns
 from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.verify import load_model, model_of_adapter, prompt_logits
+from recipe_lib.checkpoint.verify import compute_prompt_logits, load_model, load_model_with_adapter
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -78,7 +78,7 @@ def test_a_merged_model_is_opened_by_transformers(
     assert (code, err) == (0, "")
     assert sum("read with transformers " in line for line in lines) == 1
     spec = read_trained_spec(read_config(tmp_path / "merged"), "merged")
-    logits = prompt_logits(load_model(spec, tmp_path / "merged", torch.float32, CPU))
+    logits = compute_prompt_logits(load_model(spec, tmp_path / "merged", torch.float32, CPU))
     tensors = load_file(tmp_path / "merged" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
     save_file(tensors, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
@@ -199,7 +199,7 @@ def test_memory_that_is_not_there_is_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, adapter = make_adapter(tmp_path, "llama")
-    monkeypatch.setattr(verify, "free_host_memory", lambda: (1000, "free on this machine"))
+    monkeypatch.setattr(verify, "find_free_host_memory", lambda: (1000, "free on this machine"))
     code, lines, _ = export(capsys, adapter, "--adapter")
     assert code == 0 and any(
         "of host memory, 1000 B free on this machine" in line for line in lines
@@ -226,8 +226,8 @@ def test_an_adapter_that_is_dropped_is_seen_in_each_type(
 ) -> None:
     base, adapter = make_adapter(tmp_path)
     spec = read_trained_spec(read_config(base), "base")
-    model = model_of_adapter(adapter, spec, base, dtype, CPU)[0]
-    logits = (prompt_logits(model), prompt_logits(model, with_adapters=False))
+    model = load_model_with_adapter(adapter, spec, base, dtype, CPU)[0]
+    logits = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
     assert READ in verify.check_with_peft(adapter, base, spec, dtype, CPU, logits)
     change_config(adapter, target_modules=AS_BEFORE, target_parameters=None)
     with pytest.raises(CheckpointError, match="computes another model"):

@@ -17,7 +17,7 @@ from recipe_lib.cli.main import main
 from recipe_lib.data import render_prompt
 from recipe_lib.generation.sample import generate
 from recipe_lib.generation.source import choose_dtype
-from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.tokenizers import load_tokenizer
 from tests.cli.commands import start_forked
 
@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ids_after(folder: Path, prompt: list[int], count: int, **options: object) -> list[int]:
     """What the model says, by the loop itself."""
-    spec = spec_from_config(read_config(folder), where=str(folder))
+    spec = build_spec(read_config(folder), where=str(folder))
     loaded = build_meta(spec, torch.float32).to_empty(device="cpu")
     load_weights(loaded, spec, folder)
     return list(generate(loaded, spec, prompt, max_new_tokens=count, **options))

@@ -17,10 +17,10 @@ from recipe_lib.cli import plan_during_run
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.receipts import ReceiptRun, append_receipt, receipts_file
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan, read_typed
-from recipe_lib.plan.tables import outermost
-from recipe_lib.plan.trace import STORAGE_KINDS
+from recipe_lib.plan.measured.receipts import ReceiptRun, append_receipt, get_receipts_file
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Plan, read_typed
+from recipe_lib.plan.tracing.trace import STORAGE_KINDS
+from recipe_lib.plan.views.tables import list_outermost
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, tune_forked
 from tests.plan.apart import apart
@@ -72,7 +72,7 @@ def test_all_that_it_writes(
     measured = made_receipt(
         recipe=RECIPE, config="demo/full", card_memory=find_hardware("rtx4090").memory
     )
-    append_receipt(receipts_file(), measured)
+    append_receipt(get_receipts_file(), measured)
     files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "snapshot")}
     outputs = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     assert (
@@ -256,7 +256,7 @@ def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixt
         kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind)
         for kind in STORAGE_KINDS
     }
-    assert alive["optimizer"] == 4 * sum(row.parameters for row in outermost(plan.layers))
+    assert alive["optimizer"] == 4 * sum(row.parameters for row in list_outermost(plan.layers))
     assert (
         plan.device.flops == find_hardware("24GB").rate("fp32") < find_hardware("24GB").rate("bf16")
     )

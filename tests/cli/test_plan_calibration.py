@@ -10,7 +10,7 @@ from recipe_lib.cli import local_gpus, plan_request
 from recipe_lib.cli.main import main
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
-from recipe_lib.plan.timing.calibration import read_calibration
+from recipe_lib.plan.measured.rates_file import read_calibration
 from recipe_lib.units import GIB
 from tests.plan.apart import apart
 from tests.plan.timing.test_calibrate import good

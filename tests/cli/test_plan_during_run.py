@@ -13,8 +13,8 @@ from recipe_lib.cli import plan_during_run
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import PhasePeak
-from recipe_lib.plan.world.sequence_lengths import Sequence
+from recipe_lib.plan.plan_schema import PhasePeak
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 from recipe_lib.units import GIB
 from tests.plan.plans import hand_made
 
@@ -95,7 +95,7 @@ def test_the_comparison_is_signed():
 
 
 SETTINGS = PlanSettings(
-    hardware=find_hardware("rtx4090"), sequence=Sequence(512, "max_seq_len"), ranks=4
+    hardware=find_hardware("rtx4090"), sequence=PlannedSequence(512, "max_seq_len"), ranks=4
 )
 
 

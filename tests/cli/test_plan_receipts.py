@@ -16,9 +16,9 @@ from recipe_lib.config import load_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.receipts import append_receipt, read_receipts
-from recipe_lib.plan.world.sequence_lengths import Sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.measured.receipts import append_receipt, read_receipts
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from tests.cli.commands import ROOT, environment
 from tests.plan.made_receipts import left_by_a_run, made_receipt
 
@@ -162,8 +162,10 @@ def test_the_list_needs_no_torch(file: Path):
 def quoted() -> str:
     card = find_hardware("rtx4090")
     cfg = load_config("llama3/8B_lora", ["max_seq_len=512"], LoraFinetuneConfig)
-    settings = PlanSettings(card, Sequence(512, "max_seq_len"), recipe="lora_finetune_distributed")
-    return plan_receipts.quote_receipt(cfg, plannable(cfg)[0], settings)
+    settings = PlanSettings(
+        card, PlannedSequence(512, "max_seq_len"), recipe="lora_finetune_distributed"
+    )
+    return plan_receipts.quote_receipt(cfg, make_plannable(cfg)[0], settings)
 
 
 def test_a_plan_quotes_the_nearest(file: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,8 +14,8 @@ from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.timing.cost import collective_seconds
-from recipe_lib.plan.trace import Collective
+from recipe_lib.plan.timing.cost import compute_collective_seconds
+from recipe_lib.plan.tracing.trace import Collective
 
 CONFIG = ["--config", "llama3/8B_full"]
 
@@ -200,7 +200,9 @@ def test_what_crosses_machines_goes_over_the_network():
     inside, across = (
         Collective("all_reduce", "data_replicate", ranks, 2**31) for ranks in ((0, 1), (0, 2))
     )
-    assert collective_seconds(across, device) > 2 * collective_seconds(inside, device)
+    assert compute_collective_seconds(across, device) > 2 * compute_collective_seconds(
+        inside, device
+    )
 
 
 RECIPE = """

@@ -171,7 +171,7 @@ def write(writer: Writer, material: Material, out: Path) -> int:
     its exit code.
     """
     from recipe_lib.cli import doctor, plan
-    from recipe_lib.plan.timing import calibrate
+    from recipe_lib.plan.measured import measure_rates as calibrate
 
     facts = healthy()
     plans = material.plan if writer.source == "plan" else None

@@ -19,7 +19,7 @@ from recipe_lib.config.recipes import RECIPE_CONFIGS
 from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.optimizers import learning_rate
+from recipe_lib.optim.optimizers import compute_learning_rate
 from tests.cli.commands import ROOT
 from tests.plan.apart import apart
 
@@ -240,9 +240,9 @@ def test_rates_are_theirs_but_for_the_warm_up(tmp_path: Path):
         at = step + 1 if step < warm_up else step
         done = (at - warm_up) / (total - warm_up)
         theirs = at / warm_up if at < warm_up else 0.5 * (1 + math.cos(math.pi * 0.5 * 2 * done))
-        assert learning_rate(cfg.lr_scheduler, cfg.optimizer.lr, step, total) == pytest.approx(
-            3e-4 * theirs
-        )
+        assert compute_learning_rate(
+            cfg.lr_scheduler, cfg.optimizer.lr, step, total
+        ) == pytest.approx(3e-4 * theirs)
 
 
 DATASETS = {

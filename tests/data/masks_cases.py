@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.registry import get_registered
+from recipe_lib.data.label_masks import Encoded, Encoder
 from recipe_lib.data.samples import Preference, Sample, SampleFault
-from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.tokenizers import load_tokenizer
 
 # The format that Meta has documented for Llama 2; its files came without a template.
@@ -88,7 +88,7 @@ CALL = {
 }  # fmt: skip
 
 
-def _said(*turns: tuple[str, str]) -> list[dict[str, str]]:
+def say_turns(*turns: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
@@ -103,24 +103,24 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             {"from": "human", "value": ASKS[1]}, {"from": "gpt", "value": MILD},
         ]},
     ),
-    "messages with system": ("messages", {"messages": _said(("system", "Be brief."), *_FIRST)}),
+    "messages with system": ("messages", {"messages": say_turns(("system", "Be brief."), *_FIRST)}),
     "messages with tools": (
         "messages",
         {
             "messages": [
-                *_said(_FIRST[0]), {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                *say_turns(_FIRST[0]), {"role": "assistant", "content": None, "tool_calls": [CALL]},
                 {"role": "tool", "content": "31", "tool_call_id": "call00001", "name": "weather"},
-                *_said(_FIRST[1]),
+                *say_turns(_FIRST[1]),
             ],
             "tools": [TOOL],
         },
     ),
     "messages with thoughts, two answers": (
         "messages",
-        {"messages": _said(_FIRST[0], ("assistant", THOUGHT + HOT), _SECOND[0], ("assistant", THOUGHT + MILD))},
+        {"messages": say_turns(_FIRST[0], ("assistant", THOUGHT + HOT), _SECOND[0], ("assistant", THOUGHT + MILD))},
     ),
 }  # fmt: skip
-PAIR = Preference(_said(_FIRST[0]), _said(_FIRST[1]), _said(("assistant", MILD)))
+PAIR = Preference(say_turns(_FIRST[0]), say_turns(_FIRST[1]), say_turns(("assistant", MILD)))
 
 
 def write_folder(case: Case, realdata: Path, folder: Path) -> Path:
@@ -174,13 +174,13 @@ def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
     file.write_text(json.dumps(content))
 
 
-def sample_of(column: str) -> Sample:
+def read_row(column: str) -> Sample:
     """A row of the table as its format reads it."""
     name, row = ROWS[column]
     return get_registered("data.format", name)(row)
 
 
-def trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
+def list_trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
     """The text of each run of trained ids, decoded behind what stands before it."""
     tokenizer, runs = encoder.tokenizer, []
     for at, trained in enumerate(encoded.trained):
@@ -194,18 +194,18 @@ def trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
     ]
 
 
-def outcome(encoder: Encoder, column: str) -> list[str] | str:
+def describe_outcome(encoder: Encoder, column: str) -> list[str] | str:
     """What is trained of a row, or why it is refused; behind `|`: another sequence begins."""
     try:
         if column == "preference":
             return [
                 text
                 for encoded in encoder.encode_answers(PAIR)
-                for text in trained_texts(encoder, encoded)
+                for text in list_trained_texts(encoder, encoded)
             ]
         found = [
-            trained_texts(encoder, encoded)
-            for encoded in encoder.encode_sample(sample_of(column)).sequences
+            list_trained_texts(encoder, encoded)
+            for encoded in encoder.encode_sample(read_row(column)).sequences
         ]
         return [
             text for number, texts in enumerate(found) for text in (["|"] if number else []) + texts
@@ -280,7 +280,7 @@ with what transformers renders for generation.
 """
 
 
-def cell_of(found: list[str] | str) -> str:
+def format_cell(found: list[str] | str) -> str:
     """A cell of the table."""
     if isinstance(found, str):
         return found.replace("refused by the chat template", "the template objects")
@@ -291,12 +291,12 @@ def cell_of(found: list[str] | str) -> str:
     )
 
 
-def page(encoders: Iterable[Encoder]) -> str:
+def build_page(encoders: Iterable[Encoder]) -> str:
     """docs/masks.md. encoders: of each case."""
     columns = [*ROWS, "preference"]
     lines = [HEAD, f"| template | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for case, encoder in zip(CASES, encoders, strict=True):
-        cells = [cell_of(outcome(encoder, column)) for column in columns]
+        cells = [format_cell(describe_outcome(encoder, column)) for column in columns]
         lines.append(f"| {case.name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -306,4 +306,4 @@ if __name__ == "__main__":
         folders = [
             write_folder(c, Path(os.environ["REALDATA_DIR"]), Path(made) / c.name) for c in CASES
         ]
-        sys.stdout.write(page(Encoder(load_tokenizer(folder), "auto") for folder in folders))
+        sys.stdout.write(build_page(Encoder(load_tokenizer(folder), "auto") for folder in folders))

@@ -14,7 +14,7 @@ from typing import Any
 from recipe_lib.config.schema_data import DataConfig, SourceConfig
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import SourceEncoder
-from recipe_lib.data.templates import Encoder
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.tokenizers import Tokenizer
 
 USER, SAID = (
@@ -141,7 +141,7 @@ def encode_file(
 
 def tokenizer_folder(folder: Path, name: str = "qwen3") -> Path:
     """The tokenizer of one of tests/data/template_cases."""
-    from tests.data.template_cases import BY_NAME, source_of, write_tokenizer
+    from tests.data.template_cases import BY_NAME, read_source, write_tokenizer
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return write_tokenizer(folder, BY_NAME[name], source_of(BY_NAME[name]))
+    return write_tokenizer(folder, BY_NAME[name], read_source(BY_NAME[name]))

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.data.sample_files import Located
+from recipe_lib.data.sample_files import LocatedSample
 from recipe_lib.data.sources import open_sources
 
 
-def read_samples(source: str, split: str) -> Iterator[Located]:
+def read_samples(source: str, split: str) -> Iterator[LocatedSample]:
     """All samples of one source, in order."""
     for file in open_sources(SourceConfig(source, split=split)):
         yield from file.read()

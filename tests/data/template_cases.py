@@ -48,11 +48,11 @@ class Template:
     system: bool = True
 
 
-def _of_trl(name: str, end: str, **more: Any) -> Template:
+def make_trl_template(name: str, end: str, **more: Any) -> Template:
     return Template(name, TRL, name, end, **more)
 
 
-def _of_realdata(name: str, file: str, end: str, **more: Any) -> Template:
+def make_real_template(name: str, file: str, end: str, **more: Any) -> Template:
     return Template(name, REALDATA, file, end, **more)
 
 
@@ -64,57 +64,57 @@ _R1 = {"opens": "\n</think>\n\n"}
 _APART = _THINKS | {"tags": False}
 # The text templates that trl 1.16 knows, and a few files more.
 TEMPLATES = [
-    _of_trl("cohere", "<|END_OF_TURN_TOKEN|>"),
-    _of_trl("cohere2", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", eos="<|END_OF_TURN_TOKEN|>"),
-    _of_trl("deepseek_r1_distill", _EOS, **_R1),
-    _of_trl("deepseekv3", _EOS, calls="text", **_R1),
-    _of_trl("diffusion_gemma", **_GEMMA4, **_APART),
-    _of_trl("gemma", "<end_of_turn>", system=False),
-    _of_trl("gemma3", "<end_of_turn>"),
-    _of_trl("gemma4", **_GEMMA4),
-    _of_trl("gemma4_v2", "<turn|>", **_TOOLS),
-    _of_trl("gemma4_v3", **_GEMMA4),
-    _of_trl("gemma4_v4", **_GEMMA4),
-    _of_trl("gemma4_v5", **_GEMMA4, **_APART),
-    _of_trl("glm4moe", "<|user|>", call_end="<|observation|>", eos="<|endoftext|>", bos="", **_BOTH),
-    _of_trl("gptoss", "<|return|>", call_end="<|call|>", bos="", thought="thinking", tags=False, **_TOOLS),
-    _of_trl("lfm2", _IM),
-    _of_trl("lfm2_2_5", _IM, thought="thinking", **_TOOLS),
-    _of_trl("lfm2_2_5_v2", _IM, **_BOTH),
-    _of_trl("lfm2_v2", _IM, **_TOOLS),
-    _of_trl("llama3", _EOT),
-    _of_trl("llama3_1", _EOT, **_TOOLS),
-    _of_trl("llama3_2", _EOT, **_TOOLS),
-    _of_trl("muse_glimmer", "<|eot|>", **_APART, **_TOOLS),
-    _of_trl("nemotron_3_5_lightning", _IM, **_BOTH),
-    _of_trl("nemotron_3_nano", _IM, **_BOTH),
-    _of_trl("nemotron_3_super", _IM, **_BOTH),
-    _of_trl("nemotron_3_ultra", _IM, **_BOTH),
-    _of_trl("phi3", "<|end|>", eos="<|endoftext|>", bos=""),
-    _of_trl("phi3_5", "<|end|>", eos="<|endoftext|>", bos=""),
-    _of_trl("qwen2_5", _IM, bos="", **_TOOLS),
-    _of_trl("qwen3", _IM, bos="", **_BOTH),
-    _of_trl("qwen3_5_nothink", _IM, bos="", **_BOTH),
-    _of_trl("qwen3_5_think", _IM, bos="", **_BOTH),
-    _of_trl("qwen3_6", _IM, bos="", **_BOTH),
-    _of_trl("qwen3_8", _IM, bos="", **_APART, **_TOOLS),
-    _of_trl("qwen3_instruct_2507", _IM, bos="", **_TOOLS),
-    _of_realdata("axolotl qwen3", "axolotl/qwen3", _IM, bos="", **_BOTH),
-    _of_realdata("axolotl mistral v3", "axolotl/mistral_v2v3", "</s>", bos="<s>", **_TOOLS),
-    _of_realdata("axolotl phi_4", "axolotl/phi_4", _IM, bos=""),
-    _of_realdata("Command R7B", "llama.cpp/CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    make_trl_template("cohere", "<|END_OF_TURN_TOKEN|>"),
+    make_trl_template("cohere2", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", eos="<|END_OF_TURN_TOKEN|>"),
+    make_trl_template("deepseek_r1_distill", _EOS, **_R1),
+    make_trl_template("deepseekv3", _EOS, calls="text", **_R1),
+    make_trl_template("diffusion_gemma", **_GEMMA4, **_APART),
+    make_trl_template("gemma", "<end_of_turn>", system=False),
+    make_trl_template("gemma3", "<end_of_turn>"),
+    make_trl_template("gemma4", **_GEMMA4),
+    make_trl_template("gemma4_v2", "<turn|>", **_TOOLS),
+    make_trl_template("gemma4_v3", **_GEMMA4),
+    make_trl_template("gemma4_v4", **_GEMMA4),
+    make_trl_template("gemma4_v5", **_GEMMA4, **_APART),
+    make_trl_template("glm4moe", "<|user|>", call_end="<|observation|>", eos="<|endoftext|>", bos="", **_BOTH),
+    make_trl_template("gptoss", "<|return|>", call_end="<|call|>", bos="", thought="thinking", tags=False, **_TOOLS),
+    make_trl_template("lfm2", _IM),
+    make_trl_template("lfm2_2_5", _IM, thought="thinking", **_TOOLS),
+    make_trl_template("lfm2_2_5_v2", _IM, **_BOTH),
+    make_trl_template("lfm2_v2", _IM, **_TOOLS),
+    make_trl_template("llama3", _EOT),
+    make_trl_template("llama3_1", _EOT, **_TOOLS),
+    make_trl_template("llama3_2", _EOT, **_TOOLS),
+    make_trl_template("muse_glimmer", "<|eot|>", **_APART, **_TOOLS),
+    make_trl_template("nemotron_3_5_lightning", _IM, **_BOTH),
+    make_trl_template("nemotron_3_nano", _IM, **_BOTH),
+    make_trl_template("nemotron_3_super", _IM, **_BOTH),
+    make_trl_template("nemotron_3_ultra", _IM, **_BOTH),
+    make_trl_template("phi3", "<|end|>", eos="<|endoftext|>", bos=""),
+    make_trl_template("phi3_5", "<|end|>", eos="<|endoftext|>", bos=""),
+    make_trl_template("qwen2_5", _IM, bos="", **_TOOLS),
+    make_trl_template("qwen3", _IM, bos="", **_BOTH),
+    make_trl_template("qwen3_5_nothink", _IM, bos="", **_BOTH),
+    make_trl_template("qwen3_5_think", _IM, bos="", **_BOTH),
+    make_trl_template("qwen3_6", _IM, bos="", **_BOTH),
+    make_trl_template("qwen3_8", _IM, bos="", **_APART, **_TOOLS),
+    make_trl_template("qwen3_instruct_2507", _IM, bos="", **_TOOLS),
+    make_real_template("axolotl qwen3", "axolotl/qwen3", _IM, bos="", **_BOTH),
+    make_real_template("axolotl mistral v3", "axolotl/mistral_v2v3", "</s>", bos="<s>", **_TOOLS),
+    make_real_template("axolotl phi_4", "axolotl/phi_4", _IM, bos=""),
+    make_real_template("Command R7B", "llama.cpp/CohereForAI-c4ai-command-r7b-12-2024-tool_use",
                  "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", eos="<|END_OF_TURN_TOKEN|>",
                  call_end="<|END_ACTION|><|END_OF_TURN_TOKEN|>", **_TOOLS),
-    _of_realdata("R1 Distill Llama", "llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Llama-8B", _EOS, **_R1),
-    _of_realdata("R1 Distill Qwen", "llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", _EOS, **_R1),
-    _of_realdata("Mistral Nemo", "llama.cpp/mistralai-Mistral-Nemo-Instruct-2407", "</s>", bos="<s>", **_TOOLS),
-    _of_realdata("Phi-3.5", "llama.cpp/microsoft-Phi-3.5-mini-instruct", "<|end|>", eos="<|endoftext|>", bos=""),
-    _of_realdata("Llama 3.3", "llama.cpp/meta-llama-Llama-3.3-70B-Instruct", _EOT, **_TOOLS),
+    make_real_template("R1 Distill Llama", "llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Llama-8B", _EOS, **_R1),
+    make_real_template("R1 Distill Qwen", "llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", _EOS, **_R1),
+    make_real_template("Mistral Nemo", "llama.cpp/mistralai-Mistral-Nemo-Instruct-2407", "</s>", bos="<s>", **_TOOLS),
+    make_real_template("Phi-3.5", "llama.cpp/microsoft-Phi-3.5-mini-instruct", "<|end|>", eos="<|endoftext|>", bos=""),
+    make_real_template("Llama 3.3", "llama.cpp/meta-llama-Llama-3.3-70B-Instruct", _EOT, **_TOOLS),
 ]  # fmt: skip
 BY_NAME = {template.name: template for template in TEMPLATES}
 
 
-def source_of(template: Template, training: bool = False) -> str:
+def read_source(template: Template, training: bool = False) -> str:
     """The template's Jinja; skips a test where the file is not there. training: trl's version with
     `generation`.
     """
@@ -164,7 +164,7 @@ def write_tokenizer(
     return folder
 
 
-def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
+def say(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -183,56 +183,56 @@ _TOOL = {
     },
 }  # fmt: skip
 _USE = [
-    _said("assistant", "", tool_calls=[_CALL]),
-    _said("tool", "31", tool_call_id="call00001", name="weather"),
+    say("assistant", "", tool_calls=[_CALL]),
+    say("tool", "31", tool_call_id="call00001", name="weather"),
 ]
 # kind -> messages, tools
 KINDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
-    "one answer": ([_said("user", "Hot?"), _said("assistant", "Yes, it is.")], None),
+    "one answer": ([say("user", "Hot?"), say("assistant", "Yes, it is.")], None),
     "two answers": (
-        [_said("user", "Hot?"), _said("assistant", "Yes."), _said("user", "Dry?"), _said("assistant", "No.")], None
+        [say("user", "Hot?"), say("assistant", "Yes."), say("user", "Dry?"), say("assistant", "No.")], None
     ),
     "three answers": (
-        [_said("user", "Hot?"), _said("assistant", "Yes."), _said("user", "Dry?"), _said("assistant", "No."),
-         _said("user", "So?"), _said("assistant", "Stay in.")], None
+        [say("user", "Hot?"), say("assistant", "Yes."), say("user", "Dry?"), say("assistant", "No."),
+         say("user", "So?"), say("assistant", "Stay in.")], None
     ),
     "system, two answers": (
-        [_said("system", "Be brief."), _said("user", "Hot?"), _said("assistant", "Yes."), _said("user", "Dry?"),
-         _said("assistant", "No.")], None
+        [say("system", "Be brief."), say("user", "Hot?"), say("assistant", "Yes."), say("user", "Dry?"),
+         say("assistant", "No.")], None
     ),
-    "thought": ([_said("user", "Hot?"), _said("assistant", "Yes.", reasoning_content="It is July.")], None),
+    "thought": ([say("user", "Hot?"), say("assistant", "Yes.", reasoning_content="It is July.")], None),
     "two thoughts": (
-        [_said("user", "Hot?"), _said("assistant", "Yes.", reasoning_content="It is July."), _said("user", "Dry?"),
-         _said("assistant", "No.", reasoning_content="It\nrains.")], None
+        [say("user", "Hot?"), say("assistant", "Yes.", reasoning_content="It is July."), say("user", "Dry?"),
+         say("assistant", "No.", reasoning_content="It\nrains.")], None
     ),
     "thought in one of two": (
-        [_said("user", "Hot?"), _said("assistant", "Yes."), _said("user", "Dry?"),
-         _said("assistant", "No.", reasoning_content="It rains.")], None
+        [say("user", "Hot?"), say("assistant", "Yes."), say("user", "Dry?"),
+         say("assistant", "No.", reasoning_content="It rains.")], None
     ),
     "thoughts in the content": (
-        [_said("user", "Hot?"), _said("assistant", "<think>\nIt is July.\n</think>\n\nYes."), _said("user", "Dry?"),
-         _said("assistant", "<think>\nIt rains.\n</think>\n\nNo.")], None
+        [say("user", "Hot?"), say("assistant", "<think>\nIt is July.\n</think>\n\nYes."), say("user", "Dry?"),
+         say("assistant", "<think>\nIt rains.\n</think>\n\nNo.")], None
     ),
-    "tool": ([_said("user", "Hot?"), *_USE, _said("assistant", "Yes.")], [_TOOL]),
+    "tool": ([say("user", "Hot?"), *_USE, say("assistant", "Yes.")], [_TOOL]),
     "tool, two questions": (
-        [_said("user", "Hot?"), *_USE, _said("assistant", "Yes."), _said("user", "Dry?"), _said("assistant", "No.")],
+        [say("user", "Hot?"), *_USE, say("assistant", "Yes."), say("user", "Dry?"), say("assistant", "No.")],
         [_TOOL],
     ),
     "empty question": (
-        [_said("user", ""), _said("assistant", "Yes."), _said("user", "Dry?"), _said("assistant", "No.")], None
+        [say("user", ""), say("assistant", "Yes."), say("user", "Dry?"), say("assistant", "No.")], None
     ),
     "white space": (
-        [_said("user", " Hot?\n"), _said("assistant", "\n\n Yes. \n"), _said("user", "\n\nDry? "),
-         _said("assistant", "  No.\n\n")], None
+        [say("user", " Hot?\n"), say("assistant", "\n\n Yes. \n"), say("user", "\n\nDry? "),
+         say("assistant", "  No.\n\n")], None
     ),
     "special tokens as text": (
-        [_said("user", "What is {end}?"), _said("assistant", "{end} ends\n{end}"), _said("user", "And {bos}?"),
-         _said("assistant", "It begins: {bos}.")], None
+        [say("user", "What is {end}?"), say("assistant", "{end} ends\n{end}"), say("user", "And {bos}?"),
+         say("assistant", "It begins: {bos}.")], None
     ),
 }  # fmt: skip
 
 
-def filled(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
+def fill_in_tokens(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
     """The messages of a kind with the template's special tokens."""
     text = json.dumps(messages)
     names = {"{end}": template.end, "{bos}": template.bos or "<|im_start|>"}
@@ -241,7 +241,7 @@ def filled(messages: list[dict[str, Any]], template: Template) -> list[dict[str,
     return json.loads(text)
 
 
-def as_expected(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
+def place_thoughts(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
     """The messages as the model's own documentation has them: thoughts and arguments where its
     template reads them.
     """

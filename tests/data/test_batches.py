@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipe_lib.config.schema import DataConfig
-from recipe_lib.data import DataPlan, Dataset, build_dataset, make_step, validation_steps
+from recipe_lib.data import DataPlan, Dataset, build_dataset, make_step, make_validation_steps
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.models import build_meta, init_weights
 from tests.data.plans import global_rows
@@ -56,7 +56,7 @@ def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumula
     trained = int(sum(dataset.trained_counts[int(i)] for i in rows))
     for step in steps:
         assert len(step.micro_batches) == accumulation
-        assert step.trained_tokens == trained
+        assert step.num_label_tokens == trained
         assert step.total_tokens == sum(len(dataset[int(i)].tokens) for i in rows)
     assert sum(int((b.labels != -100).sum()) for s in steps for b in s.micro_batches) == trained
     assert steps[0].padded_tokens == sum(b.tokens.numel() for s in steps for b in s.micro_batches)
@@ -97,7 +97,9 @@ def test_a_token_that_is_the_pad_id_is_trained(dataset):
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 5), (2, 4), (3, 4), (4, 16), (2, 1)])
 def test_validation_sees_every_row_once(dataset, ranks, size):
-    by_rank = [list(validation_steps(dataset, rank, ranks, size, PAD)) for rank in range(ranks)]
+    by_rank = [
+        list(make_validation_steps(dataset, rank, ranks, size, PAD)) for rank in range(ranks)
+    ]
     assert len({len(steps) for steps in by_rank}) == 1
     seen = [row for steps in by_rank for row in unpadded(steps) if row[0]]
     assert sorted(seen) == sorted(
@@ -105,7 +107,7 @@ def test_validation_sees_every_row_once(dataset, ranks, size):
     )
     for steps in zip(*by_rank, strict=True):
         counted = sum(int((b.labels != -100).sum()) for s in steps for b in s.micro_batches)
-        assert {s.trained_tokens for s in steps} == {counted}
+        assert {s.num_label_tokens for s in steps} == {counted}
         size = min(size, -(-37 // ranks))  # no more than a rank has
         assert all(
             b.tokens.shape[0] == size and b.tokens.shape[1] >= 1
@@ -129,7 +131,7 @@ def test_moving_keeps_what_there_is(dataset):
         == step.micro_batches[0].labels.device.type
         == "meta"
     )
-    assert step.micro_batches[0].attention.documents is None and step.trained_tokens > 0
+    assert step.micro_batches[0].attention.documents is None and step.num_label_tokens > 0
 
 
 def made_dataset(rows: int, group: int = 1, longest: int = 16, seed: int = 0) -> Dataset:
@@ -182,10 +184,10 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
     ]
     assert sorted(found) == sorted(expected) and len(found) > 4
     assert {batch.tokens.shape for step in steps for batch in step.micro_batches} == {(size, 40)}
-    assert {step.items for step in steps} == {len(expected)}
+    assert {step.num_items for step in steps} == {len(expected)}
     assert {step.total_tokens for step in steps} == {sum(len(tokens) for tokens, _, _ in expected)}
     assert {step.padded_tokens for step in steps} == {160}
-    assert {step.trained_tokens for step in steps} == {
+    assert {step.num_label_tokens for step in steps} == {
         sum(label != -100 for _, labels, _ in expected for label in labels)
     }
 
@@ -197,7 +199,9 @@ def test_a_pack_of_one_is_packed_like_the_others():
     ).micro_batches
     assert batch.tokens.shape == (2, 20) and batch.attention.documents is not None
     (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD).micro_batches
-    assert batch.attention.documents is None and batch.positions is None and batch.segments is None
+    assert (
+        batch.attention.documents is None and batch.positions is None and batch.sequence_ids is None
+    )
 
 
 def test_rows_are_as_long_as_a_multiple():
@@ -252,17 +256,17 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
         slots = plan.slots(step)
         for rank in range(2):
             made = make_step(pairs, slots, rank, 2, 2, 1, PAD, 4, plan.pack_length(step))
-            assert made.items == sum(map(len, slots))
+            assert made.num_items == sum(map(len, slots))
             (batch,) = made.micro_batches
             assert batch.tokens.shape[0] == (2 if packing else 4)
             own = np.concatenate(slots[2 * rank : 2 * rank + 2])
-            assert batch.num_segments == 2 * len(own)
-            for segment in range(batch.num_segments):
+            assert batch.num_sequences == 2 * len(own)
+            for segment in range(batch.num_sequences):
                 row = pairs[2 * int(own[segment // 2]) + segment % 2]
-                inside = batch.segments == segment
+                inside = batch.sequence_ids == segment
                 assert batch.tokens[inside].tolist() == row.tokens.tolist()
                 assert batch.labels[inside].tolist() == row.labels.tolist()
-            padding = batch.segments == -1
+            padding = batch.sequence_ids == -1
             assert (batch.labels[padding] == -100).all() and (batch.tokens[padding] == PAD).all()
 
 
@@ -272,11 +276,12 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
 def test_validation_counts_every_item_once(decoder, group, packing, ranks, size):
     rows = made_dataset(22, group)
     by_rank = [
-        list(validation_steps(rows, rank, ranks, size, PAD, 4, packing)) for rank in range(ranks)
+        list(make_validation_steps(rows, rank, ranks, size, PAD, 4, packing))
+        for rank in range(ranks)
     ]
     assert len({len(steps) for steps in by_rank}) == 1
-    assert sum(step.items for step in by_rank[0]) == rows.items
-    assert sum(step.trained_tokens for step in by_rank[0]) == rows.trained_counts.sum()
+    assert sum(step.num_items for step in by_rank[0]) == rows.items
+    assert sum(step.num_label_tokens for step in by_rank[0]) == rows.trained_counts.sum()
     whole = loss_of(decoder, [make_step(rows, np.arange(rows.items), 0, 1, rows.items, 1, PAD)])
     assert sum(loss_of(decoder, steps) for steps in by_rank).item() == pytest.approx(
         whole.item(), rel=1e-12
@@ -289,7 +294,7 @@ def test_packed_batches_move_whole():
     pairs = made_dataset(8, group=2)
     step = make_step(pairs, [np.array([0, 1]), np.array([2, 3])], 0, 1, 2, 1, PAD).to("meta")
     batch = step.micro_batches[0]
-    moved = [batch.tokens, batch.labels, batch.positions, batch.segments]
+    moved = [batch.tokens, batch.labels, batch.positions, batch.sequence_ids]
     moved += [batch.attention.documents, batch.attention.boundaries]
     assert {tensor.device.type for tensor in moved} == {"meta"}
-    assert batch.num_segments == 8 and step.items == 4
+    assert batch.num_sequences == 8 and step.num_items == 4

@@ -10,7 +10,7 @@ from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfi
 from recipe_lib.data import (
     build_dataset,
     build_datasets,
-    report_lines,
+    format_report_lines,
     warn_of_overlap,
     warn_of_positions,
 )
@@ -197,7 +197,7 @@ def test_a_line_that_is_true_of_both_is_said_once(chatml, rows_file):
     told = TrainingData.report(
         SimpleNamespace(dataset=training, validation_dataset=validation, tokenizer=chatml)
     )
-    assert told == report_lines(training.report, validation.report)
+    assert told == format_report_lines(training.report, validation.report)
     assert [line for line in told if "BOS" in line] == [
         "data: the chat template decides whether a sequence begins with BOS"
     ]
@@ -215,6 +215,6 @@ def test_a_line_that_is_true_of_both_is_said_once(chatml, rows_file):
     )
     training, validation = build_datasets(cfg, chatml)
     assert (
-        report_lines(training.report, validation.report)[-1]
+        format_report_lines(training.report, validation.report)[-1]
         == "validation: no BOS is put before a sequence"
     )

@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.dataset import Dataset, copies
+from recipe_lib.data.dataset import Dataset, find_copies
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.errors import DataError
 
@@ -25,7 +25,7 @@ def refused(line, tokenizer, max_seq_len=64, **settings):
 def answers(dataset, tokenizer, row):
     """The trained text of a row, runs of it put together."""
     labels = dataset[row].labels
-    return b"".join(tokenizer.token_bytes(int(label)) for label in labels[labels >= 0]).decode()
+    return b"".join(tokenizer.get_token_bytes(int(label)) for label in labels[labels >= 0]).decode()
 
 
 PAIRS = [
@@ -266,7 +266,7 @@ def test_copies_are_counted_and_the_first_is_named(chatml, rows_file):
         f"(first: {second}:1, the same as {first}:4)"
     )
     assert line in dataset.report.lines()
-    found, earlier = copies(dataset.digests)
+    found, earlier = find_copies(dataset.digests)
     assert found.tolist() == [4, 6] and earlier.tolist() == [3, 0]
 
 

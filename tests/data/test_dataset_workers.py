@@ -12,7 +12,7 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data import tokenize_dataset as building
 from recipe_lib.data.samples import Completion, Document
-from recipe_lib.data.tokenize_dataset import in_order, worker_count
+from recipe_lib.data.tokenize_dataset import count_workers, map_in_order
 from recipe_lib.errors import DataError, SetupError
 from tests.distributed.ranks import run_ranks
 
@@ -138,7 +138,7 @@ def test_our_own_fault_in_a_worker_keeps_its_traceback(chatml, rows_file):
 
 
 def test_in_order_is_lazy_and_ends_its_workers():
-    taken = in_order(lambda number: (number, os.getpid()), range(1000), 2)
+    taken = map_in_order(lambda number: (number, os.getpid()), range(1000), 2)
     first = [next(taken) for _ in range(20)]
     assert [number for number, _ in first] == list(range(20))
     taken.close()
@@ -155,7 +155,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     child = os.fork()
     if child == 0:
         try:
-            for process in in_order(_name_after_a_while, range(99), 2):
+            for process in map_in_order(_name_after_a_while, range(99), 2):
                 with open(seen, "a") as file:
                     file.write(f"{process}\n")
         finally:
@@ -190,14 +190,14 @@ def alive(process):
 
 
 def test_no_fork_once_there_is_a_process_group():
-    assert worker_count(4) == 4 and worker_count(4, shared_by=3) == 1 and worker_count(None) >= 1
+    assert count_workers(4) == 4 and count_workers(4, shared_by=3) == 1 and count_workers(None) >= 1
 
     def in_a_rank():
         multiprocessing.current_process()._config["daemon"] = False
-        return worker_count(4)
+        return count_workers(4)
 
     assert run_ranks(in_a_rank, 1) == [1]
     assert run_ranks(in_a_rank, 1, process_group=False) == [4]
-    assert run_ranks(lambda: worker_count(4), 1, process_group=False) == [
+    assert run_ranks(lambda: count_workers(4), 1, process_group=False) == [
         1
     ]  # a daemon may not fork

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_lib.data.data_plan import pack
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import build_dataset, build_datasets
-from recipe_lib.data.dataset import pack
 from recipe_lib.tokenizers import load_tokenizer
 from tests.selection import slow_except
 from tests.tokenizers.made import write_json

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import get_registered
-from recipe_lib.data.samples import Preference, Renamed, SampleFault
+from recipe_lib.data.samples import Preference, RenamedSample, SampleFault
 
 
 def read(**row):
@@ -152,7 +152,7 @@ def test_answers_to_nothing(row, remedy):
     wanted = "found answers without a prompt, expected prompt, or conversations that begin alike"
     assert str(caught.value) == wanted + remedy
     with pytest.raises(SampleFault) as caught:
-        get_registered("data.format", "preference")(Renamed(row, {}, "data.sources[1]"))
+        get_registered("data.format", "preference")(RenamedSample(row, {}, "data.sources[1]"))
     assert str(caught.value) == wanted + remedy.replace(
         "data.columns.prompt=question", "data.sources[1].columns={prompt: question}"
     )

@@ -14,18 +14,18 @@ import pytest
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data.inspect import inspect
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 from tests.data.template_cases import (
     KINDS,
     TEMPLATES,
     TRL,
-    as_expected,
-    filled,
-    source_of,
+    fill_in_tokens,
+    place_thoughts,
+    read_source,
     write_tokenizer,
 )
 from tests.tokenizers.made import render, write_json
@@ -74,12 +74,12 @@ def test_masks_are_those_of_transformers(
     template = replace(
         template, calls=template.calls and "object"
     )  # DeepSeek's reads objects in this version
-    write_tokenizer(tmp_path, template, source_of(template, training=True))
+    write_tokenizer(tmp_path, template, read_source(template, training=True))
     encoder = Encoder(load_tokenizer(tmp_path), "auto")
     reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     kinds = ["two answers", "three answers", "white space", *(["tool"] if template.calls else [])]
     for kind in kinds:
-        messages, tools = filled(KINDS[kind][0], template), KINDS[kind][1]
+        messages, tools = fill_in_tokens(KINDS[kind][0], template), KINDS[kind][1]
         row = encoder.encode_sample(Conversation(messages, tools))
         ends = [
             number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"
@@ -90,7 +90,7 @@ def test_masks_are_those_of_transformers(
         )  # two kinds of ends
         for encoded, end in zip(row.sequences, ends, strict=True):
             expected = reference.apply_chat_template(
-                as_expected(messages[:end], template),
+                place_thoughts(messages[:end], template),
                 tools=tools,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
@@ -111,7 +111,7 @@ def encoder_of(folder: Path, source: str, **settings: Any) -> Encoder:
 def test_marks_that_are_what_generation_is_asked_for(tmp_path: Path):
     row = encoder_of(tmp_path, MARKED).encode_sample(Conversation(TALK))
     assert row.marked.differing == []
-    assert trained_texts(encoder_of(tmp_path, MARKED), row.sequences[0]) == [
+    assert list_trained_texts(encoder_of(tmp_path, MARKED), row.sequences[0]) == [
         "Yes.<|im_end|>",
         "No.<|im_end|>",
     ]
@@ -123,10 +123,10 @@ def test_only_the_marks_of_chosen_answers_count(tmp_path: Path):
         (["assistant"], ["Yes.<|im_end|>", "No.<|im_end|>"]),
     ):
         encoder = encoder_of(tmp_path, MARKED, train_on=train_on)
-        assert trained_texts(encoder, encoder.encode(Conversation(TALK))) == expected
+        assert list_trained_texts(encoder, encoder.encode(Conversation(TALK))) == expected
     encoder = encoder_of(tmp_path, MARKED)
     first = [TALK[0], TALK[1], TALK[2], TALK[3] | {"train": False}]
-    assert trained_texts(encoder, encoder.encode(Conversation(first))) == ["Yes.<|im_end|>"]
+    assert list_trained_texts(encoder, encoder.encode(Conversation(first))) == ["Yes.<|im_end|>"]
 
 
 def test_an_answer_that_is_not_marked_is_refused(tmp_path: Path):

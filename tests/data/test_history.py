@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
 from tests.data.template_cases import (
@@ -19,9 +19,9 @@ from tests.data.template_cases import (
     TEMPLATES,
     THINKING,
     Template,
-    as_expected,
-    filled,
-    source_of,
+    fill_in_tokens,
+    place_thoughts,
+    read_source,
     write_tokenizer,
 )
 from tests.selection import slow_but
@@ -38,7 +38,7 @@ class Oracle:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
 
     def render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool, **more: Any) -> str:
-        given = as_expected(messages, self.template)
+        given = place_thoughts(messages, self.template)
         return self.tokenizer.apply_chat_template(
             given, tools=tools, add_generation_prompt=prompt, tokenize=False, **more
         )
@@ -60,7 +60,7 @@ def made(
         if name not in known:
             template = BY_NAME[name]
             folder = tmp_path_factory.mktemp("template")
-            write_tokenizer(folder, template, source_of(template))
+            write_tokenizer(folder, template, read_source(template))
             known[name] = Encoder(load_tokenizer(folder), "auto"), Oracle(folder, template)
         return known[name]
 
@@ -96,7 +96,7 @@ def test_every_sequence_is_the_prompt_of_inference_and_what_has_to_follow(
 ) -> None:
     encoder, oracle = made(name)
     template, (messages, tools) = BY_NAME[name], KINDS[kind]
-    messages = filled(messages, template)
+    messages = fill_in_tokens(messages, template)
     if cause := refusal(template, kind):
         with pytest.raises(SampleFault) as refused:
             encoder.encode_sample(Conversation(messages, tools))
@@ -145,7 +145,7 @@ def check_answer(
     stop = (template.call_end if is_call else "") or template.end
     special = [i for i in ids[start:end] if tokenizer.is_special(i)]
     assert trained.rstrip().endswith(stop)
-    assert tokenizer.token_bytes(special[-1]).decode() == oracle.tokenizer.tokenize(stop)[-1]
+    assert tokenizer.get_token_bytes(special[-1]).decode() == oracle.tokenizer.tokenize(stop)[-1]
     finished = oracle.render(messages[: number + 1], tools, False)
     if not finished.startswith(given):
         assert trained == thought_ended(oracle, (messages, tools), number, finished, given)
@@ -187,13 +187,13 @@ def test_tags_that_are_special_tokens_stay_tags_around_a_thought_alone(
     name: str, tmp_path: Path
 ) -> None:
     template, (messages, _) = BY_NAME[name], KINDS["thoughts in the content"]
-    write_tokenizer(tmp_path, template, source_of(template), ("<think>", "</think>"))
+    write_tokenizer(tmp_path, template, read_source(template), ("<think>", "</think>"))
     encoder = Encoder(load_tokenizer(tmp_path), "auto")
     plain = Conversation([{"role": "user", "content": "What is <think>?"}, *messages[1:]])
     for row in (Conversation(messages), plain):
         for encoded in encoder.encode_sample(row).sequences:
             texts = [
-                encoder.tokenizer.token_bytes(i)
+                encoder.tokenizer.get_token_bytes(i)
                 for i in encoded.ids
                 if encoder.tokenizer.is_special(i)
             ]

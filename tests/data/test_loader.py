@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from recipe_lib.data import DataPlan, make_step, step_batches
+from recipe_lib.data import DataPlan, make_step, make_training_steps
 from recipe_lib.data import batches as batches_module
 from tests.data.test_batches import made_dataset
 
@@ -28,7 +28,7 @@ def plan_of(rows, packing: int | None = None) -> DataPlan:
 def flat(steps) -> list:
     """Everything in batches as plain lists."""
     return [
-        [step.trained_tokens, step.total_tokens, step.padded_tokens, step.items]
+        [step.num_label_tokens, step.total_tokens, step.padded_tokens, step.num_items]
         + [
             [batch.tokens.tolist(), batch.labels.tolist()]
             + [batch.attention.real.spans]
@@ -49,7 +49,7 @@ def test_the_same_batches_for_any_number_of_workers(rows, packing, workers):
     plan = plan_of(rows, packing)
     last = 2 * plan.steps(0) + 1  # over the end of two epochs
     for rank in range(2):
-        made = step_batches(
+        made = make_training_steps(
             rows,
             plan_of(rows, packing),
             first_step=0,
@@ -78,15 +78,18 @@ def test_starting_later_replays_nothing(rows, workers):
     watched.__dict__.update(rows.__dict__)
     plan = plan_of(rows)
     settings = {"data_rank": 1, "workers": workers, **DIVISION}
-    whole = flat(step_batches(rows, plan, first_step=0, last_step=40, **settings))
-    assert flat(step_batches(watched, plan, first_step=33, last_step=40, **settings)) == whole[33:]
+    whole = flat(make_training_steps(rows, plan, first_step=0, last_step=40, **settings))
+    assert (
+        flat(make_training_steps(watched, plan, first_step=33, last_step=40, **settings))
+        == whole[33:]
+    )
     own = [
         number
         for step in range(33, 40)
         for number in np.concatenate(plan.slots(step)).reshape(2, 2, 2)[:, 1].flat
     ]
     assert asked == ([] if workers else own)  # by workers: in their memory
-    assert list(step_batches(rows, plan, first_step=40, last_step=40, **settings)) == []
+    assert list(make_training_steps(rows, plan, first_step=40, last_step=40, **settings)) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -96,7 +99,7 @@ def test_the_global_random_numbers_are_left_alone(rows, workers):
     expected = torch.rand(4)
     torch.manual_seed(11)
     settings = {"first_step": 0, "last_step": 5, "data_rank": 0, "workers": workers, **DIVISION}
-    for _ in step_batches(rows, plan_of(rows), **settings):
+    for _ in make_training_steps(rows, plan_of(rows), **settings):
         pass
     assert torch.equal(torch.rand(4), expected)
 
@@ -112,11 +115,11 @@ def test_workers_make_the_batches_and_end_with_them(rows, monkeypatch):
 
     monkeypatch.setattr(batches_module, "make_step", telling)
     settings = {"data_rank": 0, "workers": 2, **DIVISION}
-    batches = step_batches(rows, plan_of(rows), first_step=0, last_step=30, **settings)
+    batches = make_training_steps(rows, plan_of(rows), first_step=0, last_step=30, **settings)
     for _ in range(6):
         step = next(batches)
         assert step.total_tokens == os.getpid()
-        pids.add(step.trained_tokens)
+        pids.add(step.num_label_tokens)
     assert len(pids) == 2
     batches.close()  # a run that stops early
     deadline = time.monotonic() + 10
@@ -142,13 +145,13 @@ def test_a_signal_to_all_processes_leaves_the_batches_to_come(rows, monkeypatch)
         return type(step)(step.micro_batches, os.getpid(), 0, 0)
 
     settings = {"first_step": 0, "last_step": 12, "data_rank": 0, "workers": 2, **DIVISION}
-    expected = flat(step_batches(rows, plan_of(rows), **settings))
+    expected = flat(make_training_steps(rows, plan_of(rows), **settings))
     monkeypatch.setattr(batches_module, "make_step", telling)
-    batches = step_batches(rows, plan_of(rows), **settings)
+    batches = make_training_steps(rows, plan_of(rows), **settings)
     first = [next(batches), next(batches)]
     for step in first:
         for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(step.trained_tokens, number)
+            os.kill(step.num_label_tokens, number)
     found = flat([*first, *batches])
     assert [step[4:] for step in found] == [step[4:] for step in expected]
 
@@ -160,7 +163,7 @@ def test_a_device_gets_them_through_pinned_memory(rows, monkeypatch):
         batches_module.StepBatches, "pin_memory", lambda self: calls.append("pinned") or self
     )
     settings = {"first_step": 0, "last_step": 3, "data_rank": 0, **DIVISION}
-    steps = list(step_batches(rows, plan_of(rows, 40), device="meta", **settings))
+    steps = list(make_training_steps(rows, plan_of(rows, 40), device="meta", **settings))
     assert calls == ["pinned"] * 3
     for step in steps:
         for batch in step.micro_batches:
@@ -171,6 +174,6 @@ def test_a_device_gets_them_through_pinned_memory(rows, monkeypatch):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_on_a_gpu(rows, workers):
     settings = {"first_step": 0, "last_step": 6, "data_rank": 0, "workers": workers, **DIVISION}
-    there = list(step_batches(rows, plan_of(rows, 40), device="cuda", **settings))
+    there = list(make_training_steps(rows, plan_of(rows, 40), device="cuda", **settings))
     assert there[0].micro_batches[0].tokens.is_cuda
-    assert flat(there) == flat(step_batches(rows, plan_of(rows, 40), **settings))
+    assert flat(there) == flat(make_training_steps(rows, plan_of(rows, 40), **settings))

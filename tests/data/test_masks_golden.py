@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation
-from recipe_lib.data.templates import Encoder
 from tests.data import masks_cases
 from tests.data.masks_cases import CASES, HOT, MILD, ROWS, THOUGHT
 from tests.selection import slow_but, slow_except
@@ -107,7 +107,7 @@ def test_what_is_trained(name: str, encoder_of: Callable[..., Encoder]):
     }
     encoder = encoder_of(name)
     assert {
-        column: masks_cases.outcome(encoder, column) for column in expected
+        column: masks_cases.describe_outcome(encoder, column) for column in expected
     } == expected | others
 
 
@@ -118,8 +118,8 @@ def test_the_last_answer_alone(encoder_of: Callable[..., Encoder]):
         ("sharegpt, two answers", NO_THOUGHT),
         ("messages with thoughts, two answers", THOUGHT),
     ):
-        assert masks_cases.outcome(encoder, column) == [before + MILD + "<|im_end|>"]
-    assert masks_cases.outcome(encoder, TOOLS) == [NO_THOUGHT + HOT + "<|im_end|>"]
+        assert masks_cases.describe_outcome(encoder, column) == [before + MILD + "<|im_end|>"]
+    assert masks_cases.describe_outcome(encoder, TOOLS) == [NO_THOUGHT + HOT + "<|im_end|>"]
 
 
 def parsed(sample: Conversation) -> list[dict[str, Any]]:
@@ -146,13 +146,13 @@ def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of
         str(folder_of(name) if has_json else real_folder("gpt2"))
     )
     if not has_json:  # only the text can be compared: the special tokens that templates ask for
-        special = {role: tokenizer.token_bytes(i).decode() for role, i in
+        special = {role: tokenizer.get_token_bytes(i).decode() for role, i in
                    (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)) if i is not None}  # fmt: skip
         reference.add_special_tokens(special)
     compared = 0
     for column in ROWS:
-        sample = masks_cases.sample_of(column)
-        if isinstance(masks_cases.outcome(encoder_of(name), column), str):
+        sample = masks_cases.read_row(column)
+        if isinstance(masks_cases.describe_outcome(encoder_of(name), column), str):
             continue
         for tools, prompt in ((sample.tools, False), (sample.tools, True)):
             asked = {
@@ -173,5 +173,5 @@ def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of
 @pytest.mark.slow
 def test_the_table_of_the_documentation_is_up_to_date(encoder_of: Callable[..., Encoder]):
     written = (Path(masks_cases.__file__).parents[2] / "docs" / "masks.md").read_text()
-    made = masks_cases.page(encoder_of(name) for name in NAMES)
+    made = masks_cases.build_page(encoder_of(name) for name in NAMES)
     assert written == made, "python -m tests.data.masks_cases > docs/masks.md"

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.config.registry import get_registered
-from recipe_lib.data.formats import conversation
+from recipe_lib.data.formats import build_conversation
+from recipe_lib.data.label_masks import Encoded, Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
-from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 from tests.tokenizers.made import render, write_json
 
 MESSAGES = [
@@ -33,7 +33,7 @@ def trained(
     template: str = "auto",
 ):
     encoder = Encoder(tokenizer, template, train_on)
-    return trained_texts(encoder, encoder.encode(Conversation(messages)))
+    return list_trained_texts(encoder, encoder.encode(Conversation(messages)))
 
 
 def with_train(**flags: bool) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def test_out_of_turn_where_the_template_writes_it(name, chatml, plain, tmp_path)
     messages, answers = OUT_OF_TURN[name]
     assert trained(chatml, "assistant", messages) == [answer + END for answer in answers]
     encoder = Encoder(chatml, "auto")
-    text = chatml.decode(encoder.encode(conversation(messages)).ids)
+    text = chatml.decode(encoder.encode(build_conversation(messages)).ids)
     assert text.strip() == render(chatml.render_chats, messages, False).strip()
     assert trained(plain, "assistant", messages) == [answer + END for answer in answers]
     strict = (
@@ -267,8 +267,8 @@ def test_preference_trains_both_answers_and_nothing_else(chatml):
     for train_on in ("assistant", "last", "all", ["user"]):
         encoder = Encoder(chatml, "auto", train_on)
         chosen, rejected = encoder.encode_answers(pair)
-        assert trained_texts(encoder, chosen) == ["Hello." + END, "4" + END]
-        assert trained_texts(encoder, rejected) == ["No." + END]
+        assert list_trained_texts(encoder, chosen) == ["Hello." + END, "4" + END]
+        assert list_trained_texts(encoder, rejected) == ["No." + END]
         prompt = encoder.prompt(pair.prompt)
         assert chosen.ids[: len(prompt)] == rejected.ids[: len(prompt)] == prompt
         assert not any(chosen.trained[: len(prompt)]) and chosen.answers[0][0] == len(prompt)
@@ -279,7 +279,7 @@ def test_preference_trains_both_answers_and_nothing_else(chatml):
 
 
 def test_a_cut_counts_the_answers_that_lose_their_end(chatml):
-    encoded = Encoder(chatml, "auto").encode(conversation(MESSAGES))
+    encoded = Encoder(chatml, "auto").encode(build_conversation(MESSAGES))
     (first, first_end), (second, second_end) = encoded.answers
     assert encoded.untrained_ends == 0 and second_end == len(encoded.ids)
     assert all(
@@ -292,7 +292,10 @@ def test_a_cut_counts_the_answers_that_lose_their_end(chatml):
     assert encoded.cut(first_end) == Encoded(
         encoded.ids[:first_end], encoded.trained[:first_end], False, ((first, first_end),)
     )
-    assert Encoder(chatml, "auto", "all").encode(conversation(MESSAGES)).cut(9).untrained_ends == 1
+    assert (
+        Encoder(chatml, "auto", "all").encode(build_conversation(MESSAGES)).cut(9).untrained_ends
+        == 1
+    )
 
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
@@ -344,7 +347,7 @@ def test_any_choice_trains_exactly_these_texts(chatml, turns, train_on):
     else:
         encoder = Encoder(chatml, "auto", train_on)
         encoded = encoder.encode(Conversation(messages))
-        assert trained_texts(encoder, encoded) == expected
+        assert list_trained_texts(encoder, encoded) == expected
         special = [
             i for i, is_trained in zip(encoded.ids, encoded.trained, strict=True) if is_trained
         ]

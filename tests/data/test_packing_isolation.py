@@ -18,7 +18,7 @@ from recipe_lib.data import batches as leaks
 from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import compile_layers
-from recipe_lib.models import build_meta, init_weights, mixture, read_config, spec_from_config
+from recipe_lib.models import build_meta, build_spec, init_weights, mixture, read_config
 from recipe_lib.ops import attention
 from recipe_lib.parallel import shard_model, start_world
 from tests.distributed.ranks import run_ranks
@@ -46,7 +46,7 @@ def test_our_models_keep_documents_apart(kind, dtype):
     model = model_of(dtype, **KINDS[kind]).train()
     check_packing_isolation(model, model.spec, "cpu")
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    leak, difference, has_experts, measured = leaks._measure(
+    leak, difference, has_experts, measured = leaks._measure_leaks(
         model, model.spec.vocab_size, torch.device("cpu"), None
     )
     assert leak == 0 and measured == dtype and not has_experts
@@ -55,7 +55,7 @@ def test_our_models_keep_documents_apart(kind, dtype):
 
 def blind_mask(monkeypatch) -> None:
     """Only causality is left of the mask."""
-    reaches = attention.reaches
+    reaches = attention.compute_reach
     for module in (attention, attention):
         monkeypatch.setattr(
             module, "reaches", lambda documents, *arguments: reaches(None, *arguments)
@@ -79,13 +79,13 @@ def no_causality(monkeypatch) -> None:
     """Documents are apart, but tokens see what comes after them: no leak between documents, yet not
     as alone.
     """
-    visible = attention.visible
+    visible = attention.make_visible_mask
 
     def both_ways(reach, keys):
         seen = visible(reach, keys)
         return seen | seen.transpose(-1, -2)
 
-    monkeypatch.setattr(attention, "visible", both_ways)
+    monkeypatch.setattr(attention, "make_visible_mask", both_ways)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +115,7 @@ def test_experts_may_round_otherwise_and_leak_nothing(monkeypatch, broken, tmp_p
     all the same.
     """
     spec = replace(
-        spec_from_config(json.loads(write_mixture("gpt_oss", tmp_path).read_text()), "tiny"),
+        build_spec(json.loads(write_mixture("gpt_oss", tmp_path).read_text()), "tiny"),
         init_std=0.02,
     )
     exact = mixture.sum_choices
@@ -125,7 +125,7 @@ def test_experts_may_round_otherwise_and_leak_nothing(monkeypatch, broken, tmp_p
     model = build_meta(spec, torch.float32).to_empty(device="cpu")
     init_weights(model, 3, spec)
     if broken is None:
-        assert leaks._measure(model, spec.vocab_size, torch.device("cpu"), None)[0] > 0
+        assert leaks._measure_leaks(model, spec.vocab_size, torch.device("cpu"), None)[0] > 0
         check_packing_isolation(model, spec, "cpu")
         return
     broken(monkeypatch)
@@ -160,7 +160,7 @@ class Learned(nn.Module):
 def test_positions_that_do_not_restart_are_found(monkeypatch):
     check_packing_isolation(Learned(), SimpleNamespace(vocab_size=50), "cpu")
     monkeypatch.setattr(
-        leaks, "document_positions", lambda lengths, width: torch.arange(width).repeat(2, 1)
+        leaks, "compute_document_positions", lambda lengths, width: torch.arange(width).repeat(2, 1)
     )
     with pytest.raises(SetupError, match="from those of each document alone"):
         check_packing_isolation(Learned(), SimpleNamespace(vocab_size=50), "cpu")
@@ -218,7 +218,7 @@ def test_two_ranks_agree_on_a_sharded_model(broken):
 
 def test_a_trained_model_in_two_dtypes(realdata):
     folder = realdata / "stories260K-hf"
-    spec = spec_from_config(read_config(folder), str(folder))
+    spec = build_spec(read_config(folder), str(folder))
     for dtype in (torch.float32, torch.bfloat16):
         model = build_meta(spec, dtype).to_empty(device="cpu")
         load_weights(model, spec, folder)

@@ -10,7 +10,13 @@ import pytest
 
 from recipe_lib.config.schema_data import DataConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.samples import Renamed, kind_of, located, path_of, shown
+from recipe_lib.data.samples import (
+    RenamedSample,
+    describe_kind,
+    format_value,
+    get_path,
+    prefix_place,
+)
 from recipe_lib.tokenizers import load_tokenizer
 from tests.tokenizers.made import write_json
 
@@ -126,16 +132,19 @@ def test_a_column_under_another_name_is_read_once(tmp_path: Path, chatml: Any) -
 
 def test_paths_and_places() -> None:
     assert (
-        path_of({}, "a") == ".a"
-        and path_of(Renamed({"b c": 1}, {"a": "b c"}, "data"), "a") == '.["b c"]'
+        get_path({}, "a") == ".a"
+        and get_path(RenamedSample({"b c": 1}, {"a": "b c"}, "data"), "a") == '.["b c"]'
     )
-    assert located("rows.json:4: .[1]", ".a[0]: found null") == "rows.json:4: .[1].a[0]: found null"
-    assert located("rows.json:4: .[1]", "found null") == "rows.json:4: .[1]: found null"
     assert (
-        located("rows.json:4: .[1]", "./m/template.jinja: fails")
+        prefix_place("rows.json:4: .[1]", ".a[0]: found null")
+        == "rows.json:4: .[1].a[0]: found null"
+    )
+    assert prefix_place("rows.json:4: .[1]", "found null") == "rows.json:4: .[1]: found null"
+    assert (
+        prefix_place("rows.json:4: .[1]", "./m/template.jinja: fails")
         == "rows.json:4: .[1]: ./m/template.jinja: fails"
     )
-    assert located("rows.jsonl:4", ".a: found null") == "rows.jsonl:4: .a: found null"
+    assert prefix_place("rows.jsonl:4", ".a: found null") == "rows.jsonl:4: .a: found null"
 
 
 def test_values_in_words() -> None:
@@ -151,5 +160,5 @@ def test_values_in_words() -> None:
         "bytes",
         "a value of another kind",
     ]
-    assert [kind_of(value) for value in values] == kinds
-    assert [shown(value) for value in values[:5]] == ["null", "true", "3", "'x'", "a list"]
+    assert [describe_kind(value) for value in values] == kinds
+    assert [format_value(value) for value in values[:5]] == ["null", "true", "3", "'x'", "a list"]

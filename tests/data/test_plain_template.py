@@ -11,13 +11,18 @@ from jinja2 import Environment, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig, TokenizerConfig
-from recipe_lib.data import trained_template
-from recipe_lib.data.rendering import bos_text, eos_text, plain_jinja, render_plain
+from recipe_lib.data import find_trained_template
+from recipe_lib.data.chat_templates import (
+    build_plain_jinja,
+    get_bos_text,
+    get_eos_text,
+    render_plain,
+)
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.tokenizer import ChatTemplate
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 
 
 def write(messages: list[dict[str, Any]], eos: str = "</s>", bos: str = "", **more: Any) -> str:
@@ -28,7 +33,7 @@ def write(messages: list[dict[str, Any]], eos: str = "</s>", bos: str = "", **mo
         raise TemplateError(message)
 
     environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(plain_jinja(eos, bos)).render(messages=messages, **more)
+    return environment.from_string(build_plain_jinja(eos, bos)).render(messages=messages, **more)
 
 
 MESSAGE = st.fixed_dictionaries(
@@ -122,13 +127,13 @@ def test_training_goes_on_with_its_jinja(
     plain = Encoder(made, "plain")
     whole = plain.encode(Conversation(messages))
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n]
-    assert [text.strip() for text in trained_texts(plain, whole)] == [
-        messages[n]["content"] + eos_text(plain.tokenizer) for n in answers
+    assert [text.strip() for text in list_trained_texts(plain, whole)] == [
+        messages[n]["content"] + get_eos_text(plain.tokenizer) for n in answers
     ]
     for number, (start, _) in zip(answers, whole.answers, strict=True):
         assert plain.prompt(messages[:number]) == whole.ids[:start]
     assert len(plain.encode_sample(Conversation(messages)).sequences) == 1
-    template = plain_jinja(eos_text(plain.tokenizer), bos_text(plain.tokenizer, True))
+    template = build_plain_jinja(get_eos_text(plain.tokenizer), get_bos_text(plain.tokenizer, True))
     monkeypatch.setattr(made, "_template", ChatTemplate(template, "own", {}))
     chat = Encoder(made, "auto")
     assert chat.template == "chat"
@@ -149,13 +154,14 @@ def config(
 
 def test_which_template_was_trained(made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     own, plain = made.chat_template, Encoder(made, "plain")
-    jinja = plain_jinja(eos_text(plain.tokenizer), bos_text(plain.tokenizer, True))
-    assert trained_template(config("plain"), made) == jinja
-    assert trained_template(config("auto"), made) == (None if own else jinja)
-    assert trained_template(config("auto", "messages", "own.jinja"), made) == (own or jinja)
-    assert trained_template(config("plain", "text"), made) is None
-    assert trained_template(config("plain", "text", None, "prompt_completion"), made) is None
+    jinja = build_plain_jinja(get_eos_text(plain.tokenizer), get_bos_text(plain.tokenizer, True))
+    assert find_trained_template(config("plain"), made) == jinja
+    assert find_trained_template(config("auto"), made) == (None if own else jinja)
+    assert find_trained_template(config("auto", "messages", "own.jinja"), made) == (own or jinja)
+    assert find_trained_template(config("plain", "text"), made) is None
+    assert find_trained_template(config("plain", "text", None, "prompt_completion"), made) is None
     assert (
-        trained_template(config("plain", "text", None, "prompt_completion"), made, chats=1) == jinja
+        find_trained_template(config("plain", "text", None, "prompt_completion"), made, chats=1)
+        == jinja
     )
-    assert trained_template(config("plain", "text", None, "preference"), made) == jinja
+    assert find_trained_template(config("plain", "text", None, "preference"), made) == jinja

@@ -13,14 +13,14 @@ import pytest
 from recipe_lib.cli.main import main
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
-from recipe_lib.data.dataset import Dataset, overlap
+from recipe_lib.data.dataset import Dataset, find_overlap
 from recipe_lib.data.inspect import show_item
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 from tests.tokenizers.made import render, write_json
 
 # As Qwen3's: thoughts are written for the answers behind the last question alone.
@@ -141,7 +141,7 @@ def test_answers_of_one_turn_share_a_sequence(tmp_path: Path):
         thought + text + END
         for thought, text in zip(thoughts, ("say 0 0", "say 0 1", "so"), strict=True)
     ]
-    assert [trained_texts(Encoder(tokenizer, "auto"), one) for one in row.sequences] == [
+    assert [list_trained_texts(Encoder(tokenizer, "auto"), one) for one in row.sequences] == [
         said[:1],
         said[1:],
     ]
@@ -190,7 +190,7 @@ def test_copies_and_overlap_are_of_sequences(
     )
     assert "data: 1 sequence is the same as an earlier one" in " ".join(dataset.report.lines())
     held = build(1, name="held.jsonl")
-    assert overlap(dataset, held).tolist() == [0]
+    assert find_overlap(dataset, held).tolist() == [0]
 
 
 def test_validation_rows_are_split_alike(forgets: Tokenizer, rows_file: Callable[..., str]):
@@ -226,7 +226,7 @@ def test_the_prompt_of_a_pair_may_be_rewritten(forgets: Tokenizer):
     given = forgets.encode(render(forgets.render_chats, prompt, True), allow_special=True)
     for encoded, text in zip(pair, ("yes", "no"), strict=True):
         assert encoded.ids[: len(given)] == given and not any(encoded.trained[: len(given)])
-        assert trained_texts(encoder, encoded) == [f"<think>\n\n</think>\n\n{text}{END}"]
+        assert list_trained_texts(encoder, encoded) == [f"<think>\n\n</think>\n\n{text}{END}"]
     with pytest.raises(
         SampleFault, match="found 2 answers that the chat template writes in as many ways"
     ):
@@ -276,7 +276,7 @@ def test_a_plan_counts_sequences(forgets: Tokenizer, rows_file: Callable[..., st
     cfg.tokenizer.path, cfg.max_seq_len, cfg.epochs = str(Path(forgets.place).parent), 256, 1
     cfg.data = DataConfig(source=rows_file({"messages": talk(3)}), format="messages", cache=False)
     cfg.batch_size = cfg.gradient_accumulation_steps = 1
-    found = planned_sequence(cfg)
+    found = choose_sequence(cfg)
     assert found.source == "longest of 3 sequences from 1 samples" and found.steps == 3
     assert found.histogram is not None and found.histogram["sequences"] == 3
 

@@ -10,12 +10,12 @@ import pytest
 from jinja2 import TemplateError
 
 from recipe_lib.config.registry import get_registered
-from recipe_lib.data.formats import conversation
+from recipe_lib.data.formats import build_conversation
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
-from tests.data.masks_cases import trained_texts
-from tests.data.template_cases import BY_NAME, TEMPLATES, source_of, write_tokenizer
+from tests.data.masks_cases import list_trained_texts
+from tests.data.template_cases import BY_NAME, TEMPLATES, read_source, write_tokenizer
 from tests.selection import slow_except
 
 
@@ -68,7 +68,7 @@ def expected_answer(
 def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     template = BY_NAME[name]
-    folder = write_tokenizer(tmp_path / "a", template, source_of(template))
+    folder = write_tokenizer(tmp_path / "a", template, read_source(template))
     reference = transformers.AutoTokenizer.from_pretrained(str(folder))
     tokenizer = load_tokenizer(folder)
     encoder, outcomes = Encoder(tokenizer, "auto"), []
@@ -81,7 +81,7 @@ def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> Non
                 SampleFault,
                 match=r"tokenizer_config\.json: chat_template: the chat template failed",
             ):
-                encoder.encode_sample(conversation(messages))
+                encoder.encode_sample(build_conversation(messages))
             continue
         if any(message["content"] not in whole for message in messages):
             outcomes.append("left out")
@@ -89,18 +89,18 @@ def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> Non
                 SampleFault,
                 match="found a system message that the chat template does not write, exp",
             ):
-                encoder.encode_sample(conversation(messages))
+                encoder.encode_sample(build_conversation(messages))
             continue
         outcomes.append("written")
-        sequences = encoder.encode_sample(conversation(messages)).sequences
+        sequences = encoder.encode_sample(build_conversation(messages)).sequences
         numbers = [
             number for number, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        found = [text for sequence in sequences for text in trained_texts(encoder, sequence)]
+        found = [text for sequence in sequences for text in list_trained_texts(encoder, sequence)]
         assert len(found) == len(numbers)
         at = 0
         for sequence in sequences:
-            at += len(trained_texts(encoder, sequence))
+            at += len(list_trained_texts(encoder, sequence))
             number = numbers[at - 1]  # of the answer that the sequence ends with
             prompt, answer = expected_answer(reference, messages, number, template.end)
             if answer is not None:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.data import render_prompt
-from recipe_lib.data.formats import conversation
+from recipe_lib.data.formats import build_conversation
+from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Completion, SampleFault
-from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
-from tests.data.masks_cases import trained_texts
+from tests.data.masks_cases import list_trained_texts
 from tests.selection import slow_but
 from tests.tokenizers.made import write_json
 
@@ -37,7 +37,7 @@ REAL = {
     "plain_gpt2": ("gpt2", None, "<|endoftext|>", ""),
     "plain_llama2": ("llama2", None, "</s>", ""),
 }
-FOUR_TURNS = conversation(
+FOUR_TURNS = build_conversation(
     [
         {"role": "user", "content": "Hi!"},
         {"role": "assistant", "content": "Hello, 你好 😀"},
@@ -65,7 +65,7 @@ def encoder_of(real_folder, realdata):
 
 def answers(encoder: Encoder, sample) -> list[str]:
     """The text of each run of trained ids."""
-    return trained_texts(encoder, encoder.encode(sample))
+    return list_trained_texts(encoder, encoder.encode(sample))
 
 
 @pytest.mark.parametrize("name", slow_but(REAL, 1))
@@ -77,7 +77,7 @@ def test_real_templates_train_the_answers_and_their_end(name, encoder_of, realda
     ]
     rows = json.loads((realdata / "datasets" / "alpaca" / "alpaca_en_demo.json").read_text())[:12]
     for row in rows:
-        sample = conversation(
+        sample = build_conversation(
             [
                 {"role": "user", "content": row["instruction"]},
                 {"role": "assistant", "content": row["output"]},
@@ -114,7 +114,7 @@ def test_sharegpt_sample_with_real_templates(encoder_of, realdata):
     file = realdata / "datasets" / "chat" / "axolotl_sharegpt_conversation.json"
     turns = json.loads(file.read_text())["conversations"]
     roles = {"human": "user", "gpt": "assistant"}
-    sample = conversation(
+    sample = build_conversation(
         [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
     )
     for name, (_, _, end, space) in REAL.items():
@@ -125,7 +125,7 @@ def test_sharegpt_sample_with_real_templates(encoder_of, realdata):
 def test_gemma_refuses_a_system_message(real_folder, realdata):
     template = realdata / "chat-templates" / "llama.cpp" / "google-gemma-2-2b-it.jinja"
     encoder = Encoder(load_tokenizer(real_folder("smollm2"), template), "auto")
-    sample = conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
+    sample = build_conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
     with pytest.raises(
         SampleFault,
         match=r"gemma-2-2b-it.jinja: the chat template failed \(System role not supported\)",
@@ -139,7 +139,7 @@ def test_qwen_puts_its_own_system_message(encoder_of):
     assert encoder.tokenizer.decode(ids).startswith(
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud."
     )
-    sample = conversation([{"role": "system", "content": "Be brief."}, *FOUR_TURNS.messages])
+    sample = build_conversation([{"role": "system", "content": "Be brief."}, *FOUR_TURNS.messages])
     assert "Qwen" not in encoder.tokenizer.decode(encoder.encode(sample).ids)
 
 
@@ -157,10 +157,10 @@ def test_a_template_that_moves_the_system_message_gives_each_answer_its_prompt(
     tokenizer = load_tokenizer(path, file)
     encoder = Encoder(tokenizer, "auto")
     assert answers(encoder, FOUR_TURNS)[1] == " user\n\nassistant</s>"
-    sample = conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
+    sample = build_conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
     first, second = encoder.encode_sample(sample).sequences
-    assert trained_texts(encoder, first) == [" Hello, 你好 😀</s>"]
-    assert trained_texts(encoder, second) == [" user\n\nassistant</s>"]
+    assert list_trained_texts(encoder, first) == [" Hello, 你好 😀</s>"]
+    assert list_trained_texts(encoder, second) == [" user\n\nassistant</s>"]
     for encoded, count in ((first, 2), (second, 4)):
         prompt = render_prompt(tokenizer, sample.messages[:count])
         assert encoded.ids[: len(prompt)] == prompt and all(encoded.trained[len(prompt) :])
@@ -182,10 +182,10 @@ def test_qwen3_drops_old_thoughts(real_folder, realdata):
     encoder = Encoder(load_tokenizer(real_folder("qwen2_5"), file), "auto")
     thought = {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}
     said = ["<think>\nb\n</think>\n\nc<|im_end|>"]
-    assert answers(encoder, conversation([FOUR_TURNS.messages[0], thought])) == said
-    twice = conversation([FOUR_TURNS.messages[0], thought, FOUR_TURNS.messages[0], thought])
+    assert answers(encoder, build_conversation([FOUR_TURNS.messages[0], thought])) == said
+    twice = build_conversation([FOUR_TURNS.messages[0], thought, FOUR_TURNS.messages[0], thought])
     first, second = encoder.encode_sample(twice).sequences
-    assert trained_texts(encoder, first) == trained_texts(encoder, second) == said
+    assert list_trained_texts(encoder, first) == list_trained_texts(encoder, second) == said
     assert encoder.tokenizer.decode(second.ids).count("<think>") == 1
     last = Encoder(encoder.tokenizer, "auto", "last")
     assert answers(last, twice) == said
@@ -199,7 +199,7 @@ def test_a_thought_that_the_prompt_begins_is_ended(real_folder, realdata):
     )
     found = encoder.encode_sample(FOUR_TURNS).sequences
     ended = [["</think>\n\nHello, 你好 😀<|im_end|>"], ["</think>\n\nuser\n\nassistant<|im_end|>"]]
-    assert [trained_texts(encoder, encoded) for encoded in found] == ended
+    assert [list_trained_texts(encoder, encoded) for encoded in found] == ended
 
 
 def test_an_answer_that_does_not_go_on_from_its_prompt_is_refused(tmp_path):
@@ -263,7 +263,7 @@ def test_any_conversation_trains_its_answers(chatml, turns, system, chat):
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
-    sample = conversation(messages)
+    sample = build_conversation(messages)
     assert answers(encoder, sample) == [answer + "<|im_end|>" for _, answer in turns]
     encoded = encoder.encode(sample)
     ends = [
@@ -293,7 +293,7 @@ def test_an_answer_that_begins_like_the_prompt_ends_is_encoded_apart(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert len(tokenizer.encode("\n\n")) == 1
     encoder = Encoder(tokenizer, "chat")
-    sample = conversation(
+    sample = build_conversation(
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\n\nx"}]
     )
     assert answers(encoder, sample) == ["\n\nx<|im_end|>"]
@@ -356,11 +356,11 @@ def test_plain_template(plain):
         {"role": "tool", "content": "5"},
         {"role": "assistant", "content": "ok"},
     ]
-    assert answers(Encoder(plain, "auto"), conversation(tool)) == [
+    assert answers(Encoder(plain, "auto"), build_conversation(tool)) == [
         "Hello, 你好 😀<|im_end|>",
         "ok<|im_end|>",
     ]
-    calls = conversation(
+    calls = build_conversation(
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{}]}]
     )
     with pytest.raises(SampleFault, match="the plain template has no tool calls"):
@@ -374,7 +374,7 @@ def test_tool_calls_through_a_real_template(encoder_of):
         {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."},
     ]  # fmt: skip
-    sample = conversation(messages, [{"type": "function", "function": {"name": "add"}}])
+    sample = build_conversation(messages, [{"type": "function", "function": {"name": "add"}}])
     call_text, last = answers(encoder, sample)
     assert re.fullmatch(
         r'<tool_call>\n{"name": "add".*"<\|im_end\|>"}}\n</tool_call><\|im_end\|>', call_text
@@ -396,7 +396,7 @@ def test_a_tool_call_that_the_template_leaves_out_is_refused(encoder_of):
     silent = dict(FOUR_TURNS.messages[1]) | {"content": "", "tool_calls": [call]}
     encoder = encoder_of("smollm2")
     for content in ("", "One moment."):
-        sample = conversation([FOUR_TURNS.messages[0], silent | {"content": content}])
+        sample = build_conversation([FOUR_TURNS.messages[0], silent | {"content": content}])
         with pytest.raises(
             SampleFault,
             match=(

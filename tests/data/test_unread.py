@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from recipe_lib.data.column_names import is_idle
 
 from recipe_lib.config import registry
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema_data import SourceConfig
-from recipe_lib.data.formats import columns, conversation
-from recipe_lib.data.samples import is_idle
+from recipe_lib.data.formats import build_conversation, columns
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
@@ -437,11 +437,11 @@ def test_formats_of_plugins_that_do_not_say_what_they_read(
             {"role": "user", "content": row["q"]},
             {"role": "assistant", "content": row["a"], "mood": "calm"},
         ]
-        return conversation(chat)
+        return build_conversation(chat)
 
     register("data.format", "silent quiz")(read)
     register("data.format", "quiz")(
-        columns("q", "a", optional=["input"])(lambda row: conversation(CHAT[5:]))
+        columns("q", "a", optional=["input"])(lambda row: build_conversation(CHAT[5:]))
     )
     _, trained, report = encode(qwen3, "silent quiz", row)
     assert len(trained) == 1 and not report.idle_names and not report.bad_samples

@@ -25,9 +25,9 @@ import torch.distributed.fsdp  # so that no rank pays for the import
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipe_lib.parallel import world
-from recipe_lib.report.chart import page_template
+from recipe_lib.report.chart import load_page_template
 
-page_template()  # before ranks are forked, each of whose runs ends with a page
+load_page_template()  # before ranks are forked, each of whose runs ends with a page
 
 _GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
 _STACKS = signal.SIGUSR2  # on which a rank writes the stacks of its threads

@@ -19,7 +19,7 @@ from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.external.module_spec import ModuleSpec, read_spec
 from recipe_lib.logs import get_logger
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.models.weight_names import parameter_shapes
+from recipe_lib.models.weight_names import compute_parameter_shapes
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize
 
@@ -248,7 +248,7 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
     """Files of mixture-of-experts models have each expert's matrices apart; the module has them
     joined.
     """
-    from recipe_lib.checkpoint.weights_in import base_fingerprint
+    from recipe_lib.checkpoint.weight_loading import compute_base_fingerprint
 
     spec = read_spec(GROUPED | {"model_type": "mixtral", "num_local_experts": 4}, "here")
     other = theirs(spec, torch.float32)
@@ -260,7 +260,9 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
         model = ours(spec, torch.float32)
         load_weights(model, spec, tmp_path / folder)
         assert torch.equal(model(tokens), other(input_ids=tokens, use_cache=False).logits)
-    assert base_fingerprint(spec, tmp_path / "apart") == base_fingerprint(spec, tmp_path / "joined")
+    assert compute_base_fingerprint(spec, tmp_path / "apart") == compute_base_fingerprint(
+        spec, tmp_path / "joined"
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_a_module_of_a_users_own(wide: bool, caplog: pytest.LogCaptureFixture):
     config = {"vocab_size": 61, "layers": 2, "wide": wide}
     spec = read_spec(config, "here", f"own{wide}")
     assert (spec.vocab_size, spec.num_layers, spec.tied) == (61, 2, False)
-    assert parameter_shapes(spec)["out.bias"] == (61,)
+    assert compute_parameter_shapes(spec)["out.bias"] == (61,)
     model, other = ours(spec, torch.float64), Own(config).double()
     model.load_state_dict(other.state_dict())
     tokens, labels = rows()

@@ -20,9 +20,9 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
-from recipe_lib.models.language_model import own_parts
+from recipe_lib.models.language_model import list_local_parts
 from recipe_lib.models.spec import StageParts
-from recipe_lib.ops.attention import document_positions, make_attention_info
+from recipe_lib.ops.attention import compute_document_positions, make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import (
     Parallel,
@@ -107,7 +107,10 @@ def batches(packed: bool = False) -> list[Batch]:
         batch = Batch(tokens, labels)
         if packed:
             parts = documents(length)
-            positions, info = document_positions(parts, length), make_attention_info(parts, length)
+            positions, info = (
+                compute_document_positions(parts, length),
+                make_attention_info(parts, length),
+            )
             batch = replace(batch, positions=positions, attention=info)
         found.append(batch)
     return found
@@ -166,7 +169,7 @@ def with_part(
     model: nn.Module, name: str, parameter: Tensor, of: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What this rank has of a parameter, or of its gradient, with the same of the whole."""
-    for part, offset in own_parts(model, name, parameter):
+    for part, offset in list_local_parts(model, name, parameter):
         yield (
             part,
             of[
@@ -331,7 +334,7 @@ FAULTS = {
 
 def parts_of_toy(fault: str) -> StageParts:
     register("model", "toy")(lambda config: Toy(config["fault"]))
-    return read_spec({"model_type": "toy", "fault": fault}, "toy", "toy").stage_parts()
+    return read_spec({"model_type": "toy", "fault": fault}, "toy", "toy").find_stage_parts()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -353,7 +356,7 @@ def test_a_large_model_is_cut_where_a_small_one_of_its_class_is() -> None:
     config = transformers.AutoConfig.for_model(
         "bloom", hidden_size=1024, n_layer=3, n_head=8, vocab_size=4096
     )
-    parts = read_spec(config.to_dict() | {"model_type": "bloom"}, "bloom").stage_parts()
+    parts = read_spec(config.to_dict() | {"model_type": "bloom"}, "bloom").find_stage_parts()
     assert (len(parts.layers), parts.width, parts.returned) == (3, 1024, 2)
 
 

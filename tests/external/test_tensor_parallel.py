@@ -22,7 +22,7 @@ from recipe_lib.external.plan_proof import plan_of_model
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
-from recipe_lib.models.language_model import own_parts
+from recipe_lib.models.language_model import list_local_parts
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.optim.optimizers import clip_grad_norm
@@ -138,7 +138,7 @@ def fill(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         values = 0.2 * torch.randn(shapes[name], generator=generator, dtype=torch.float64)
         values = values + 1 if len(shapes[name]) == 1 and name.endswith("weight") else values
-        for part, offset in own_parts(model, name, parameter):
+        for part, offset in list_local_parts(model, name, parameter):
             part.copy_(
                 values[
                     tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
@@ -194,7 +194,7 @@ def differences(
     largest = max(float(parameter.grad.abs().max()) for parameter in plain.parameters())
     found = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
-        for part, offset in own_parts(model, name, found[name].grad):
+        for part, offset in list_local_parts(model, name, found[name].grad):
             wanted = parameter.grad[
                 tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
             ]

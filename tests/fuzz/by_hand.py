@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from torch.func import functional_call
 
-from recipe_lib.adapters.quantized import dequantized
+from recipe_lib.adapters.quantized import fake_quantize_weight
 from tests.recipes.watched import rate_of
 from tests.training.formulas import Formula, clipped
 
@@ -124,7 +124,9 @@ class ByHand:
                     and value.dim() >= 2
                     and not name.endswith(".mlp.gate.weight")
                 ):
-                    quantized = dequantized(value.flatten(0, -2), self.cfg.lora.quantize_base)
+                    quantized = fake_quantize_weight(
+                        value.flatten(0, -2), self.cfg.lora.quantize_base
+                    )
                     self.frozen[name] = quantized.view_as(value)
 
     def _effective(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ def test_a_rank_reads_as_many_tokens_as_the_others(llama: tuple):
             return own or len(asked) <= 5
 
         found = generate_batch(
-            ours, spec, prompts, max_new_tokens=3 if prompts else 8, any_rank=any_rank
+            ours, spec, prompts, max_new_tokens=3 if prompts else 8, any_over_ranks=any_rank
         )
         hook.remove()
         assert [len(answer.tokens) for answer in found] == [3] * len(prompts)

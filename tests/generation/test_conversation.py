@@ -148,7 +148,7 @@ def test_what_a_terminal_shows_is_gone_before_the_first_token(
         yield 6
 
     monkeypatch.setattr(module, "phase", phase)
-    found = module.prompted(tokens(), 1234)
+    found = module.show_prompt_phase(tokens(), 1234)
     assert next(found) == 5 and happened == ["reading the prompt of 1,234 tokens", "read", "gone"]
     assert list(found) == [6]
-    assert list(module.prompted(iter(()), 1)) == []
+    assert list(module.show_prompt_phase(iter(()), 1)) == []

@@ -15,7 +15,7 @@ from transformers import (
 
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.generation.sample import generate
-from recipe_lib.models import Decoder, DecoderSpec, build_meta, read_config, spec_from_config
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, read_config
 
 SIZES = {
     "vocab_size": 97,
@@ -35,7 +35,7 @@ PROMPT = [1, 5, 17, 80, 3]
 
 def load(folder: Path) -> tuple[Decoder, DecoderSpec]:
     """Our model of a checkpoint, fp32."""
-    spec = spec_from_config(read_config(folder), where=str(folder))
+    spec = build_spec(read_config(folder), where=str(folder))
     model = build_meta(spec, torch.float32).to_empty(device="cpu")
     load_weights(model, spec, folder)
     return model.eval(), spec

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from recipe_lib.generation.sample import next_probabilities, sample_next
+from recipe_lib.generation.sample import compute_next_probabilities, sample_next
 
 LOGITS = [2.0, -1.0, 0.5, 1.5, 0.0, -3.0]
 
@@ -49,7 +49,7 @@ CASES = [
 def test_probabilities_are_the_closed_formula(
     temperature: float, top_k: int | None, top_p: float | None
 ):
-    found = next_probabilities(torch.tensor([LOGITS]), temperature, top_k, top_p)
+    found = compute_next_probabilities(torch.tensor([LOGITS]), temperature, top_k, top_p)
     torch.testing.assert_close(
         found, torch.tensor([by_hand(temperature, top_k, top_p)]), atol=1e-6, rtol=1e-5
     )
@@ -65,7 +65,10 @@ def test_probabilities_are_those_of_transformers(temperature: float, top_k: int,
     )
     expected = warp(torch.zeros(4, 1, dtype=torch.long), logits.clone()).softmax(-1)
     torch.testing.assert_close(
-        next_probabilities(logits, temperature, top_k, top_p), expected, atol=1e-6, rtol=1e-5
+        compute_next_probabilities(logits, temperature, top_k, top_p),
+        expected,
+        atol=1e-6,
+        rtol=1e-5,
     )
 
 
@@ -99,10 +102,10 @@ def test_temperature_zero_takes_the_likeliest():
 
 def test_bf16_logits_are_summed_in_fp32():
     logits = torch.zeros(1, 4096, dtype=torch.bfloat16)
-    probabilities = next_probabilities(logits, 1.0, top_p=0.5)
+    probabilities = compute_next_probabilities(logits, 1.0, top_p=0.5)
     assert int((probabilities > 0).sum()) == 2048
 
 
 def test_no_temperature_has_no_probabilities():
     with pytest.raises(ValueError, match="temperature 0"):
-        next_probabilities(torch.zeros(1, 2), 0)
+        compute_next_probabilities(torch.zeros(1, 2), 0)

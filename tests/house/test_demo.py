@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.models import preset_config
+from recipe_lib.models import read_preset_config
 from recipe_lib.tokenizers import load_tokenizer
 from tests.house.files import ROOT
 from tests.tokenizers.made import render
@@ -74,7 +74,7 @@ def test_tokenizer_fits():
     template ends turns.
     """
     tokenizer = load_tokenizer(DEMO / "tokenizer")
-    config = preset_config("demo/0.5M")
+    config = read_preset_config("demo/0.5M")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == tuple(
         config[f"{role}_token_id"] for role in ("bos", "eos", "pad")
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_lib.data.thinking import TemplateFields
+from recipe_lib.data.unread_names import UnreadNames, collect_texts
 
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import get_registered, load_config
@@ -18,10 +20,8 @@ from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfi
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data.encoding import UnreadNames, collect_texts
-from recipe_lib.data.rendering import TemplateFields
-from recipe_lib.data.samples import Renamed, Sample
-from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.data.samples import RenamedSample, Sample
+from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.units import convert_to_gib
 from tests.house.documents import blocks, documents, links
 from tests.house.files import ROOT, python_files
@@ -63,8 +63,8 @@ def read_whole(form: str, row: dict[str, Any]) -> Sample:
     """What a row becomes; nothing of it may be left over."""
     reader = get_registered("data.format", form)
     names = UnreadNames(form, (), TemplateFields(None))
-    renamed = Renamed(row, {}, "data")
-    names.tidy(renamed)
+    renamed = RenamedSample(row, {}, "data")
+    names.tidy_columns(renamed)
     sample = reader(renamed)
     assert names.find(renamed, sample, collect_texts(sample)) == []
     return sample
@@ -149,7 +149,7 @@ def test_every_preset_is_in_the_table():
 def test_readme_arithmetic():
     """The 24 GB story, from the shipped architecture."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
+    spec = build_spec(read_preset_config("llama3/8B"), "llama3/8B")
     d, f, v, layers, s = spec.width, spec.mlp_width, spec.vocab_size, spec.num_layers, 4096
     layer = 2 * d * d + 2 * d * spec.num_kv_heads * spec.head_width + 3 * d * f + 2 * d
     count = layers * layer + 2 * v * d + d

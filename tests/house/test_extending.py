@@ -17,7 +17,7 @@ import torch
 from recipe_lib.cli.main import main
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes
+from recipe_lib.optim.optimizers import build_optimizer, count_optimizer_state_bytes
 from tests.house.files import ROOT
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -215,7 +215,7 @@ def test_the_optimizer_steps_by_its_formula(tmp_path: Path) -> None:
         weight.grad = gradient.clone()
         optimizer.step()
         weights.append(weight.tolist())
-    stored = optimizer_state_bytes(cfg, [weight])
+    stored = count_optimizer_state_bytes(cfg, [weight])
     assert stored == 15 * 8
     for row in range(3):
         for column in range(5):

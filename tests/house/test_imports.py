@@ -90,7 +90,7 @@ LATE = {
         "omegaconf",
     ): "0.1 s of CPU in every verb; few configs name other keys",
     (
-        "recipe_lib/plan/world/compiled_code.py",
+        "recipe_lib/plan/simulated_world/compiled_code.py",
         "torch",
     ): "inductor: 1 s, which plans of compiled layers alone need",
     (

@@ -22,11 +22,11 @@ from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.models.config_fields import read_codes
 from recipe_lib.parallel.context import check_context
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.units import GIB, convert_to_gib
 from tests.house.documents import blocks
 from tests.house.files import ROOT
@@ -160,7 +160,7 @@ def one_card() -> None:
     assert "clip_grad_norm=null" in words and "max_seq_len" not in " ".join(words)
     plan, fits = plan_of(words)
     reserved, host = plan.heaviest.reserved, plan.heaviest.host
-    spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
+    spec = build_spec(read_preset_config("llama3/8B"), "llama3/8B")
     assert fits and spec.num_layers == 32
     assert (
         f"one card of 8 GB, in sequences of 2048 tokens: {reserved / GIB:.2f} GiB reserved" in TEXT
@@ -216,7 +216,7 @@ def exit_code_of_a_plan() -> None:
 
 def adapters_of_8b() -> None:
     """Rank 16 on all linear layers, and bytes of what is frozen."""
-    spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
+    spec = build_spec(read_preset_config("llama3/8B"), "llama3/8B")
     d, f, kv = spec.width, spec.mlp_width, spec.num_kv_heads * spec.head_width
     shapes = [(d, d), (d, kv), (d, kv), (d, d), (d, f), (d, f), (f, d)]
     trained = spec.num_layers * sum(16 * (wide + high) for wide, high in shapes)
@@ -280,19 +280,21 @@ def few_quantized_checkpoints() -> None:
     """Two layouts are read; the others are refused with the method's name."""
     from recipe_lib.errors import UserError
 
-    dense, mixture = preset_config("llama3/8B"), {"model_type": "gpt_oss", "num_local_experts": 4}
+    dense, mixture = (
+        read_preset_config("llama3/8B"),
+        {"model_type": "gpt_oss", "num_local_experts": 4},
+    )
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert spec_from_config(
-        {**dense, "quantization_config": fp8}, "config.json"
-    ).codes.fp8_block == (128, 128)
+    assert build_spec({**dense, "quantization_config": fp8}, "config.json").codes.fp8_block == (
+        128,
+        128,
+    )
     assert read_codes({**mixture, "quantization_config": {"quant_method": "mxfp4"}}, "").mxfp4
     for method in ("gptq", "awq", "bitsandbytes"):
         with pytest.raises(
             UserError, match=rf"quantization_config: the weights are quantized \({method}\)"
         ):
-            spec_from_config(
-                {**dense, "quantization_config": {"quant_method": method}}, "config.json"
-            )
+            build_spec({**dense, "quantization_config": {"quant_method": method}}, "config.json")
 
 
 def check_window_of_torch() -> None:

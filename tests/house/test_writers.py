@@ -32,7 +32,7 @@ ALLOWED = {
     ),
     ("recipe_lib/data/cache.py", "rename"): (1, "a folder of the cache gets its name"),
     ("recipe_lib/data/sources.py", "open"): (1, "the temporary name of `write_aside`"),
-    ("recipe_lib/checkpoint/quantized_out.py", "save_pretrained"): (
+    ("recipe_lib/checkpoint/quantized_export.py", "save_pretrained"): (
         1,
         "a temporary folder; the format is torchao's",
     ),
@@ -40,7 +40,10 @@ ALLOWED = {
         1,
         "transformers' own, under its own name, for a loop",
     ),
-    ("recipe_lib/plan/world/shape_only_model.py", "tempfile.mkdtemp"): (1, "of this process"),
+    ("recipe_lib/plan/simulated_world/shape_only_model.py", "tempfile.mkdtemp"): (
+        1,
+        "of this process",
+    ),
 }
 COPIES = ("shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.rename", "os.replace",
           "os.link", "os.symlink", "tempfile.mkstemp", "tempfile.mkdtemp", "tempfile.NamedTemporaryFile",

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import activation_offload, apply_activation_checkpointing, compile_layers
-from recipe_lib.memory.activation_offload import Kept, Window, offload_activations
+from recipe_lib.memory.activation_offload import (
+    OffloadedActivations,
+    SavedStorage,
+    offload_activations,
+)
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.memory.late_copies import LateCopies
@@ -37,7 +41,7 @@ def decoder(
     layers: int = LAYERS,
     change: Callable[[nn.Module], Any] = lambda _: None,
     is_stage: bool = False,
-) -> tuple[nn.Module, Window]:
+) -> tuple[nn.Module, OffloadedActivations]:
     """A small model and its window; ahead None: without the lever."""
     spec = small_spec(layers=layers)
     model = build_meta(spec, torch.float32)
@@ -92,7 +96,7 @@ def nothing(*_: Any) -> None:
     pass
 
 
-def drop_at_once(kept: Kept) -> None:
+def drop_at_once(kept: SavedStorage) -> None:
     kept.on_device = None if kept.on_host is not None else kept.on_device
 
 
@@ -103,7 +107,7 @@ def test_a_wait_that_is_left_out_is_noticed(broken: str, monkeypatch: pytest.Mon
     model, window = decoder("none", 1)
     window._copies._module = late = LateCopies()
     instead = drop_at_once if broken == "let_go" else nothing
-    monkeypatch.setattr(Kept, broken, instead)
+    monkeypatch.setattr(SavedStorage, broken, instead)
     with late:
         found = two_micro_batches(model)
     assert not same(found, expected)
@@ -128,11 +132,11 @@ def test_memory_is_let_go_layer_by_layer() -> None:
     """Storages that layers keep, on the device between layers: at most those of `ahead` + 1
     layers.
     """
-    ahead, kept_now, counts = 2, weakref.WeakSet[Kept](), {"forward": [0], "backward": [0]}
+    ahead, kept_now, counts = 2, weakref.WeakSet[SavedStorage](), {"forward": [0], "backward": [0]}
     model, window = decoder("full", ahead, layers=8)
-    make = Kept.__init__
+    make = SavedStorage.__init__
 
-    def made(self: Kept, *args: Any) -> None:
+    def made(self: SavedStorage, *args: Any) -> None:
         make(self, *args)
         kept_now.add(self)
 
@@ -144,11 +148,11 @@ def test_memory_is_let_go_layer_by_layer() -> None:
 
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(count)
-    Kept.__init__ = made  # type: ignore[method-assign]
+    SavedStorage.__init__ = made  # type: ignore[method-assign]
     try:
         loss_of(model).backward()
     finally:
-        Kept.__init__ = make  # type: ignore[method-assign]
+        SavedStorage.__init__ = make  # type: ignore[method-assign]
     assert counts["forward"] == [0, 1, 2, *[ahead + 1] * 6]
     assert counts["backward"] == [0, *[ahead + 1] * 6, 2, 1]
     assert len(counts["forward"]) == len(counts["backward"]) == 9
@@ -171,7 +175,7 @@ def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
     gc.freeze()  # the collection looks through what follows, and not through all that is imported
     model, window = decoder("none", 1, layers)
     window._copies._module = late = LateCopies()
-    alive = weakref.WeakSet[Kept]()
+    alive = weakref.WeakSet[SavedStorage]()
     pack = window._pack
     window._pack = lambda call, tensor: _noted(pack(call, tensor), alive)  # type: ignore[method-assign]
     layer = model.model.layers[1]
@@ -204,7 +208,7 @@ def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
 
 
 def _noted(packed: Any, alive: "weakref.WeakSet[Kept]") -> Any:
-    if isinstance(packed, activation_offload.Packed):
+    if isinstance(packed, activation_offload.PackedTensor):
         alive.add(packed.kept)
     return packed
 

@@ -16,8 +16,15 @@ from recipe_lib.config.mesh import count_stages, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
-from recipe_lib.memory.budget import FLOPS, BudgetChoice, LayerCost, Operator, choose, layer_costs
-from recipe_lib.models import build_meta, preset_config, spec_from_config
+from recipe_lib.memory.budget import (
+    FLOPS,
+    BudgetChoice,
+    LayerCost,
+    Operator,
+    choose_kept_operators,
+    measure_layer_costs,
+)
+from recipe_lib.models import build_meta, build_spec, read_preset_config
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel import materialize, shard_tensors, start_world
 from recipe_lib.parallel.pipeline.driver import Pipeline
@@ -75,7 +82,7 @@ def costs(lora: LoraConfig | None = None, chunks: int = 1, **changes: Any) -> li
     if lora is not None:
         add_adapters(model, lora, torch.float64)
     chunk_mlps(model, chunks)
-    return layer_costs(model, ROWS, LENGTH, 1, "cpu")
+    return measure_layer_costs(model, ROWS, LENGTH, 1, "cpu")
 
 
 def test_operators_of_a_layer_and_their_bytes() -> None:
@@ -144,7 +151,7 @@ def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict
     )  # what is not the layers'
     for share in (0.25, 0.6, 1.0):
         budget = (inputs + share * (everything - inputs)) / GIB
-        choice = choose(layers, budget, [{0: 1}])
+        choice = choose_kept_operators(layers, budget, [{0: 1}])
         found = decoder(config(budget, mlp_tiles=chunks), **kind)
         assert CHOSEN[-1] == choice.describe()
         assert kept(found) - base == choice.bytes
@@ -157,13 +164,13 @@ def test_experts_that_are_computed_again_take_the_time_of_each_tokens_choices() 
     """Mixtral: of its experts the wider product at least is needed again, 2 x 2 x 4096 x 14336
     weights a token.
     """
-    spec = spec_from_config(preset_config("mixtral/8x7B"), "mixtral/8x7B")
+    spec = build_spec(read_preset_config("mixtral/8x7B"), "mixtral/8x7B")
     assert spec.mixture is not None
     one = replace(
         spec, num_layers=1, windows=(None,), mixture=replace(spec.mixture, layers=(True,))
     )
     tokens = 4096
-    (layer,) = layer_costs(build_meta(one, torch.bfloat16), 1, tokens, 1, "cuda")
+    (layer,) = measure_layer_costs(build_meta(one, torch.bfloat16), 1, tokens, 1, "cuda")
     assert [found.kind for found in layer.operators] == ["matmul"] * 3 + ["attention"] + [
         "matmul"
     ] * 2  # o, the router
@@ -197,7 +204,7 @@ def test_what_saves_most_a_byte_comes_first_and_the_first_layers() -> None:
     one = [{0: 1, 1: 1}]
 
     def taken(num_bytes: int, moments: list[dict[int, int]] = one) -> list[Any]:
-        choice = choose(layers, num_bytes / GIB, moments)
+        choice = choose_kept_operators(layers, num_bytes / GIB, moments)
         assert choice.bytes <= num_bytes
         return [
             None if chosen is None else sorted(kind for kind, _ in chosen)
@@ -210,7 +217,7 @@ def test_what_saves_most_a_byte_comes_first_and_the_first_layers() -> None:
     assert taken(9199) == [["attention", "matmul"]] * 3
     assert taken(9200) == [None, ["attention", "matmul"], ["attention", "matmul"]]
     assert taken(15000) == [None] * 3
-    assert choose(layers, 15000 / GIB, one).seconds == pytest.approx(0)
+    assert choose_kept_operators(layers, 15000 / GIB, one).seconds == pytest.approx(0)
     # Of stage 0 (two layers) three micro-batches, of stage 1 (one layer) one, or one and two.
     pipeline = [{0: 3, 1: 1}, {0: 1, 1: 2}]
     assert taken(5699, pipeline) == [["matmul"], ["matmul"], []]
@@ -219,7 +226,7 @@ def test_what_saves_most_a_byte_comes_first_and_the_first_layers() -> None:
 
 def test_a_budget_below_the_inputs_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(made({}), 299 / GIB, [{0: 1, 1: 1}])
+        choose_kept_operators(made({}), 299 / GIB, [{0: 1, 1: 1}])
     assert "memory.activation_budget_gib: found 2.78465e-07 GiB, expected at least 2.79e-07" in str(
         caught.value
     )
@@ -258,14 +265,14 @@ def test_worth_follows_the_length_of_rows() -> None:
     """A matmul's worth a byte is the width that it sums over, attention's the tokens that a query
     sees.
     """
-    model = build_meta(spec_from_config(preset_config("llama3/8B"), "x"), torch.bfloat16)
+    model = build_meta(build_spec(read_preset_config("llama3/8B"), "x"), torch.bfloat16)
 
     def first(length: int) -> str:
-        layers = layer_costs(model, 1, length, 1, "cuda")
+        layers = measure_layer_costs(model, 1, length, 1, "cuda")
         return max(layers[1].operators, key=lambda one: one.seconds / one.bytes).kind
 
     assert first(1024) == "matmul" and first(16384) == "attention"
-    layer = layer_costs(model, 1, 4096, 1, "cuda")[1]
+    layer = measure_layer_costs(model, 1, 4096, 1, "cuda")[1]
     d, queries, keys, f = 4096, 4096, 1024, 14336
     elements = 4 * d + 2 * queries + 2 * keys + 4 * f
     # Log-sum-exp and two norms in fp32, and a random state.
@@ -291,12 +298,12 @@ def ranks() -> list[Any]:
 
         model = build_meta(spec, torch.float64)
         shard_tensors(model, cfg.parallel, cfg.memory, world)
-        layers = layer_costs(model, ROWS, LENGTH, 2, "cpu")
+        layers = measure_layer_costs(model, ROWS, LENGTH, 2, "cpu")
         inputs = sum(one.input for one in layers)
         base = kept(shared(inputs / GIB)) - inputs
         backward(plain := shared(None))
         for budget in (2 * inputs / GIB, 5 * inputs / GIB):
-            choice = choose(layers, budget, [{0: 1}])
+            choice = choose_kept_operators(layers, budget, [{0: 1}])
             one = shared(budget)
             found.append(
                 (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.errors import SetupError
-from recipe_lib.memory.peaks import check_needs, free_host_memory, pinned_bytes
+from recipe_lib.memory.peaks import check_host_needs, find_free_host_memory, round_up_to_pinned
 from recipe_lib.units import GIB, MIB
 
 
@@ -16,7 +16,7 @@ from recipe_lib.units import GIB, MIB
     [(0, 0), (1, 1), (1025, 2048), (56 * MIB, 64 * MIB), (64 * MIB, 64 * MIB), (GIB + 1, 2 * GIB)],
 )
 def test_pinned_blocks_are_powers_of_two(size: int, taken: int) -> None:
-    assert pinned_bytes(size) == taken
+    assert round_up_to_pinned(size) == taken
 
 
 def machine(folder: Path, available: int, cgroup: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -62,17 +62,17 @@ LIMITED = {
 def test_what_is_left(
     cgroup: str, files: dict[str, str], expected: tuple[int, str], tmp_path: Path
 ) -> None:
-    assert free_host_memory(*machine(tmp_path, 64 * 1024, cgroup, files)) == expected
+    assert find_free_host_memory(*machine(tmp_path, 64 * 1024, cgroup, files)) == expected
 
 
 def test_this_machine_has_some() -> None:
-    room, what = free_host_memory()
+    room, what = find_free_host_memory()
     assert room > MIB and what
 
 
 def test_enough_is_no_error() -> None:
-    check_needs({"cpu_offload": 4 * GIB}, 8.0, 2, (8 * GIB, "free on this machine"))
-    check_needs({}, 0.001, 2, (0, "free on this machine"))
+    check_host_needs({"cpu_offload": 4 * GIB}, 8.0, 2, (8 * GIB, "free on this machine"))
+    check_host_needs({}, 0.001, 2, (0, "free on this machine"))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_too_little_is_one_line_with_the_numbers(
 ) -> None:
     needs = {"optimizer_offload": 2 * GIB, "activation_offload": GIB}
     with pytest.raises(SetupError) as raised:
-        check_needs(needs, allowed, 4, (free, "free on this machine"))
+        check_host_needs(needs, allowed, 4, (free, "free on this machine"))
     assert (
         str(raised.value)
         == f"host memory: found {found}, expected 12.00 GiB for 4 ranks on this machine (each:"

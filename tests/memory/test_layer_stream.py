@@ -15,8 +15,8 @@ from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, layer_stream
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
-from recipe_lib.models import build_meta, init_weights, spec_from_config
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.models import build_meta, build_spec, init_weights
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize
 from tests.memory.late_memory import LateMemory
@@ -82,9 +82,9 @@ def trained(mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, Lay
         parameter.grad = None
 
     if stream is not None:
-        stream.step_with(step)
+        stream.set_step(step)
     for parameter in model.parameters():
-        if stream is None or stream.stepped(parameter) is parameter:
+        if stream is None or stream.get_stepped_parameter(parameter) is parameter:
             parameter.register_post_accumulate_grad_hook(
                 lambda parameter: step(parameter, parameter)
             )
@@ -123,7 +123,7 @@ def three_steps(model: nn.Module, head_loss: Any = None) -> dict[str, Tensor]:
 def bytes_there(stream: LayerStream) -> int:
     """Of all tensors that stand for parameters on the device."""
     return sum(
-        local_of(one).untyped_storage().nbytes()
+        get_detached_local(one).untyped_storage().nbytes()
         for unit in stream.units
         for one in unit.made().values()
     )
@@ -342,7 +342,7 @@ def test_steps_that_are_not_sent_back_are_noticed(monkeypatch: pytest.MonkeyPatc
 
 def wide_spec() -> Any:
     """Two layers and few tokens."""
-    return spec_from_config(
+    return build_spec(
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

@@ -67,13 +67,13 @@ def distance(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Shapes of the second operand of each product in 8 bits."""
     seen: list[tuple[int, int]] = []
-    original = apply_levers.scaled_product
+    original = apply_levers.scaled_mm
 
     def noted(left: torch.Tensor, right: torch.Tensor, *settings: Any) -> torch.Tensor:
         seen.append(tuple(right.shape))
         return original(left, right, *settings)
 
-    monkeypatch.setattr(apply_levers, "scaled_product", noted)
+    monkeypatch.setattr(apply_levers, "scaled_mm", noted)
     return seen
 
 

@@ -16,7 +16,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import MLP
-from recipe_lib.ops.deferred import defer_weight_gradients, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, enable_split_backward
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
@@ -145,7 +145,7 @@ def test_weight_gradients_of_pieces_are_not_deferred() -> None:
     wanted = backward(decoder(1))
     model = decoder(CHUNKS)
     tokens, labels = small_batch()
-    with splittable():
+    with enable_split_backward():
         loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
         with defer_weight_gradients() as later:
             loss.backward()

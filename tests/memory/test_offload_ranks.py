@@ -34,13 +34,13 @@ def losses_of_each(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, (name, (recipe, *overrides)) in enumerate(CASES.items()):
         windows: list[Any] = []
-        make = activation_offload.Window
+        make = activation_offload.OffloadedActivations
 
         def made(*args: Any, make: Any = make, windows: list[Any] = windows) -> Any:
             windows.append(make(*args))
             return windows[-1]
 
-        activation_offload.Window = made  # type: ignore[misc, assignment]
+        activation_offload.OffloadedActivations = made  # type: ignore[misc, assignment]
         for lever in ("false", "true"):
             output = folder / f"{number}{lever}"
             argv = arguments(output, "demo/lora" if recipe == LORA else "demo/full")
@@ -54,7 +54,7 @@ def losses_of_each(folder: Path) -> dict[str, Any]:
             argv += [] if lever == "true" else ["~memory.activation_offload_prefetch_layers"]
             done(run_here(argv, recipe=recipe))
             found[f"{name} {lever}"] = steps(output)
-        activation_offload.Window = make  # type: ignore[misc]
+        activation_offload.OffloadedActivations = make  # type: ignore[misc]
         found[f"{name} sent"] = [sum(window.host_bytes.values()) for window in windows]
     return found
 

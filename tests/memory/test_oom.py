@@ -5,7 +5,7 @@ import torch
 
 from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.errors import OUT_OF_MEMORY, OutOfMemoryError
-from recipe_lib.memory.peaks import PeakMemory, explain_out_of_memory, levers
+from recipe_lib.memory.peaks import PeakMemory, explain_out_of_memory, list_levers
 
 
 def test_the_line_names_phase_peak_and_levers() -> None:
@@ -24,13 +24,13 @@ def test_the_line_names_phase_peak_and_levers() -> None:
 
 def test_levers_already_pulled_are_not_named() -> None:
     cfg = FullFinetuneConfig()
-    assert "memory.activation_checkpointing=full" in levers(cfg)
+    assert "memory.activation_checkpointing=full" in list_levers(cfg)
     cfg.memory.activation_checkpointing = "full"
     cfg.memory.cpu_offload = cfg.memory.activation_offload = True
     cfg.memory.loss_chunks = 32
-    assert levers(cfg) == ["max_seq_len=1024"]
+    assert list_levers(cfg) == ["max_seq_len=1024"]
     cfg.parallel.fsdp_wrap_policy = "layers"
-    assert levers(cfg)[0] == "parallel.fsdp_wrap_policy=memory_efficient"
+    assert list_levers(cfg)[0] == "parallel.fsdp_wrap_policy=memory_efficient"
 
 
 def test_levers_of_a_pipeline() -> None:
@@ -42,16 +42,16 @@ def test_levers_of_a_pipeline() -> None:
         "batch_size=2 with ",
     ]
     assert [
-        found.startswith(lever) for found, lever in zip(levers(cfg), expected, strict=False)
+        found.startswith(lever) for found, lever in zip(list_levers(cfg), expected, strict=False)
     ] == [True] * 3
     cfg.parallel.pipeline_schedule, cfg.parallel.pipeline_layers_per_stage = "1f1b", [9, 7]
     cfg.parallel.pipeline_microbatches = 4  # of 4 rows each, whatever batch_size is
-    assert levers(cfg)[:2] == [
+    assert list_levers(cfg)[:2] == [
         "parallel.pipeline_microbatches=8",
         "memory.activation_checkpointing=full",
     ]
     cfg.batch_size, cfg.parallel.pipeline_microbatches = 3, 4
-    assert levers(cfg)[0] == "parallel.pipeline_microbatches=12"
+    assert list_levers(cfg)[0] == "parallel.pipeline_microbatches=12"
 
 
 def test_other_errors_pass() -> None:

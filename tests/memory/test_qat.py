@@ -18,7 +18,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models import build_meta
-from recipe_lib.ops.deferred import splittable
+from recipe_lib.ops.deferred import enable_split_backward
 from tests import torchao_oracle
 from tests.memory.test_matmul_dtype import CPU, distance, model_of, trained
 from tests.parallel.small_models import VOCABULARY, gradients, small_batch, small_spec
@@ -219,7 +219,7 @@ def test_steps_before_the_start_are_not_rounded(lora: bool):
     for step, is_on in ((0, False), (2, False), (3, True), (None, True), (2, False)):
         scheme.begin(step)
         assert scheme.is_on is is_on
-    with splittable():
+    with enable_split_backward():
         loss, found = trained(model)
     assert loss == exact and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert (

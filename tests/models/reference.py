@@ -9,13 +9,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.models import Decoder, build_meta, read_config, spec_from_config
+from recipe_lib.models import Decoder, build_meta, build_spec, read_config
 from recipe_lib.models.weight_names import (
     OpenView,
+    build_weight_map,
+    build_written_layout,
     find_tied_copies,
-    weight_map,
     why_left_out,
-    written_layout,
 )
 
 SMALL: dict[str, Any] = {
@@ -220,13 +220,13 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our decoder with the weights of a folder; every tensor of the files is used or known to be
     ignorable.
     """
-    spec = spec_from_config(read_config(folder), str(folder))
+    spec = build_spec(read_config(folder), str(folder))
     files = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         files |= load_file(file)
     model = build_meta(spec, dtype)
     model.to_empty(device="cpu")
-    entries = weight_map(spec, files)
+    entries = build_weight_map(spec, files)
     with torch.no_grad():
         for entry in entries:
             parameter = model.get_parameter(entry.our_name)
@@ -250,11 +250,11 @@ def save_ours(model: Decoder, source: Path, folder: Path) -> None:
     `source`.
     """
     config_text = (Path(source) / "config.json").read_text()
-    spec = spec_from_config(read_config(source), str(source))
+    spec = build_spec(read_config(source), str(source))
     parts: dict[str, list[torch.Tensor]] = {}
-    layout = written_layout(spec)
+    layout = build_written_layout(spec)
     if layout is None:
-        for entry in weight_map(spec):
+        for entry in build_weight_map(spec):
             parts.setdefault(entry.file_name, []).append(
                 model.get_parameter(entry.our_name).detach()
             )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.checkpoint.gguf.gguf_adapter import ARCHITECTURES, architecture_of
+from recipe_lib.checkpoint.gguf.gguf_adapter import ARCHITECTURES, describe_architecture
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import preset_config, preset_names, spec_from_config
+from recipe_lib.models import build_spec, list_presets, read_preset_config
 
 EXTREMES = (
     1e300,
@@ -44,7 +44,7 @@ def presets() -> dict[str, dict[str, Any]]:
     """One preset of each family that is written as GGUF."""
     configs = {
         str(config["model_type"]).removesuffix("_text"): config
-        for config in map(preset_config, preset_names())
+        for config in map(read_preset_config, list_presets())
     }
     return {family: config for family, config in configs.items() if family in ARCHITECTURES}
 
@@ -78,7 +78,7 @@ def test_numbers_are_refused_or_written(family: str, rope: dict[str, Any] | None
     refused = 0
     for one in changed_numbers(config):
         try:
-            held = architecture_of(spec_from_config(one, "here"), "here")
+            held = describe_architecture(build_spec(one, "here"), "here")
         except CheckpointError as error:
             assert all("\n" not in fault and len(fault) < 600 for fault in error.faults)
             refused += 1
@@ -93,10 +93,10 @@ def test_numbers_are_refused_or_written(family: str, rope: dict[str, Any] | None
 
 
 def test_an_absurd_factor_names_its_range():
-    config = preset_config("llama3/8B") | {"rope_scaling": {"type": "yarn", "factor": 1e300}}
+    config = read_preset_config("llama3/8B") | {"rope_scaling": {"type": "yarn", "factor": 1e300}}
     line = (
         "here: config.json: rope_scaling.factor: found 1e+300, expected a number from 1e-09 to"
         " 1e+09"
     )
     with pytest.raises(CheckpointError, match=line.replace("+", r"\+")):
-        spec_from_config(config, "here")
+        build_spec(config, "here")

@@ -9,7 +9,7 @@ import torch
 
 from recipe_lib.config import load_config
 from recipe_lib.config.recipes import RECIPE_CONFIGS
-from recipe_lib.models import build_meta, preset_config, preset_names, spec_from_config
+from recipe_lib.models import build_meta, build_spec, list_presets, read_preset_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -60,7 +60,7 @@ PUBLISHED = {
 }
 # What takes 16 cards of 80 GB or more to be trained whole, and has no config for that.
 WITHOUT_FULL = {"gpt_oss/120B", "llama3_1/70B", "llama3_3/70B", "qwen2_5/72B"}
-SHIPPED = sorted(name for name in preset_names() if not name.startswith("demo/"))
+SHIPPED = sorted(name for name in list_presets() if not name.startswith("demo/"))
 
 
 def test_all_presets_are_known() -> None:
@@ -69,7 +69,7 @@ def test_all_presets_are_known() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_parameters_of_a_preset(name: str) -> None:
-    model = build_meta(spec_from_config(preset_config(name), name), torch.bfloat16)
+    model = build_meta(build_spec(read_preset_config(name), name), torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
 
 

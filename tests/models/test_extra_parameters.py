@@ -16,8 +16,13 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfi
 from recipe_lib.errors import SetupError
 from recipe_lib.models import Decoder, build_meta, init_weights
 from recipe_lib.models.language_model import check_written
-from recipe_lib.models.meta_init import check_extra, extra_modules, extra_tensors, reset_extra
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.models.meta_init import (
+    check_extra,
+    find_extra_modules,
+    find_extra_tensors,
+    reset_extra,
+)
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.checkpoint.tiny import tiny_spec
 from tests.distributed.ranks import run_ranks
@@ -144,10 +149,10 @@ def test_what_is_extra() -> None:
         torch.float32,
     )
     names = [f"model.layers.1.mlp.extra.{name}" for name in ("gate", "up.weight", "turns")]
-    assert list(extra_tensors(model)) == names
-    assert list(extra_tensors(model, saved=True)) == names[:2]
-    assert extra_modules(model) == ["model.layers.1.mlp.extra"]
-    assert not extra_tensors(build_meta(tiny_spec(), torch.float32))
+    assert list(find_extra_tensors(model)) == names
+    assert list(find_extra_tensors(model, saved=True)) == names[:2]
+    assert find_extra_modules(model) == ["model.layers.1.mlp.extra"]
+    assert not find_extra_tensors(build_meta(tiny_spec(), torch.float32))
 
 
 class Bare(nn.Module):
@@ -254,6 +259,6 @@ def test_every_rank_has_its_part_of_the_same_start() -> None:
 
 
 def _is_part(tensor: Tensor, whole: Tensor) -> bool:
-    local, offset = local_part(tensor)
+    local, offset = locate_local_part(tensor)
     part = whole[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))]
     return torch.equal(local.detach(), part.detach())

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from recipe_lib.ops.dtensor_shards import gathered, local_part
+from recipe_lib.ops.dtensor_shards import gather_full, locate_local_part
 from tests.distributed.ranks import run_ranks
 
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
@@ -33,7 +33,7 @@ def test_parts_make_the_whole() -> None:
             DTensor.from_local(part.clone(), mesh["tensor"], [placement], run_check=False)
         )
         fully_shard(module, mesh=mesh["copies", "data"])
-        local, offset = local_part(module.weight)
+        local, offset = locate_local_part(module.weight)
         own = weight[
             tuple(
                 slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)
@@ -41,9 +41,9 @@ def test_parts_make_the_whole() -> None:
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            whole = gathered(local.detach(), module.weight)
+            whole = gather_full(local.detach(), module.weight)
             of_rows = (
-                gathered(local.detach()[:, 0], module.weight, whole.shape[:1])
+                gather_full(local.detach()[:, 0], module.weight, whole.shape[:1])
                 if placement != Shard(1)
                 else None
             )

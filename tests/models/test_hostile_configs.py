@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.errors import CheckpointError, UserError
-from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
+from recipe_lib.models import build_spec, list_presets, read_config, read_preset_config
 from recipe_lib.models.config_fields import MAX_SIZES, check_sizes
 from tests.hostile import changed
 
@@ -22,7 +22,7 @@ ROPES = (
 
 
 def test_changed_presets_are_specs_or_lines(tmp_path: Path):
-    presets, refused = [preset_config(name) for name in preset_names()], 0
+    presets, refused = [read_preset_config(name) for name in list_presets()], 0
     for seed in range(SEEDS):
         draw = random.Random(seed)
         config = dict(draw.choice(presets)) | (
@@ -32,7 +32,7 @@ def test_changed_presets_are_specs_or_lines(tmp_path: Path):
             config = changed(config, draw)
         (tmp_path / "config.json").write_text(json.dumps(config))
         try:
-            spec = spec_from_config(read_config(tmp_path), "here")
+            spec = build_spec(read_config(tmp_path), "here")
         except UserError as error:
             refused += 1
             assert all("\n" not in fault and len(fault) < 6000 for fault in error.faults), seed
@@ -62,8 +62,8 @@ def test_sizes_at_the_bound_and_over_it():
 
 
 def test_an_integer_that_is_no_float():
-    config = preset_config("demo/0.5M") | {"rms_norm_eps": int(sys.float_info.max) * 10}
+    config = read_preset_config("demo/0.5M") | {"rms_norm_eps": int(sys.float_info.max) * 10}
     with pytest.raises(
         CheckpointError, match="rms_norm_eps: found .*, expected a number from 1e-30 to 1e\\+30"
     ):
-        spec_from_config(config, "here")
+        build_spec(config, "here")

@@ -5,11 +5,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, init_weights
 from recipe_lib.models import meta_init as build
 from tests.distributed.ranks import run_ranks
 
-SPEC: DecoderSpec = spec_from_config(
+SPEC: DecoderSpec = build_spec(
     {
         "model_type": "qwen2",
         "hidden_size": 24,
@@ -55,7 +55,7 @@ def test_norms_that_count_from_one_start_at_zero() -> None:
         "intermediate_size": 16,
         "num_hidden_layers": 1,
     }
-    spec = spec_from_config(gemma | {"head_dim": 8, "vocab_size": 30}, "here")
+    spec = build_spec(gemma | {"head_dim": 8, "vocab_size": 30}, "here")
     norms = {name: p for name, p in whole(spec).named_parameters() if "norm" in name}
     assert len(norms) == 7 and not any(p.any() for p in norms.values())
 

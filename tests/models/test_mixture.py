@@ -13,8 +13,8 @@ import transformers
 
 from recipe_lib.generation.sample import generate
 from recipe_lib.models import Decoder
-from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
-from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
+from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
+from recipe_lib.ops.attention import AttentionInfo, compute_document_positions, make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.ops.real_tokens import RealTokens
 from tests.models.reference import CASES, load_ours, reference_model
@@ -161,7 +161,7 @@ def test_balance_loss_is_that_of_transformers(lengths: tuple[int, int], tmp_path
     (plain + 0.3 * found.aux_loss).backward()
     layer.balance = BalanceLoss(0.3, 1)
     layer.balance.begin(1)
-    layer.load = Load(4, torch.device("cpu"))
+    layer.load = ExpertLoad(4, torch.device("cpu"))
     (ours(inputs, attention=AttentionInfo(real=real), labels=labels) / sum(lengths)).backward()
     load = layer.load
     torch.testing.assert_close(load.loss, found.aux_loss.detach().double())
@@ -191,7 +191,9 @@ def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path) -> None:
 def test_documents_in_one_row_equal_separate_rows(case: str, tmp_path: Path) -> None:
     ours, _ = pair(case, tmp_path)
     lengths, rows = [[9, 20, 4], [LENGTH]], tokens()
-    packed = ours(rows, document_positions(lengths, LENGTH), make_attention_info(lengths, LENGTH))
+    packed = ours(
+        rows, compute_document_positions(lengths, LENGTH), make_attention_info(lengths, LENGTH)
+    )
     for row, parts in enumerate(lengths):
         start = 0
         for length in parts:

@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from recipe_lib.memory import apply_activation_checkpointing
-from recipe_lib.models import KVCache, spec_from_config
-from recipe_lib.ops.attention import document_positions, make_attention_info
+from recipe_lib.models import KVCache, build_spec
+from recipe_lib.ops.attention import compute_document_positions, make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.models.reference import CASES, load_ours, reference_model, save_ours
 from tests.selection import slow_except
@@ -92,7 +92,10 @@ def test_documents_in_one_row_equal_separate_rows(case: str, folders: dict[str, 
     ours = load_ours(saved(case, folders))
     lengths = [[9, 20, 3], [LENGTH], [1, 1, 30]]
     rows = tokens(3)
-    info, positions = make_attention_info(lengths, LENGTH), document_positions(lengths, LENGTH)
+    info, positions = (
+        make_attention_info(lengths, LENGTH),
+        compute_document_positions(lengths, LENGTH),
+    )
     packed = ours(rows, positions, info)
     assert packed.isfinite().all()
     for row, parts in enumerate(lengths):
@@ -109,7 +112,7 @@ def test_documents_in_one_row_equal_separate_rows(case: str, folders: dict[str, 
 @torch.no_grad()
 def test_decoding_with_a_cache_equals_one_pass(case: str, folders: dict[str, Path]) -> None:
     ours = load_ours(saved(case, folders))
-    spec = spec_from_config(reference_model(case).config.to_dict(), case)
+    spec = build_spec(reference_model(case).config.to_dict(), case)
     whole = ours(tokens())
     cache = KVCache(spec, 2, LENGTH, torch.float32, "cpu")
     pieces, start = [], 0

@@ -13,7 +13,7 @@ from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.families import score_config, scored_spec
+from recipe_lib.models.families import build_scored_spec, make_score_config
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.parallel import start_world
 
@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def loaded(folder: Path, labels: int | None) -> Decoder:
-    spec = scored_spec(read_config(folder), str(folder), labels)
+    spec = build_scored_spec(read_config(folder), str(folder), labels)
     model = build_meta(spec, torch.float32)
     allocate(model, torch.device("cpu"))
     load_weights(model, spec, folder, 5)
@@ -56,7 +56,7 @@ def test_each_family(kind: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(kind, **SHAPE | FAMILIES[kind])
     AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path / "causal")
     model, source = loaded(tmp_path / "causal", 3), read_config(tmp_path / "causal")
-    named = score_config(source, ["a", "b", "c"], 2)
+    named = make_score_config(source, ["a", "b", "c"], 2)
     with start_world(FullFinetuneConfig(device="cpu")) as world:
         out = {"tokenizer_folder": None, "max_shard_bytes": 2**30, "world": world}
         export_model(model, model.spec, named, tmp_path / "scored", **out)
@@ -75,4 +75,4 @@ def test_a_family_that_transformers_does_not_score_is_refused() -> None:
         CheckpointError,
         match=r"^x: config.json: transformers has no classifier of the family olmoe",
     ):
-        scored_spec({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}, "x", 2)
+        build_scored_spec({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}, "x", 2)

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
+from recipe_lib.models import build_spec, list_presets, read_config, read_preset_config
 from recipe_lib.models.spec import DecoderSpec
 from tests.models.reference import CASES, SMALL
 
@@ -36,14 +36,14 @@ def test_the_spec_is_small_and_needs_no_torch() -> None:
 
 
 def test_what_a_file_leaves_out() -> None:
-    spec = spec_from_config(LLAMA, "here")
+    spec = build_spec(LLAMA, "here")
     assert (spec.num_kv_heads, spec.head_width, spec.tied, spec.rope.base) == (
         4,
         12,
         False,
         10000.0,
     )
-    gemma = spec_from_config(LLAMA | {"model_type": "gemma2", "architectures": None}, "here")
+    gemma = build_spec(LLAMA | {"model_type": "gemma2", "architectures": None}, "here")
     assert gemma.tied and gemma.head_width == 256 and gemma.attention_softcap == 50.0
     assert gemma.windows == (4096, None)
     bare = {
@@ -52,9 +52,7 @@ def test_what_a_file_leaves_out() -> None:
         "num_hidden_layers": 7,
         "model_type": "gemma3_text",
     }
-    gemma3 = spec_from_config(
-        {"model_type": "gemma3", "text_config": bare, "vision_config": {}}, "here"
-    )
+    gemma3 = build_spec({"model_type": "gemma3", "text_config": bare, "vision_config": {}}, "here")
     assert gemma3.windows == (4096,) * 5 + (None, 4096)
     assert (gemma3.vocab_size, gemma3.num_heads, gemma3.num_kv_heads) == (262208, 8, 4)
     assert gemma3.rope.base == 1e6 and gemma3.local_rope.base == 1e4
@@ -86,7 +84,7 @@ def test_both_spellings_of_the_rotary_embedding(case: str) -> None:
         scaling["type"] = scaling.pop("rope_type")
         old |= {"rope_theta": given["rope_theta"], "rope_scaling": scaling}
         old |= {"partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}
-    assert spec_from_config(old, "old") == spec_from_config(new, "new")
+    assert build_spec(old, "old") == build_spec(new, "new")
 
 
 def test_windows_of_qwen() -> None:
@@ -95,10 +93,11 @@ def test_windows_of_qwen() -> None:
         "architectures": ["Qwen2ForCausalLM"],
         "sliding_window": 8,
     }
-    assert spec_from_config(qwen, "x").windows == (None, None)
-    assert spec_from_config(
-        qwen | {"use_sliding_window": True, "max_window_layers": 1}, "x"
-    ).windows == (None, 8)
+    assert build_spec(qwen, "x").windows == (None, None)
+    assert build_spec(qwen | {"use_sliding_window": True, "max_window_layers": 1}, "x").windows == (
+        None,
+        8,
+    )
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6}
@@ -227,7 +226,7 @@ def test_a_config_that_cannot_be_used_is_one_line(fault: str) -> None:
     change, line = FAULTS[fault]
     config = {key: value for key, value in (LLAMA | change).items() if value is not ...}
     with pytest.raises(CheckpointError) as caught:
-        spec_from_config(config, "models/mine")
+        build_spec(config, "models/mine")
     assert str(caught.value) == f"models/mine: config.json: {line}"
 
 
@@ -253,15 +252,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_presets_by_name_and_by_path(tmp_path: Path) -> None:
-    assert preset_config("llama3/8B")["intermediate_size"] == 14336
-    assert "qwen2_5/7B" in preset_names()
+    assert read_preset_config("llama3/8B")["intermediate_size"] == 14336
+    assert "qwen2_5/7B" in list_presets()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert preset_config(str(tmp_path)) == preset_config(str(tmp_path / "config.json")) == LLAMA
+    assert (
+        read_preset_config(str(tmp_path))
+        == read_preset_config(str(tmp_path / "config.json"))
+        == LLAMA
+    )
     with pytest.raises(
         ConfigError,
         match=r"^model\.preset=llama3/9B: no such preset or file; expected a path .* gemma2/27B",
     ):
-        preset_config("llama3/9B")
+        read_preset_config("llama3/9B")
 
 
 REAL = {
@@ -277,7 +280,7 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_configs(name: str, realdata: Path) -> None:
-    spec = spec_from_config(read_config(realdata / "hf-layouts" / name), name)
+    spec = build_spec(read_config(realdata / "hf-layouts" / name), name)
     assert (spec.family, spec.tied) == REAL[name]
 
 
@@ -286,4 +289,4 @@ def test_real_configs_of_other_models(realdata: Path) -> None:
         with pytest.raises(
             CheckpointError, match="is not supported; expected a causal language model of type"
         ):
-            spec_from_config(read_config(realdata / "hf-layouts" / name), name)
+            build_spec(read_config(realdata / "hf-layouts" / name), name)

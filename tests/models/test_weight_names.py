@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 
-from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
-from recipe_lib.models.families import text_config
+from recipe_lib.models import build_spec, list_presets, read_config, read_preset_config
+from recipe_lib.models.families import get_text_config
 from recipe_lib.models.weight_names import (
     WeightEntry,
+    build_weight_map,
+    compute_parameter_shapes,
     find_tied_copies,
-    parameter_shapes,
-    weight_map,
     why_left_out,
 )
 from tests.models.reference import load_ours
@@ -30,9 +30,9 @@ INDEXED = [
 @pytest.mark.parametrize("name", INDEXED)
 def test_every_name_of_a_real_index_is_known(name: str, realdata: Path) -> None:
     folder = realdata / "hf-layouts" / name
-    spec = spec_from_config(read_config(folder), name)
+    spec = build_spec(read_config(folder), name)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    entries = weight_map(spec, index)
+    entries = build_weight_map(spec, index)
     mapped = {entry.file_name for entry in entries}
     assert mapped <= set(index)
     unused = set(index) - mapped - find_tied_copies(spec, entries, index).keys()
@@ -40,12 +40,12 @@ def test_every_name_of_a_real_index_is_known(name: str, realdata: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", [name for name in preset_names() if name.startswith(("phi", "gemma3", "qwen3/0"))]
+    "preset", [name for name in list_presets() if name.startswith(("phi", "gemma3", "qwen3/0"))]
 )
 def test_entries_fill_each_file_tensor_exactly(preset: str) -> None:
-    spec = spec_from_config(preset_config(preset), preset)
-    shapes, filled = parameter_shapes(spec), {}
-    entries = weight_map(spec)
+    spec = build_spec(read_preset_config(preset), preset)
+    shapes, filled = compute_parameter_shapes(spec), {}
+    entries = build_weight_map(spec)
     assert [entry.our_name for entry in entries] == list(shapes)
     for entry in entries:
         assert entry.start == filled.get(entry.file_name, 0), "parts follow one another"
@@ -55,8 +55,8 @@ def test_entries_fill_each_file_tensor_exactly(preset: str) -> None:
 
 
 def test_fused_tensors_of_phi() -> None:
-    spec = spec_from_config(preset_config("phi4/14B"), "phi4")
-    table = {entry.our_name: entry for entry in weight_map(spec)}
+    spec = build_spec(read_preset_config("phi4/14B"), "phi4")
+    table = {entry.our_name: entry for entry in build_weight_map(spec)}
     qkv, gate_up = (
         "model.layers.3.self_attn.qkv_proj.weight",
         "model.layers.3.mlp.gate_up_proj.weight",
@@ -64,15 +64,15 @@ def test_fused_tensors_of_phi() -> None:
     k_proj, up_proj = "model.layers.3.self_attn.k_proj.weight", "model.layers.3.mlp.up_proj.weight"
     assert table[k_proj] == WeightEntry(k_proj, qkv, 5120, 1280)
     assert table[up_proj] == WeightEntry(up_proj, gate_up, 17920, 17920)
-    assert parameter_shapes(spec)[k_proj] == (1280, 5120)
+    assert compute_parameter_shapes(spec)[k_proj] == (1280, 5120)
 
 
 def test_names_that_may_be_left_over() -> None:
-    tied = spec_from_config(preset_config("llama3_2/1B"), "tied")
-    untied = spec_from_config(preset_config("llama3/8B"), "untied")
-    names = [entry.file_name for entry in weight_map(tied)] + ["lm_head.weight"]
-    assert find_tied_copies(tied, weight_map(tied, names), names).keys() == {"lm_head.weight"}
-    assert not find_tied_copies(untied, weight_map(untied, names), names)
+    tied = build_spec(read_preset_config("llama3_2/1B"), "tied")
+    untied = build_spec(read_preset_config("llama3/8B"), "untied")
+    names = [entry.file_name for entry in build_weight_map(tied)] + ["lm_head.weight"]
+    assert find_tied_copies(tied, build_weight_map(tied, names), names).keys() == {"lm_head.weight"}
+    assert not find_tied_copies(untied, build_weight_map(untied, names), names)
     frequencies = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
     for name, dims in (
         (frequencies[0], 1),
@@ -123,12 +123,12 @@ def test_the_text_part_of_a_multimodal_gemma(newer_layout: bool, tmp_path: Path)
     torch.testing.assert_close(
         load_ours(tmp_path)(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5
     )
-    exported = text_config(read_config(tmp_path))
+    exported = get_text_config(read_config(tmp_path))
     assert (
         exported["architectures"] == ["Gemma3ForCausalLM"]
         and exported["model_type"] == "gemma3_text"
     )
-    assert spec_from_config(exported, "out") == spec_from_config(read_config(tmp_path), "in")
+    assert build_spec(exported, "out") == build_spec(read_config(tmp_path), "in")
 
 
 def _rename(file: Path) -> None:

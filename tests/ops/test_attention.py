@@ -8,7 +8,7 @@ from recipe_lib.ops import attention as module
 from recipe_lib.ops.attention import (
     AttentionInfo,
     attention,
-    document_positions,
+    compute_document_positions,
     make_attention_info,
     prepare_attention,
     scaled_dot_product,
@@ -76,7 +76,7 @@ def test_values(
     scores_at_once: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "CAPPED_SCORES", scores_at_once)
+    monkeypatch.setattr(module, "MAX_SCORES_AT_ONCE", scores_at_once)
     q, k, v = tensors()
     info = make_attention_info(LENGTHS, S) if with_documents else None
     ready = prepared(info, window, cap is not None)
@@ -110,7 +110,7 @@ def test_queries_behind_a_cache(cap: float | None, window: int | None, queries: 
 
 @pytest.mark.parametrize("cap", [None, 0.8])
 def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CAPPED_SCORES", 300)
+    monkeypatch.setattr(module, "MAX_SCORES_AT_ONCE", 300)
     info = make_attention_info(LENGTHS, S)
     inputs = tensors()
     weights = torch.randn(
@@ -123,7 +123,7 @@ def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_soft_capped_scores_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CAPPED_SCORES", 4096)
+    monkeypatch.setattr(module, "MAX_SCORES_AT_ONCE", 4096)
     shape = (1, 4, 256, 8)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     kept: dict[int, int] = {}
@@ -219,9 +219,9 @@ def test_the_varlen_path_hands_on_what_the_kernel_wants(
 def test_where_the_varlen_kernel_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert not module.has_varlen(cpu, torch.bfloat16, 128)
-    monkeypatch.setattr(module, "capability_of", lambda device: (7, 5))
+    monkeypatch.setattr(module, "get_compute_capability", lambda device: (7, 5))
     assert not module.has_varlen(cuda, torch.bfloat16, 128)
-    monkeypatch.setattr(module, "capability_of", lambda device: (8, 0))
+    monkeypatch.setattr(module, "get_compute_capability", lambda device: (8, 0))
     if "window_size" in module._VARLEN_OPTIONS:
         assert module.has_varlen(cuda, torch.bfloat16, 128)
     assert not module.has_varlen(cuda, torch.float32, 128)
@@ -234,7 +234,7 @@ def test_info_of_rows_with_documents() -> None:
     assert info.documents.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert info.boundaries.tolist() == [0, 2, 3, 4, 8, 12]
     assert info.longest == 128
-    assert document_positions([[2, 1], [4], []], 4).tolist() == [
+    assert compute_document_positions([[2, 1], [4], []], 4).tolist() == [
         [0, 1, 0, 0],
         [0, 1, 2, 3],
         [0, 0, 0, 0],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.deferred import defer_weight_gradients, linear, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, enable_split_backward, linear
 
 
 def made(dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[nn.Parameter]]:
@@ -49,7 +49,7 @@ def test_they_come_when_they_are_asked_for_and_are_the_same(mode: str, dtype: to
         runs.append(1)
         return network(hidden, parameters)
 
-    with splittable():
+    with enable_split_backward():
         out = (
             checkpoint(counted, hidden, use_reentrant=False) if mode == "full" else counted(hidden)
         )
@@ -77,7 +77,7 @@ def test_nothing_is_held_once_they_are_added() -> None:
     hidden, parameters = made()
     inner = hidden.clone()
     known = weakref.ref(inner)
-    with splittable():
+    with enable_split_backward():
         out = network(inner, parameters)
         with defer_weight_gradients() as later:
             out.sum().backward()
@@ -98,7 +98,7 @@ def test_gradients_add_up_and_go_through_parts_of_parameters() -> None:
     generator = torch.Generator().manual_seed(2)
     fused = nn.Parameter(torch.randn(6, 4, generator=generator, dtype=torch.float64))
     hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-    with splittable():
+    with enable_split_backward():
         for _ in range(2):
             with defer_weight_gradients() as later:
                 linear(hidden, fused[2:5]).sum().backward()
@@ -111,13 +111,13 @@ def test_gradients_add_up_and_go_through_parts_of_parameters() -> None:
 def test_frozen_weights_and_whole_backwards_note_nothing() -> None:
     hidden, parameters = made()
     parameters[0].requires_grad_(False)
-    with splittable():
+    with enable_split_backward():
         with defer_weight_gradients() as later:
             network(hidden.requires_grad_(), parameters).sum().backward()
         assert [entry.weights[0] is parameters[2] for entry in later] == [True]
         parameters[2].grad = None
         network(hidden, parameters).sum().backward()
         assert parameters[2].grad is not None
-    assert not deferred.defers() and not deferred.is_splittable()
+    assert not deferred.is_deferring() and not deferred.is_split_backward_enabled()
     with pytest.raises(RuntimeError, match="nothing is deferred"):
-        deferred.note([parameters[0]], lambda: [None])
+        deferred.defer_gradients([parameters[0]], lambda: [None])

@@ -34,7 +34,7 @@ def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     are.
     """
     monkeypatch.setattr(fused_kernels, "_is_on", True)
-    monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
+    monkeypatch.setattr(fused_kernels, "get_kernel_type", lambda device: "cuda")
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
     monkeypatch.setattr(chunked_heads, "_WIDEST", 8)
     return
@@ -59,7 +59,7 @@ def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]
     found: list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]] = []
     for words, documents in (("", None), (", documents", DOCUMENTS)):
         for window in (None, 4):
-            reach = attention.reaches(documents, 33 if words else 5, 33, window, CPU)[:, -5:]
+            reach = attention.compute_reach(documents, 33 if words else 5, 33, window, CPU)[:, -5:]
             name = words + (", window" if window else "")
             given = (scores, reach, 7.0, 0.3)
             found += [
@@ -79,13 +79,13 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
     whole = random(2, 5, 3, 8, dtype=half)
     heads, (cosines, sines) = (
         random(2, 5, 3, 10, dtype=half),
-        rope.rotation(torch.arange(10).view(2, 5), random(4)),
+        rope.compute_rotation(torch.arange(10).view(2, 5), random(4)),
     )
     gate, up, slope = (random(7, 12, dtype=half, seed=seed) for seed in range(3))
     logits, labels = random(6, 33, dtype=half), torch.tensor([3, -100, 0, 32, 7, -100])
     log_sums, slopes, cap = logits.float().logsumexp(1), random(6), torch.tensor(2.5)
     codes, scales, factors = nf4_matrix(24, 128, half)
-    levels = nf4._levels(half, CPU)
+    levels = nf4._make_levels(half, CPU)
     of_rows = (codes, scales, factors, levels, [0, 0, 48, 48], 16)
     return [
         *capped_calls(),
@@ -93,20 +93,20 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
         ("rotate some", rope._rotate, OPERATORS.rotate, (heads, cosines, sines, False)),
         ("rotate turned heads", rope._rotate, OPERATORS.rotate, (whole.transpose(1, 2).contiguous().transpose(1, 2),
                                                                  cosines, sines, False)),
-        ("turned gradients", gated.gated_gradients, OPERATORS.gated_gradients,
+        ("turned gradients", gated.compute_gated_product_gradients, OPERATORS.gated_gradients,
          (slope[:, :1].expand(7, 12), gate.t().contiguous().t(), up, "silu")),
         ("rotate back", rope._rotate, OPERATORS.rotate, (heads.transpose(1, 2).contiguous().transpose(1, 2), cosines,
                                                          sines, True)),
-        *((f"{name} product", gated.gated_product, OPERATORS.gated_product, (gate, up, name))
+        *((f"{name} product", gated.compute_gated_product, OPERATORS.gated_product, (gate, up, name))
           for name in gated.ACTIVATIONS),
-        *((f"{name} gradients", gated.gated_gradients, OPERATORS.gated_gradients, (slope, gate, up, name))
+        *((f"{name} gradients", gated.compute_gated_product_gradients, OPERATORS.gated_gradients, (slope, gate, up, name))
           for name in gated.ACTIVATIONS),
         *((f"expert's {name} {kind}", function, operator, (*first, random(7, 12, dtype=half, seed=5), random(7).abs(),
                                                            *settings))
           for name, settings in EXPERTS.items()
           for kind, function, operator, first in (
-              ("product", gated.scored_products, OPERATORS.scored_product, ()),
-              ("gradients", gated.scored_gradients, OPERATORS.scored_product_gradients,
+              ("product", gated.compute_scored_product, OPERATORS.scored_product, ()),
+              ("gradients", gated.compute_scored_product_gradients, OPERATORS.scored_product_gradients,
                (random(7, 6, dtype=half, seed=6),)),
           )),
         ("log probs", chunked_heads.label_log_probs, OPERATORS.label_log_probs, (logits, labels, None)),
@@ -245,7 +245,7 @@ def test_gated_products_against_autograd(as_operators: None, activation: str) ->
         "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
     }[activation]
     leaves = [random(5, 8, dtype=torch.float64, seed=seed) for seed in (1, 2)]
-    ours = gradients(lambda gate, up: gated.gated(gate, up, activation), *leaves)
+    ours = gradients(lambda gate, up: gated.gated_activation(gate, up, activation), *leaves)
     assert_close(ours, gradients(lambda gate, up: plain(gate) * up, *leaves))
 
 
@@ -255,7 +255,7 @@ def test_capped_attention_against_its_definition(
     as_operators: None, monkeypatch: pytest.MonkeyPatch, with_documents: bool, window: int | None
 ) -> None:
     """Heads that share keys, in 16 pieces of odd lengths."""
-    monkeypatch.setattr(attention, "CAPPED_SCORES", 2 * 6 * 33 * 3)
+    monkeypatch.setattr(attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 33 * 3)
     documents, leaves = (
         DOCUMENTS if with_documents else None,
         attention_leaves(6, 2, 33, torch.float64),
@@ -285,7 +285,7 @@ def test_fused_scores_of_half_precision_are_taken_in_half_as_many_pieces(
 ) -> None:
     """They are not made in fp32. A piece takes two products forward, and five backward."""
     monkeypatch.setattr(fused_kernels, "_is_on", fuse)
-    monkeypatch.setattr(attention, "CAPPED_SCORES", 2 * 6 * 32 * 32 // 8)
+    monkeypatch.setattr(attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 32 * 32 // 8)
     with Operators() as seen:
         gradients(
             lambda *of: attention.capped_attention(*of, None, None, 0.8, 0.3),
@@ -301,7 +301,7 @@ def test_gradients_of_keys_and_values_are_summed_in_fp32(
     """In 512 pieces, of equal scores: query i shares out 1 / (i + 1). In bf16 a sum of 1 does not
     see 0.002 more.
     """
-    monkeypatch.setattr(attention, "CAPPED_SCORES", 512)
+    monkeypatch.setattr(attention, "MAX_SCORES_AT_ONCE", 512)
     queries = torch.ones(2, 1, 512, 1).bfloat16()
     keys, values = (
         torch.zeros_like(queries),
@@ -386,7 +386,7 @@ def test_threads_have_the_limit_of_compilations(monkeypatch: pytest.MonkeyPatch)
         fused_kernels.call_compiled(len, torch.ones(2))
         found.append(torch._dynamo.config.recompile_limit)
 
-    monkeypatch.setattr(fused_kernels, "compiled", lambda function: function)
+    monkeypatch.setattr(fused_kernels, "get_compiled", lambda function: function)
     thread = threading.Thread(target=read)
     thread.start()
     thread.join()
@@ -399,10 +399,10 @@ def test_the_probe_sees_whether_anything_was_compiled(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
     torch._dynamo.reset()
     with torch._inductor.config.patch(QUICKLY):
-        assert fused_kernels._fault.__wrapped__(CPU) == ""
+        assert fused_kernels._find_compile_fault.__wrapped__(CPU) == ""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=True):
-        assert "torch.compile is switched off" in fused_kernels._fault.__wrapped__(CPU)
+        assert "torch.compile is switched off" in fused_kernels._find_compile_fault.__wrapped__(CPU)
 
 
 @pytest.mark.parametrize("dtype", sorted(nf4.DTYPES, key=str), ids=str)
@@ -411,14 +411,14 @@ def test_nf4_gives_the_bits_of_torchao(
     as_operators: None, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     """All of a matrix, some of its blocks, and a part of its columns."""
-    theirs = nf4._torchao().from_tensor(
+    theirs = nf4._import_nf4_tensor().from_tensor(
         random(rows, columns, dtype=dtype), nf4.BLOCK, 1 if rows == 7 else 16
     )
     codes, scales, factors = nf4_matrix(rows, columns, dtype)
     blocks = len(codes)
     whole = dequantize(codes, scales, factors, dtype, 0, blocks)
     if rows != 7:
-        theirs = nf4._torchao().from_tensor(
+        theirs = nf4._import_nf4_tensor().from_tensor(
             random(rows, columns, dtype=dtype), nf4.BLOCK, math.gcd(blocks, 256)
         )
         assert torch.equal(whole.view(rows, columns), theirs.get_original_weight())
@@ -447,22 +447,22 @@ def test_nothing_is_fused_on_a_cpu_or_where_nothing_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused_kernels, "_is_on", False)
-    assert fused_kernels.use_fused_kernels(True, CPU) == "" and not fused_kernels.fuses(CPU)
-    monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
+    assert fused_kernels.use_fused_kernels(True, CPU) == "" and not fused_kernels.should_fuse(CPU)
+    monkeypatch.setattr(fused_kernels, "get_kernel_type", lambda device: "cuda")
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
     with monkeypatch.context() as context:
-        context.setattr(fused_kernels, "_fault", lambda device: "")
+        context.setattr(fused_kernels, "_find_compile_fault", lambda device: "")
         assert "compiled by torch.compile with Triton" in fused_kernels.use_fused_kernels(True, CPU)
-    assert fused_kernels.fuses(CPU)
+    assert fused_kernels.should_fuse(CPU)
     assert (
         fused_kernels.use_fused_kernels(False, CPU) == "fused kernels: none (fused_kernels=false)"
     )
-    assert not fused_kernels.fuses(CPU)
+    assert not fused_kernels.should_fuse(CPU)
     for broken, fault in (
         ("call_compiled", "RuntimeError: no C compiler"),
         ("has_triton", "supports this GPU"),
     ):
-        fused_kernels._fault.cache_clear()
+        fused_kernels._find_compile_fault.cache_clear()
         with monkeypatch.context() as context:
             context.setattr(
                 fused_kernels, broken, no_compiler if broken == "call_compiled" else lambda: False
@@ -471,5 +471,5 @@ def test_nothing_is_fused_on_a_cpu_or_where_nothing_compiles(
         assert said.startswith(
             "fused kernels: none, operators run one by one, with more memory than planned: "
         )
-        assert said.endswith(fault) and not fused_kernels.fuses(CPU)
-    fused_kernels._fault.cache_clear()
+        assert said.endswith(fault) and not fused_kernels.should_fuse(CPU)
+    fused_kernels._find_compile_fault.cache_clear()

@@ -10,10 +10,10 @@ from torch import Tensor
 from recipe_lib.optim.low_bit_adamw import (
     BLOCKS,
     Code,
-    chance_key,
-    element_places,
+    compute_element_indices,
+    compute_rounding_key,
     make_code,
-    round_by_chance,
+    round_stochastically,
 )
 from tests.torchao_oracle import low_bit_codes
 
@@ -112,7 +112,7 @@ def test_what_is_more_than_zero_never_becomes_zero(bits: int) -> None:
 
 
 def places_of(count: int) -> Tensor:
-    return element_places((count,), (0,), (count,), CPU)
+    return compute_element_indices((count,), (0,), (count,), CPU)
 
 
 def test_rounding_takes_one_of_the_two_neighbors_and_is_right_on_average() -> None:
@@ -123,8 +123,8 @@ def test_rounding_takes_one_of_the_two_neighbors_and_is_right_on_average() -> No
     below = (numbers.view(torch.int32) & -65536).view(torch.float32)
     above = ((numbers.view(torch.int32) & -65536) + 65536).view(torch.float32)
     many = numbers.expand(4096, 8)
-    found = round_by_chance(
-        many.contiguous(), places_of(8 * 4096).view(4096, 8), chance_key(3, 1, "x")
+    found = round_stochastically(
+        many.contiguous(), places_of(8 * 4096).view(4096, 8), compute_rounding_key(3, 1, "x")
     ).float()
     assert ((found == below) | (found == above)).all()
     share = (numbers.double() - below.double()) / (above.double() - below.double())
@@ -140,7 +140,10 @@ def test_elements_draw_apart_from_one_another() -> None:
 
     def ups(seed: int, step: int, name: str) -> Tensor:
         return (
-            round_by_chance(numbers, places_of(2**16), chance_key(seed, step, name)).float() > 1.0
+            round_stochastically(
+                numbers, places_of(2**16), compute_rounding_key(seed, step, name)
+            ).float()
+            > 1.0
         )
 
     first = ups(0, 1, "a")
@@ -153,17 +156,21 @@ def test_what_is_not_finite_is_not_rounded() -> None:
     """A GPU's NaN has all its bits set: one more, and it would be -0."""
     words = torch.tensor([0x7FFFFFFF, 0x7F800000, -0x800000, -1, 0x7FC00000], dtype=torch.int32)
     for step in range(8):
-        found = round_by_chance(words.view(torch.float32), places_of(5), chance_key(0, step, ""))
+        found = round_stochastically(
+            words.view(torch.float32), places_of(5), compute_rounding_key(0, step, "")
+        )
         assert found.isnan().tolist() == [True, False, False, True, True]
         assert found[1:3].tolist() == [math.inf, -math.inf]
 
 
 def test_an_element_has_its_place_whatever_the_cut() -> None:
-    whole = element_places((6, 5, 4), (0, 0, 0), (6, 5, 4), CPU)
+    whole = compute_element_indices((6, 5, 4), (0, 0, 0), (6, 5, 4), CPU)
     assert whole.flatten().tolist() == list(range(120))
-    assert torch.equal(element_places((2, 3, 4), (3, 1, 0), (6, 5, 4), CPU), whole[3:5, 1:4])
-    assert element_places((), (), (), CPU).tolist() == 0
-    late = element_places(
+    assert torch.equal(
+        compute_element_indices((2, 3, 4), (3, 1, 0), (6, 5, 4), CPU), whole[3:5, 1:4]
+    )
+    assert compute_element_indices((), (), (), CPU).tolist() == 0
+    late = compute_element_indices(
         (2, 3), (600_000, 7), (700_000, 10_000), CPU
     )  # beyond 2^32 they begin again
     expected = [

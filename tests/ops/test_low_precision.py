@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.memory import apply_levers
-from recipe_lib.memory.apply_levers import KINDS, quantize_rows, scaled_linear, scaled_product
+from recipe_lib.memory.apply_levers import KINDS, quantize_rows, scaled_linear, scaled_mm
 from recipe_lib.ops import fused_kernels
-from recipe_lib.ops.deferred import defer_weight_gradients, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, enable_split_backward
 from tests.torchao_oracle import convert, rounded_rows
 
 TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
@@ -54,7 +54,7 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 def step_of(matrix: Tensor, kind: str) -> Tensor:
     """By how much each entry of a matrix may be off when it is rounded row by row, fp64."""
     wide = matrix.double().abs()
-    step = wide.amax(dim=1, keepdim=True) / apply_levers.LARGEST[kind]
+    step = wide.amax(dim=1, keepdim=True) / apply_levers.LARGEST_CODE[kind]
     if kind == "int8":
         return (step / 2).expand_as(wide)
     return torch.maximum(
@@ -94,7 +94,7 @@ def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
     assert ((back - matrix).abs() <= step_of(matrix, kind) * (1 + 1e-5)).all()
     assert torch.equal(back[3], torch.zeros(IN, dtype=torch.float64))
     assert (
-        codes[:TOKENS].float().abs().amax(dim=1) == apply_levers.LARGEST[kind]
+        codes[:TOKENS].float().abs().amax(dim=1) == apply_levers.LARGEST_CODE[kind]
     ).sum() == TOKENS - 1
 
 
@@ -109,7 +109,7 @@ def test_errors_are_those_that_rounding_makes(kind: str):
         torch.randn(96, 512, generator=generator),
     )
     exact = left.double() @ right.double().t()
-    error = (scaled_product(left, right, kind).double() - exact).abs()
+    error = (scaled_mm(left, right, kind).double() - exact).abs()
     one, other = step_of(left, kind), step_of(right, kind)
     most = one @ right.double().abs().t() + left.double().abs() @ other.t() + one @ other.t()
     rounding = 2**-8 * exact.abs() if kind == "fp8" else 1e-5 * most  # of the result: bf16 and fp32
@@ -247,7 +247,7 @@ def test_gradients_can_be_deferred_and_frozen_weights_have_none(kind: str):
     at_once = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     scaled_linear(*at_once, kind).backward(gradient.unsqueeze(0))
     later_on = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    with splittable():
+    with enable_split_backward():
         out = scaled_linear(*later_on, kind)
         with defer_weight_gradients() as later:
             out.backward(gradient.unsqueeze(0))
@@ -268,12 +268,12 @@ def test_gradients_can_be_deferred_and_frozen_weights_have_none(kind: str):
 
 def test_long_sums_do_not_overflow(monkeypatch: pytest.MonkeyPatch):
     ones = torch.ones(1, apply_levers._LONGEST_SUM + 32)
-    assert scaled_product(ones, ones, "int8").item() == pytest.approx(ones.shape[1], rel=1e-6)
+    assert scaled_mm(ones, ones, "int8").item() == pytest.approx(ones.shape[1], rel=1e-6)
     hidden, weight = operands()[0][0], operands()[1]
-    whole = scaled_product(hidden, weight, "int8")
+    whole = scaled_mm(hidden, weight, "int8")
     monkeypatch.setattr(apply_levers, "_LONGEST_SUM", 32)
     monkeypatch.setattr(apply_levers, "_PIECE_ELEMENTS", 200)
-    assert torch.allclose(scaled_product(hidden, weight, "int8"), whole, rtol=1e-6)
+    assert torch.allclose(scaled_mm(hidden, weight, "int8"), whole, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
@@ -299,8 +299,8 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(
         name: torch.compile(getattr(apply_levers, name), dynamic=True, backend=counter)
         for name, counter in counters.items()
     }
-    monkeypatch.setattr(apply_levers, "compiles", lambda tensor: True)
-    monkeypatch.setattr(fused_kernels, "compiled", lambda function: made[function.__name__])
+    monkeypatch.setattr(apply_levers, "can_compile", lambda tensor: True)
+    monkeypatch.setattr(fused_kernels, "get_compiled", lambda function: made[function.__name__])
     torch._dynamo.reset()
     hidden, weight, _, _ = operands(torch.bfloat16)
     for trained in (True, False):

@@ -7,8 +7,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from recipe_lib.models import spec_from_config
-from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
+from recipe_lib.models import build_spec
+from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 8.0},
@@ -43,7 +43,7 @@ def test_frequencies_at_real_sizes(scaling: str, base: float) -> None:
         max_position_embeddings=131072,
     )
     expected, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
-    rope = spec_from_config(config.to_dict(), "here").rope
+    rope = build_spec(config.to_dict(), "here").rope
     actual = FREQUENCIES[rope.kind](rope.width, rope.base, torch.arange(4), **rope.numbers)
     assert rope.attention_factor == pytest.approx(factor)
     assert rope.base == base
@@ -77,7 +77,9 @@ def test_scores_depend_on_the_distance_alone() -> None:
 def test_only_the_rotating_channels_change() -> None:
     heads = torch.randn(2, 3, 4, 10)
     positions = torch.arange(3).expand(2, 3)
-    cosines, sines = rotation(positions, FREQUENCIES["default"](6, 100.0, positions), factor=1.5)
+    cosines, sines = compute_rotation(
+        positions, FREQUENCIES["default"](6, 100.0, positions), factor=1.5
+    )
     assert cosines.dtype == torch.float32 and cosines.shape == (2, 3, 1, 3)
     turned = apply_rotation(heads, cosines, sines)
     assert torch.equal(turned[..., 6:], heads[..., 6:])
@@ -87,7 +89,7 @@ def test_only_the_rotating_channels_change() -> None:
 def test_half_precision_is_rounded_once() -> None:
     heads = torch.randn(1, 50, 2, 8).bfloat16()
     positions = torch.arange(1000, 1050)[None]
-    turn = rotation(positions, FREQUENCIES["default"](8, 10000.0, positions))
+    turn = compute_rotation(positions, FREQUENCIES["default"](8, 10000.0, positions))
     turned = apply_rotation(heads, *turn)
     assert turned.dtype == torch.bfloat16
     assert torch.equal(turned, apply_rotation(heads.float(), *turn).bfloat16())

@@ -10,11 +10,11 @@ from torch import Tensor
 from recipe_lib.ops import gathered
 from recipe_lib.ops.gathered import (
     Group,
+    exchange_for_heads,
+    exchange_for_tokens,
     gather_tokens,
-    own_tokens,
+    shard_tokens,
     sum_over_ranks,
-    to_heads,
-    to_tokens,
 )
 from tests.distributed.ranks import run_ranks
 
@@ -52,13 +52,13 @@ def exchanged(heads: int, kv_heads: int) -> None:
     tensors = [whole(heads, 1), whole(kv_heads, 2), whole(kv_heads, 3)]
     mine = [tokens_of(tensor, group).clone().requires_grad_() for tensor in tensors]
     sinks = torch.arange(heads, dtype=torch.float64)
-    *found, own_sinks = to_heads(*mine, sinks, group=group)
+    *found, own_sinks = exchange_for_heads(*mine, sinks, group=group)
     for tensor, one in zip(tensors, found, strict=True):
         assert torch.equal(one, heads_of(tensor, heads, group))
     assert (
         own_sinks is not None and own_sinks.tolist() == sinks.chunk(group.size)[group.rank].tolist()
     )
-    back = to_tokens(found[0], group=group)
+    back = exchange_for_tokens(found[0], group=group)
     assert torch.equal(back, mine[0])
     weights = [
         whole(heads, 4),
@@ -89,7 +89,7 @@ def summed() -> list[Any]:
     total = sum_over_ranks(part, group)
     (3 * total).backward()
     tokens = torch.arange(ROWS * LENGTH, dtype=torch.float64).view(ROWS, LENGTH)
-    own = own_tokens(tokens, group).clone().requires_grad_()
+    own = shard_tokens(tokens, group).clone().requires_grad_()
     every = gather_tokens(own, group)
     (every * tokens).sum().backward()
     return [
@@ -97,7 +97,7 @@ def summed() -> list[Any]:
         part.grad,
         torch.equal(every, tokens),
         own.grad,
-        own_tokens(tokens, group),
+        shard_tokens(tokens, group),
     ]
 
 
@@ -112,7 +112,7 @@ def test_sums_and_gathered_numbers_are_the_same_on_all_ranks_and_their_gradients
 
 def test_rows_that_cannot_be_divided_evenly_are_refused() -> None:
     with pytest.raises(ValueError, match="rows of 5 tokens cannot be shared evenly among 2 ranks"):
-        own_tokens(torch.zeros(1, 5), Group("none", 2, 0))
+        shard_tokens(torch.zeros(1, 5), Group("none", 2, 0))
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_tensors_of_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyP
         received.append(blocks)
         return blocks
 
-    monkeypatch.setattr(gathered, "_exchange", exchange)
+    monkeypatch.setattr(gathered, "_send_blocks", exchange)
     part = torch.zeros(1, tokens, heads, width, dtype=torch.int8).transpose(
         1, 2
     )  # as projections give them

@@ -18,10 +18,15 @@ from recipe_lib.config.schema import (
     ParallelConfig,
 )
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim import optimizers
-from recipe_lib.optim.optimizers import OffloadedStates, build_optimizer, clip_grad_norm, step_only
+from recipe_lib.optim.optimizers import (
+    OffloadedStates,
+    build_optimizer,
+    clip_grad_norm,
+    step_parameter,
+)
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, small_batch, small_spec
@@ -223,7 +228,7 @@ def alike(found: Any, expected: Any) -> list[str]:
                 value = own_part(value, values[key]) if value.shape == values[key].shape else value
             if not torch.equal(
                 *(
-                    torch.as_tensor(local_of(one) if isinstance(one, Tensor) else one)
+                    torch.as_tensor(get_detached_local(one) if isinstance(one, Tensor) else one)
                     for one in (values[key], value)
                 )
             ):
@@ -252,10 +257,12 @@ def test_a_step_with_states_from_the_host_is_a_step(case: str, stands_in: bool) 
             optimizer
         )
 
-    expected = stepped(cfg, copies[0], lambda optimizer: partial(step_only, optimizer))
+    expected = stepped(cfg, copies[0], lambda optimizer: partial(step_parameter, optimizer))
     found = stepped(cfg, copies[1], offload)
     assert not alike(found, expected)
-    expected = stepped(cfg, copies[2], lambda optimizer: partial(step_only, optimizer), expected)
+    expected = stepped(
+        cfg, copies[2], lambda optimizer: partial(step_parameter, optimizer), expected
+    )
     assert not alike(stepped(cfg, copies[3], offload, found), expected)
 
 
@@ -282,7 +289,9 @@ def test_sharded_states_come_from_the_host(cut: Cut) -> None:
     def copy() -> dict[str, nn.Parameter]:
         return {name: nn.Parameter(drawn(9)[name].bfloat16()) for name in names}
 
-    plain = [stepped(cfg, copy(), lambda optimizer: partial(step_only, optimizer)) for cfg in cfgs]
+    plain = [
+        stepped(cfg, copy(), lambda optimizer: partial(step_parameter, optimizer)) for cfg in cfgs
+    ]
 
     def work() -> list[list[str]]:
         offload = lambda optimizer: OffloadedStates(optimizer, CPU).step_one  # noqa: E731

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from recipe_lib.config.schema import LrSchedulerConfig
-from recipe_lib.optim.optimizers import learning_rate
+from recipe_lib.optim.optimizers import compute_learning_rate
 
 
 def rates(total: int, peak: float = 2.0, **keys: object) -> list[float]:
     cfg = LrSchedulerConfig(**keys)
-    return [learning_rate(cfg, peak, step, total) for step in range(total)]
+    return [compute_learning_rate(cfg, peak, step, total) for step in range(total)]
 
 
 def test_warmup_rises_linearly_and_reaches_the_peak_at_its_last_step() -> None:
@@ -40,8 +40,8 @@ def test_cosine_equals_the_formula() -> None:
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_past_the_end_it_stays_at_the_final_share(kind: str) -> None:
     cfg = LrSchedulerConfig(type=kind, min_lr_ratio=0.25)
-    assert learning_rate(cfg, 2.0, 10, 10) == pytest.approx(0.5)
-    assert learning_rate(cfg, 2.0, 99, 10) == pytest.approx(0.5)
+    assert compute_learning_rate(cfg, 2.0, 10, 10) == pytest.approx(0.5)
+    assert compute_learning_rate(cfg, 2.0, 99, 10) == pytest.approx(0.5)
 
 
 def test_a_run_of_one_step_trains_at_the_peak() -> None:

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.algorithms import muon
-from recipe_lib.optim.algorithms.muon import orthogonal
+from recipe_lib.optim.algorithms.muon import orthogonalize
 from recipe_lib.optim.low_bit_adamw import is_layer_matrix
 from recipe_lib.optim.optimizers import (
     build_optimizer,
-    optimizer_state_bytes,
-    set_numbers,
-    step_only,
+    count_optimizer_state_bytes,
+    set_hyperparameters,
+    step_parameter,
 )
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, own_part, placed
@@ -98,7 +98,7 @@ def test_steps_are_torchs(momentum: float | None) -> None:
 
 def test_a_step_has_singular_values_near_one_and_the_size_of_adamws() -> None:
     matrix = torch.randn(96, 40, generator=torch.Generator().manual_seed(2))
-    found = orthogonal(matrix).double()
+    found = orthogonalize(matrix).double()
     values = torch.linalg.svdvals(found)
     assert 0.6 < float(values.min()) and float(values.max()) < 1.3
     left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -126,7 +126,7 @@ def test_one_momentum_of_a_matrix_two_states_of_the_rest() -> None:
     params = weights(torch.bfloat16)
     count = {name: parameter.numel() for name, parameter in params.items()}
     expected = 2 * sum(count[name] for name in MATRICES) + 4 * sum(count[name] for name in OTHERS)
-    assert optimizer_state_bytes(CFG, params.items()) == expected
+    assert count_optimizer_state_bytes(CFG, params.items()) == expected
     optimizer = trained(CFG, params, 1)
     tensors = [
         value
@@ -142,7 +142,7 @@ def test_the_configs_numbers_count_after_a_state_was_loaded() -> None:
     optimizer = build_optimizer(cfg, weights().items(), CPU)
     (group,) = optimizer.param_groups
     group.update(momentum=0.9, eps=1e-3, weight_decay=0.0)  # a loaded state's
-    set_numbers(optimizer, cfg)
+    set_hyperparameters(optimizer, cfg)
     assert (group["momentum"], group["eps"], group["weight_decay"]) == (0.5, 1e-5, 0.3)
 
 
@@ -162,18 +162,18 @@ def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
     trained(CFG, together, 2)
 
     def work() -> tuple[list[int], list[str]]:
-        whole = muon.orthogonal
+        whole = muon.orthogonalize
         params = placed(weights(), Cut("rows", 2))
         optimizer = build_optimizer(CFG, params.items(), CPU)
         computed, differ = [], []
         for step in range(2):
             computed.append(0)
-            muon.orthogonal = lambda matrix: (
+            muon.orthogonalize = lambda matrix: (
                 computed.__setitem__(-1, computed[-1] + 1) or whole(matrix)
             )
             for name, parameter in params.items():
                 parameter.grad = own_part(gradient(name, step), parameter)
-                step_only(optimizer, parameter)
+                step_parameter(optimizer, parameter)
                 parameter.grad = None
         for name, parameter in params.items():
             if not torch.equal(

@@ -8,8 +8,8 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.optimizers import (
     build_optimizer,
-    local_bytes,
-    optimizer_state_bytes,
+    count_local_bytes,
+    count_optimizer_state_bytes,
     set_learning_rate,
 )
 
@@ -165,7 +165,7 @@ def test_state_bytes_are_known_before_the_first_step(
     cfg = OptimizerConfig(name=name, momentum=momentum)
     params = parameters(dtype)
     params[2].requires_grad_(False)
-    expected = optimizer_state_bytes(cfg, params)
+    expected = count_optimizer_state_bytes(cfg, params)
     optimizer = build_optimizer(cfg, params, CPU)
     gradients(0, params)
     optimizer.step()
@@ -178,9 +178,9 @@ def test_state_bytes_are_known_before_the_first_step(
 
 
 def test_state_bytes_of_an_unknown_optimizer_are_not_guessed() -> None:
-    assert optimizer_state_bytes(OptimizerConfig(name="from_a_plugin"), parameters()) is None
+    assert count_optimizer_state_bytes(OptimizerConfig(name="from_a_plugin"), parameters()) is None
 
 
 def test_local_bytes_counts_a_tied_parameter_once() -> None:
     first, second, _ = parameters(torch.float32)
-    assert local_bytes([first, second, first]) == 4 * (35 + 11)
+    assert count_local_bytes([first, second, first]) == 4 * (35 + 11)

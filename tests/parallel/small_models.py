@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import init_adapters
-from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.ops.dtensor_shards import local_of, local_part
+from recipe_lib.models import DecoderSpec, build_meta, build_spec, init_weights
+from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 
 VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
@@ -19,7 +19,7 @@ ROWS, LENGTH = 8, 12
 
 def small_spec(*, tied: bool = False, layers: int = 3, vocabulary: int = VOCABULARY) -> DecoderSpec:
     """A Llama whose embedding is larger than a layer: 512 x 32 against about 10 x 32 x 32."""
-    spec = spec_from_config(
+    spec = build_spec(
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -69,7 +69,7 @@ def start_adapters(model: nn.Module) -> None:
     init_adapters(model, 4)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            local_of(parameter).fill_(0.01)
+            get_detached_local(parameter).fill_(0.01)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ def gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     differences = [0.0]
     for name, whole in expected.items():
-        part, offset = local_part(found[name])
+        part, offset = locate_local_part(found[name])
         own = whole[
             tuple(
                 slice(first, first + size) for first, size in zip(offset, part.shape, strict=True)

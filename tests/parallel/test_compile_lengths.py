@@ -67,12 +67,12 @@ def test_rows_of_many_lengths() -> None:
 
 def test_pieces_of_capped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two, the fewest that hold no more scores than allowed; a query is never divided."""
-    monkeypatch.setattr(attention, "CAPPED_SCORES", 1000)
-    assert [attention._count(10, queries) for queries in (1, 100, 101, 201, 900)] == [
+    monkeypatch.setattr(attention, "MAX_SCORES_AT_ONCE", 1000)
+    assert [attention._count_pieces(10, queries) for queries in (1, 100, 101, 201, 900)] == [
         1,
         1,
         2,
         4,
         16,
     ]
-    assert attention._count(5000, 3) == 3
+    assert attention._count_pieces(5000, 3) == 3

@@ -23,11 +23,11 @@ from recipe_lib.config.paths import list_presets
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_levers, compile_layers
-from recipe_lib.models import DecoderSpec, build_meta, init_weights, preset_config, spec_from_config
+from recipe_lib.models import DecoderSpec, build_meta, build_spec, init_weights, read_preset_config
 from recipe_lib.models.decoder import Attention
 from recipe_lib.models.mixture import BalanceLoss
-from recipe_lib.ops.attention import document_positions, make_attention_info
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.attention import compute_document_positions, make_attention_info
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import (
@@ -86,7 +86,7 @@ def _spec(family: str, changes: str) -> DecoderSpec:
     config = getattr(transformers, class_name)(
         **SMALL | {"vocab_size": 96} | options | json.loads(changes)
     )
-    spec = spec_from_config(config.to_dict() | {"architectures": None}, family)
+    spec = build_spec(config.to_dict() | {"architectures": None}, family)
     return replace(spec, init_std=0.2)
 
 
@@ -130,7 +130,11 @@ def backward(
     inputs: tuple[Any, ...] = (tokens,)
     if case.packed:
         lengths = [DOCUMENTS[(first + row) % len(DOCUMENTS)] for row in range(len(tokens))]
-        inputs = (tokens, document_positions(lengths, LENGTH), make_attention_info(lengths, LENGTH))
+        inputs = (
+            tokens,
+            compute_document_positions(lengths, LENGTH),
+            make_attention_info(lengths, LENGTH),
+        )
     found = model(
         *inputs, labels=labels, head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3)
     )
@@ -179,7 +183,7 @@ def differences(case: Case, world: World) -> list[str]:
             if parameter.grad is not found[name].grad:
                 faults.append(f"{name} has a gradient, or should have one")
             continue
-        gradient, offset = local_part(found[name].grad)
+        gradient, offset = locate_local_part(found[name].grad)
         dim, runs = model.runs.get(
             name, (0, ())
         )  # the ranks' parts, one after the other, are in this order
@@ -335,7 +339,7 @@ def test_the_page_lists_the_presets_whose_heads_eight_ranks_cannot_share() -> No
 
     found = {}
     for name in list_presets():
-        spec = spec_from_config(preset_config(name), name)
+        spec = build_spec(read_preset_config(name), name)
         if not name.startswith("demo") and not fits(spec, 8):
             found[name] = [
                 size for size in range(1, spec.num_heads + 1) if fits(spec, size) and size < 16

@@ -13,8 +13,8 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import layer_stream
-from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.models import build_meta, build_spec, read_config, read_preset_config
+from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.parallel import (
     Parallel,
     describe_units,
@@ -82,7 +82,7 @@ def test_auto_goes_by_size() -> None:
 
 def test_auto_for_shipped_models() -> None:
     def units(preset: str) -> dict[tuple[str, ...], int]:
-        spec = spec_from_config(preset_config(preset), preset)
+        spec = build_spec(read_preset_config(preset), preset)
         found = resolve_wrapping(
             build_meta(replace(spec, num_layers=2, windows=spec.windows[:2]), torch.bfloat16),
             "auto",
@@ -125,7 +125,7 @@ def test_layers_are_found_by_type_not_by_name() -> None:
             self.last = nn.LayerNorm(8)
 
     model = Tower()
-    assert layer_names(model) == ["stem.0", "blocks.0", "blocks.1"]
+    assert list_layer_names(model) == ["stem.0", "blocks.0", "blocks.1"]
     assert names(model, "memory_efficient") == [
         ("words",),
         ("stem.0",),
@@ -227,7 +227,7 @@ def test_what_stays_gathered_under_tensor_parallel(tied: bool) -> None:
 
 
 def test_experts_are_units_within_their_layers() -> None:
-    spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
+    spec = build_spec(read_preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
     spec = replace(
         spec,
         num_layers=3,
@@ -251,7 +251,7 @@ def hosted(folder: Path) -> str:
     """What the log says of a model whose experts lie on the host, on ranks that shard the rest of
     it.
     """
-    spec = spec_from_config(read_config(folder), "qwen3_moe")
+    spec = build_spec(read_config(folder), "qwen3_moe")
     cfg = LoraFinetuneConfig(device="cpu", lora=LoraConfig(rank=4, quantize_base="nf4"))
     cfg.memory.stream_layers = "experts"
     layer_stream.has_host = lambda device: True
@@ -260,7 +260,7 @@ def hosted(folder: Path) -> str:
         add_adapters(model, cfg.lora, torch.float32)
         parallel = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
-        on_host = {id(parameter) for parameter in layer_stream.streamed_parameters(model)}
+        on_host = {id(parameter) for parameter in layer_stream.list_streamed_parameters(model)}
         sharded = [
             name
             for name, each in model.named_parameters()
@@ -279,7 +279,7 @@ def test_experts_on_the_host_stay_whole_on_each_rank(tmp_path: Path) -> None:
     codes = 6 * 3 * 128 * 64 // 2 * 3  # of three layers
     blocks = 6 * 128 * 64 // nf4.BLOCK
     factors = (
-        3 * 4 * (nf4.factors_of(2 * blocks) + nf4.factors_of(blocks))
+        3 * 4 * (nf4.count_factors(2 * blocks) + nf4.count_factors(blocks))
     )  # gate and up are one matrix
     size = format_bytes(codes + codes // 32 + factors)
     assert lines[0].endswith(

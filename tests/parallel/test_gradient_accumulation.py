@@ -97,7 +97,8 @@ def step_batches(world: World) -> StepBatches:
 
 def loss_of(model: nn.Module, batches: StepBatches, batch: Batch) -> Tensor:
     return (
-        model(batch.tokens, labels=batch.labels, head_loss=CrossEntropy(3)) / batches.trained_tokens
+        model(batch.tokens, labels=batch.labels, head_loss=CrossEntropy(3))
+        / batches.num_label_tokens
     )
 
 

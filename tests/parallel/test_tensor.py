@@ -15,7 +15,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfi
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import (
@@ -103,7 +103,7 @@ def backward(case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count
 
 def own_part(parameter: Tensor, of: Tensor) -> Tensor:
     """What this rank holds of `of`, if it lies as the parameter does."""
-    local, offset = local_part(parameter)
+    local, offset = locate_local_part(parameter)
     return of[
         tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
     ]
@@ -165,7 +165,10 @@ def differences(case: Case, world: World) -> list[str]:
             if parameter.grad is not found[name].grad:
                 faults.append(f"{name} has a gradient, or should have one")
             continue
-        gradient, own = local_part(found[name].grad)[0], own_part(found[name], parameter.grad)
+        gradient, own = (
+            locate_local_part(found[name].grad)[0],
+            own_part(found[name], parameter.grad),
+        )
         error = float((gradient - own).abs().sum() / parameter.grad.abs().max())
         if gradient.shape != own.shape or not error < 1e-12 * max(1, gradient.numel()):
             faults.append(f"{name} is off by {error:.1e}")

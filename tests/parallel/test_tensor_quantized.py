@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
-from recipe_lib.adapters.quantized import QuantizedLinear, dequantized
-from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
+from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
+from recipe_lib.checkpoint.model_export import gather_whole
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import compile_layers
-from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.models import DecoderSpec, build_meta, build_spec, init_weights
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import (
     Parallel,
@@ -48,7 +48,7 @@ CASES = [
 
 
 def spec() -> DecoderSpec:
-    return spec_from_config(CONFIG, "small")
+    return build_spec(CONFIG, "small")
 
 
 def build(
@@ -71,9 +71,9 @@ def build(
         materialize(model, MemoryConfig(), world.device)
     init_weights(model, 3, spec())
     init_adapters(model, 4)
-    for name, parameter in adapter_parameters(model).items():
+    for name, parameter in get_adapter_parameters(model).items():
         if "lora_B" in name:  # zeros would hide A's gradient
-            local_part(parameter)[0].data.fill_(0.01)
+            locate_local_part(parameter)[0].data.fill_(0.01)
     return model, divided
 
 
@@ -109,14 +109,15 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
         all_reduce_gradients(model, divided, world)
         if abs(float(loss - expected)) > 1e-5:
             faults.append(f"loss {float(loss)} for {float(expected)}")
-        wanted = adapter_parameters(plain)
+        wanted = get_adapter_parameters(plain)
         model.state_dict()  # FSDP frees what is gathered
-        for name, parameter in adapter_parameters(model).items():
-            found = whole(parameter.grad) / world.data_ranks
+        for name, parameter in get_adapter_parameters(model).items():
+            found = gather_whole(parameter.grad) / world.data_ranks
             if not torch.allclose(found, wanted[name].grad, rtol=1e-3, atol=1e-6):
                 faults.append(f"gradient of {name}")
         stored = sum(
-            local_part(module.weight_codes)[0].numel() for module in quantized(model).values()
+            locate_local_part(module.weight_codes)[0].numel()
+            for module in quantized(model).values()
         )
         bytes_of_all = sum(module.weight_codes.numel() for module in quantized(plain).values())
         if stored != bytes_of_all // world.size and not parallel.tensor_replicate_kv_heads:
@@ -131,17 +132,19 @@ def parts_that_differ(plain: dict[str, QuantizedLinear], model: nn.Module) -> li
         if isinstance(module, FSDPModule):
             module.unshard()
     for name, module in quantized(model).items():
-        expected = plain[name].full_weight()[slice(*module.rows), slice(*module.columns)]
+        expected = plain[name].dequantize_weight()[slice(*module.rows), slice(*module.columns)]
         if not torch.equal(module.product(torch.eye(expected.shape[1])).t(), expected):
             faults.append(f"part of {name}")
-        if expected.numel() == plain[name].full_weight().numel():
+        if expected.numel() == plain[name].dequantize_weight().numel():
             faults.append(f"{name} is not shared")
     return faults
 
 
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_parts_losses_and_gradients_are_those_of_one_process(kind: str) -> None:
-    dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
+    fake_quantize_weight(
+        torch.zeros(64, 64), "nf4"
+    )  # imports torchao here, which each rank would have to
     for ranks, cases in ((2, CASES[:1]), (4, CASES[1:])):
 
         def compare(cases: list[dict[str, Any]] = cases) -> list[str]:
@@ -152,7 +155,7 @@ def test_parts_losses_and_gradients_are_those_of_one_process(kind: str) -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_have_the_same_parts() -> None:
-    dequantized(torch.zeros(64, 64), "nf4")
+    fake_quantize_weight(torch.zeros(64, 64), "nf4")
     import_compiler()
     assert run_ranks(lambda: differences("nf4", CASES[0], compiled=True), 2) == [[], []]
 

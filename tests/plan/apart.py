@@ -38,11 +38,11 @@ def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tu
     from recipe_lib.config import load_config
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.world.sequence_lengths import planned_sequence
-    from recipe_lib.plan.world.shape_only_model import plannable
+    from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+    from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     recipe = recipe_for(name)
-    cfg, _ = plannable(load_config(name, overrides, recipe.schema()))
-    sequence = planned_sequence(cfg, "max", ranks=ranks)
+    cfg, _ = make_plannable(load_config(name, overrides, recipe.schema()))
+    sequence = choose_sequence(cfg, "max", ranks=ranks)
     wanted = PlanSettings(hardware=find_hardware(device), ranks=ranks, sequence=sequence, phases=())
     return recipe_class(recipe), cfg, wanted

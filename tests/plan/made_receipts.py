@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from recipe_lib.plan.receipts import FORMAT, Receipt, ReceiptRun
+from recipe_lib.plan.measured.receipts import FORMAT, Receipt, ReceiptRun
 from recipe_lib.units import GIB
 
 

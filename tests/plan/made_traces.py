@@ -4,7 +4,7 @@ traces.
 
 import random
 
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
 
 
 class Writer:

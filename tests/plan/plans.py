@@ -1,6 +1,6 @@
 """Plans and traces made by hand, for the tests of what is printed of them."""
 
-from recipe_lib.plan.result import (
+from recipe_lib.plan.plan_schema import (
     FITS,
     ActionSpan,
     Advice,
@@ -16,7 +16,7 @@ from recipe_lib.plan.result import (
     StagePlan,
     TimePlan,
 )
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Storage, Trace
 from recipe_lib.units import GIB, MIB
 
 LAYERS, WIDTH = 32, 4096

@@ -9,8 +9,8 @@ from recipe_lib.plan.allocation.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
     OutOfMemory,
-    block_bytes,
-    segment_size,
+    compute_segment_size,
+    round_size,
 )
 from recipe_lib.units import MIB, format_bytes
 from tests.plan.allocator_books import check_books
@@ -55,7 +55,7 @@ def test_the_books_are_right_after_every_step(how, steps):
                     f"{format_bytes(number)} requested"
                 )
                 if not how.expandable:
-                    assert allocator.reserved + segment_size(block_bytes(number)) > how.cap
+                    assert allocator.reserved + compute_segment_size(round_size(number)) > how.cap
                 # All that was unused has gone: the cap could not be met by giving back more.
                 before = allocator.reserved
                 allocator.empty_cache()

@@ -16,8 +16,8 @@ import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from recipe_lib.config import load_config
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
 from tests.selection import slow_but, slow_except
@@ -194,7 +194,7 @@ def read(trace: Trace) -> Found:
         )
         for phase in (steady - 1, steady)
     )
-    peaks = trace.active_peaks()
+    peaks = trace.find_active_peaks()
     saving = peaks["save"] - sum(held.values())
     return Found(dict(most), dict(collectives), small, (first, second), peaks[STEADY], saving)
 

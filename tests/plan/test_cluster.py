@@ -7,9 +7,13 @@ import json
 
 import pytest
 
-from recipe_lib.plan.report import render
-from recipe_lib.plan.result import DimensionPlan, Plan, Volume, groups_along
-from recipe_lib.plan.tables import groups_table, stage_ranks_table, volume_table
+from recipe_lib.plan.plan_schema import DimensionPlan, Plan, Volume, list_rank_groups
+from recipe_lib.plan.views.report import render
+from recipe_lib.plan.views.tables import (
+    build_groups_table,
+    build_stage_ranks_table,
+    build_volume_table,
+)
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made, hand_made_pipeline
@@ -253,11 +257,11 @@ def test_report_and_json(plans: dict[str, Plan]):
         in text
     )
     assert "  world: 2 groups of 8, along pipeline and data_shard\n" in text
-    assert [row[1:] for row in stage_ranks_table(plan).rows] == [
+    assert [row[1:] for row in build_stage_ranks_table(plan).rows] == [
         ["0", "n0_g0-7", "0-7"],
         ["1", "n1_g0-7", "8-15"],
     ]
-    rows = {tuple(row[:2]): row[2:] for row in volume_table(plan).rows}
+    rows = {tuple(row[:2]): row[2:] for row in build_volume_table(plan).rows}
     assert rows["pipeline", "step, all ranks"][0] == str(2 * 2 * COUNT * 8)
     assert (
         rows["all", "step, all ranks"][0]
@@ -272,13 +276,13 @@ def test_report_and_json(plans: dict[str, Plan]):
 def test_many_groups_are_folded():
     mesh = {"pipeline": 2, "data_replicate": 1, "data_shard": 64, "tensor": 2}
     dimensions = [
-        DimensionPlan(name, [name], groups_along(mesh, [name]), [Volume()], [Volume()])
+        DimensionPlan(name, [name], list_rank_groups(mesh, [name]), [Volume()], [Volume()])
         for name in ("data_shard", "tensor")
     ]
     plan = hand_made(
         ranks=256, mesh=mesh, ranks_per_node=8, dimensions=dimensions, pipeline=hand_made_pipeline()
     )
-    table = groups_table(plan)
+    table = build_groups_table(plan)
     assert [row[0] for row in table.rows] == [
         "data_shard: 4 groups of 64", "  [n0-15_g0,2,4,6] [n0-15_g1,3,5,7] [n16-31_g0,2,4,6] [n16-31_g1,3,5,7]",
         "tensor: 128 groups of 2", "  [n0_g0 n0_g1] [n0_g2 n0_g3] [n0_g4 n0_g5] [n0_g6 n0_g7] ...", "  [n31_g6 n31_g7]",
@@ -295,11 +299,13 @@ def test_without_all_places_there_are_no_totals():
             )
         ]
     )
-    assert [row[:3] for row in volume_table(plan).rows] == [["data_shard", "step, rank 0", "2"]]
+    assert [row[:3] for row in build_volume_table(plan).rows] == [
+        ["data_shard", "step, rank 0", "2"]
+    ]
     assert (
-        volume_table(hand_made())
-        is groups_table(hand_made())
-        is stage_ranks_table(hand_made())
+        build_volume_table(hand_made())
+        is build_groups_table(hand_made())
+        is build_stage_ranks_table(hand_made())
         is None
     )
 

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # so that no process pays for the import
 import torch._inductor.config
 
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.profiled_runs import profiled_peak
 from tests.plan.test_real_runs import PAIRS, TIED, config_of
@@ -74,7 +74,7 @@ def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
     assert [note.partition(":")[0] for note in found.notes] == ["compiled code"], (
         "planned as it is compiled"
     )
-    return found.trace.active_peaks()[STEADY]
+    return found.trace.find_active_peaks()[STEADY]
 
 
 def measured_peak(case: tuple[Any, ...], folder: Path) -> int:

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from recipe_lib.plan.report import render_diff
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
+from recipe_lib.plan.views.report import render_diff
 from recipe_lib.units import GIB, MIB, Bytes, Seconds, format_bytes, format_change, format_duration
 from tests.plan.plans import LAYER, LAYERS, hand_made
 

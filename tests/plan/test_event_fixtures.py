@@ -25,7 +25,10 @@ from recipe_lib.plan.allocation.caching_allocator import (
     OutOfMemory,
 )
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.allocation.untraced_memory import attention_backend, attention_backward_scratch
+from recipe_lib.plan.allocation.untraced_memory import (
+    choose_attention_backend,
+    compute_attention_backward_scratch,
+)
 from recipe_lib.units import MIB
 from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
@@ -69,11 +72,11 @@ def test_attention_of_unpacked_rows_is_cudnns_on_hopper(path):
     elements = rows * HEADS * TOKENS
     sizes = [size for action, _, size, _ in read_fixture(path)["events"] if action == "alloc"]
     workspace = elements * (4 * WIDTH + 2 * 2 * WIDTH + 4) + 256
-    flash = attention_backward_scratch(
+    flash = compute_attention_backward_scratch(
         rows=rows, heads=HEADS, kv_heads=2, queries=TOKENS, keys=TOKENS, head_width=WIDTH
     )
     assert sizes.count(workspace) == LAYERS * STEPS and workspace not in (*flash, sum(flash))
-    assert attention_backend("sm90") == "cudnn"
+    assert choose_attention_backend("sm90") == "cudnn"
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -14,7 +14,7 @@ from benchmarks import gpu_check, gpu_ladder
 from benchmarks.gpu_ladder_cases import LEVERS, PLAIN, SHIPPED, TINY, ConfigCase, Rung
 from benchmarks.gpu_ladder_report import ladder_markdown
 from recipe_lib.config.schema import MemoryConfig
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.units import GIB
 
 pytestmark = [

@@ -14,7 +14,7 @@ from benchmarks import gpu_check, gpu_plan
 from benchmarks.gpu_plan import Job
 from benchmarks.gpu_plan_cases import PlanCase
 from benchmarks.gpu_plan_report import errors_of, share_below, summary
-from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
 pytestmark = [

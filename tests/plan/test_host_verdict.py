@@ -12,7 +12,7 @@ from tests.plan.apart import apart, settings
 def planned(allowed: float) -> tuple[str, int, str]:
     """Verdict, bytes that are left on the device, and the reason."""
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.verdict import reason_text
+    from recipe_lib.plan.views.verdict_text import explain_verdict
 
     overrides = (
         "device=auto",
@@ -21,7 +21,7 @@ def planned(allowed: float) -> tuple[str, int, str]:
     )
     kind, cfg, wanted = settings("demo/full", 2, *overrides)
     plan: Any = make_plan(kind, cfg, wanted)[0]
-    return plan.verdict, plan.margin, reason_text(plan)
+    return plan.verdict, plan.margin, explain_verdict(plan)
 
 
 @pytest.mark.slow
@@ -59,13 +59,13 @@ def offloaded() -> tuple[int, int, list[int]]:
     """
     import torch
 
-    from recipe_lib.models import build_meta, preset_config, spec_from_config
+    from recipe_lib.models import build_meta, build_spec, read_preset_config
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.training.host_memory import offloaded_bytes
 
     kind, cfg, wanted = settings("demo/full", 1, "device=auto", "memory.cpu_offload=true")
     plan: Any = make_plan(kind, cfg, wanted)[0]
-    model = build_meta(spec_from_config(preset_config(cfg.model.preset), "demo"), torch.float32)
+    model = build_meta(build_spec(read_preset_config(cfg.model.preset), "demo"), torch.float32)
     sizes = [parameter.numel() * 4 for parameter in model.parameters()]
     return plan.heaviest.host, offloaded_bytes(model, cfg)["cpu_offload"], sizes
 

@@ -10,10 +10,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recipe_lib.plan.receipts import quote_line
-from recipe_lib.plan.report import MOST_POINTS, draw_pipeline, draw_timeline, points, render_html
-from recipe_lib.plan.result import DOES_NOT_FIT, Plan
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.measured.receipts import quote_line
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, Plan
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.views.report import (
+    MOST_POINTS,
+    draw_pipeline,
+    draw_timeline,
+    render_html,
+    sample_points,
+)
 from recipe_lib.units import GIB, MIB, format_bytes
 from tests.plan.made_receipts import made_receipt
 from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace
@@ -219,24 +225,24 @@ def test_verdict_has_its_style():
 
 def test_few_events_are_all_points():
     trace = hand_made_trace(steps=1, per_phase=5)
-    shown, begins = points(trace)
+    shown, begins = sample_points(trace)
     assert [point.at for point in shown] == list(
         range(1, 18)
     )  # 5 + 5 + spike, its end, 5 ends; the host's are not there
     assert begins == {"setup": 0, "step": 5}
     assert all(sum(point.kinds) == point.total for point in shown)
-    assert max(point.total for point in shown) == max(trace.active_peaks().values())
+    assert max(point.total for point in shown) == max(trace.find_active_peaks().values())
     assert shown[-1].kinds[STORAGE_KINDS.index("parameters")] == 5 * MIB == shown[-1].total
 
 
 @pytest.mark.parametrize(("steps", "per_phase"), [(40, 740), (3, 333), (500, 60), (1, 1000)])
 def test_many_events_keep_each_phase_s_peak(steps: int, per_phase: int):
     trace = hand_made_trace(steps, per_phase)
-    shown, begins = points(trace)
+    shown, begins = sample_points(trace)
     assert 100 < len(shown) <= MOST_POINTS
     assert all(first.at < second.at for first, second in pairwise(shown))
     assert all(sum(point.kinds) == point.total for point in shown)
-    peaks = trace.active_peaks()
+    peaks = trace.find_active_peaks()
     assert max(point.total for point in shown if point.at <= begins["step"]) == peaks["setup"]
     assert max(point.total for point in shown if point.at > begins["step"]) == peaks["step"]
     # Each is what was alive at that event, worked out anew.
@@ -256,7 +262,7 @@ def test_many_short_phases_stay_within_the_points():
         for _ in range(20):
             trace.storages.append(Storage(MIB))
             trace.events += [(ALLOC, len(trace.storages) - 1), (FREE, len(trace.storages) - 1)]
-    shown, begins = points(trace)
+    shown, begins = sample_points(trace)
     assert len(shown) <= MOST_POINTS and len(begins) == 300
     ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
 
@@ -275,7 +281,7 @@ def test_areas_are_stacked():
     height = {
         kind: base - min(map(float, re.findall(r"V([\d.]+)", path))) for kind, path in areas.items()
     }
-    shown, _ = points(trace)
+    shown, _ = sample_points(trace)
     highest = max(point.total for point in shown)
     for kind, found in height.items():
         most = max(sum(point.kinds[: int(kind[1:]) + 1]) for point in shown)
@@ -287,7 +293,7 @@ def test_areas_are_stacked():
 def test_the_limit_is_on_the_axis_or_said_to_be_above_it():
     """However far it is from the highest point; the note is true of what is drawn."""
     trace = hand_made_trace()
-    highest = max(trace.active_peaks().values())
+    highest = max(trace.find_active_peaks().values())
     for times in (0.2, 0.9, 1.0, 1.7, 2.9, 3.2, 400.0):
         plan = hand_made()
         plan.device.usable = int(times * highest)

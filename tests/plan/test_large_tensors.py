@@ -4,8 +4,8 @@ many.
 
 import pytest
 
-from recipe_lib.plan.build_plan import LIMIT, large_tensor_notes
-from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.build_plan import LIMIT, note_large_tensors
+from recipe_lib.plan.tracing.trace import Trace
 from tests.plan.made_traces import Writer
 
 
@@ -19,15 +19,15 @@ def trace_with(num_bytes: int, **fields: object) -> Trace:
 
 def test_the_border_is_the_first_element_too_many() -> None:
     assert LIMIT - 1 == 2_147_483_647  # the largest number of 32 bits with a sign
-    assert large_tensor_notes(trace_with(2 * LIMIT - 2, kind="temporary"), 2) == []
-    (note,) = large_tensor_notes(
+    assert note_large_tensors(trace_with(2 * LIMIT - 2, kind="temporary"), 2) == []
+    (note,) = note_large_tensors(
         trace_with(2 * LIMIT, kind="temporary", module="model.layers.1.self_attn"), 2
     )
     assert note.startswith(
         "model.layers.1.self_attn makes a tensor of 2,147,483,648 elements (4.00 GiB): "
     )
     assert "parallel.context" in note and "max_seq_len" in note
-    assert large_tensor_notes(trace_with(2 * LIMIT, kind="temporary"), 4) == []  # half as many
+    assert note_large_tensors(trace_with(2 * LIMIT, kind="temporary"), 4) == []  # half as many
 
 
 OTHERS: list[dict[str, object]] = [
@@ -40,4 +40,4 @@ OTHERS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("fields", OTHERS)
 def test_what_no_kernel_counts_element_by_element_is_left_out(fields: dict[str, object]) -> None:
-    assert large_tensor_notes(trace_with(8 * LIMIT, **fields), 2) == []
+    assert note_large_tensors(trace_with(8 * LIMIT, **fields), 2) == []

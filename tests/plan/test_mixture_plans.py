@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.plan_schema import Plan
 from tests.plan.apart import apart, settings
 from tests.plan.mixtures import CHOICES, EXPERTS, write_mixture
 
@@ -29,14 +29,14 @@ def planned(
 
     def work() -> tuple[Plan, int]:
         from recipe_lib.plan.build_plan import make_plan
-        from recipe_lib.plan.timing.cost import model_flops
-        from recipe_lib.plan.tracing.simulate import STEADY
+        from recipe_lib.plan.timing.cost import count_model_flops
+        from recipe_lib.plan.tracing.trace_rank import STEADY
 
         model = write_mixture(folder, "qwen3_moe", **changed)
         typed = (*TYPED, f"model.preset={model}", *(more or ("gradient_accumulation_steps=1",)))
         recipe, cfg, wanted = settings("demo/full", ranks, *typed, device=device)
         plan, trace = make_plan(recipe, cfg, wanted)
-        return plan, model_flops(trace, STEADY)
+        return plan, count_model_flops(trace, STEADY)
 
     found: tuple[Plan, int] = apart(work)
     return found

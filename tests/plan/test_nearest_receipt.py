@@ -8,16 +8,16 @@ from recipe_lib.config import load_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.receipts import ReceiptRun, describe_run, find_nearest, quote_line
-from recipe_lib.plan.report import render
-from recipe_lib.plan.world.sequence_lengths import Sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.measured.receipts import ReceiptRun, describe_run, find_nearest, quote_line
+from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
+from recipe_lib.plan.views.report import render
 from tests.plan.made_receipts import made_receipt, made_run
 from tests.plan.plans import hand_made
 
 CARD = find_hardware("rtx4090")
 SETTINGS = PlanSettings(
-    hardware=CARD, sequence=Sequence(512, "max_seq_len"), recipe="lora_finetune_distributed"
+    hardware=CARD, sequence=PlannedSequence(512, "max_seq_len"), recipe="lora_finetune_distributed"
 )
 
 
@@ -79,7 +79,7 @@ def test_the_report_quotes_it_above_the_verdict(full: bool):
 
 def describe(*overrides: str, ranks: int = 1, config: str = "llama3/8B_lora") -> ReceiptRun:
     cfg = load_config(config, overrides, LoraFinetuneConfig)
-    shaped, _ = plannable(cfg)
+    shaped, _ = make_plannable(cfg)
     return describe_run(
         cfg, shaped, replace(SETTINGS, ranks=ranks, config=config, overrides=overrides)
     )

@@ -13,10 +13,10 @@ import pytest
 
 from recipe_lib.config import load_config
 from recipe_lib.plan.hardware import HOST_MEMORY_OF_ONE, find_hardware
-from recipe_lib.plan.timing.cost import op_seconds
+from recipe_lib.plan.timing.cost import compute_op_seconds
 from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.trace import ALLOC, FREE, HOST, OP, PHASE, WAIT, Op, Trace
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, HOST, OP, PHASE, WAIT, Op, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_closed_forms import BF16, KEYS, MLP_WIDTH, QUERIES, WIDTH
 from tests.recipes.runs import FULL, PLAIN, ROOT, recipe_class, recipe_module
@@ -88,14 +88,14 @@ def read(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     time = schedule(trace, STEADY, RTX4090)
     return {
         **kept_by_layers(trace),
-        "host": trace.active_peaks(device=False)[STEADY],
+        "host": trace.find_active_peaks(device=False)[STEADY],
         "repeats": simulated.repeats,
         "copied": copies(trace),
         "copying": [time.copies, time.copies_exposed],
         "on host": time.on_host,
         "waits": sum(
             kind == WAIT and trace.syncs[number].stream == HOST
-            for kind, number in trace.phase_events(STEADY)
+            for kind, number in trace.iterate_events(STEADY)
         ),
     }
 
@@ -126,7 +126,7 @@ def kept_by_layers(trace: Trace) -> dict[str, int]:
 def copies(trace: Trace) -> list[list[Any]]:
     """Way, whether on the computing stream, part of the step, bytes."""
     sums: dict[tuple[str, bool, str], int] = {}
-    for event, number in trace.phase_events(STEADY):
+    for event, number in trace.iterate_events(STEADY):
         op = trace.ops[number] if event == OP else None
         if op is not None and op.transfer and op.part in ("forward", "backward"):
             key = (op.transfer, op.stream == 0, op.part)
@@ -192,4 +192,4 @@ def test_the_host_steps_after_it_has_the_gradients(found: dict[str, dict[str, An
 
 def test_a_copy_takes_the_time_of_the_link_with_the_host() -> None:
     copy = Op("aten::copy_", bytes=2 * int(RTX4090.host_bandwidth), transfer="to_host")
-    assert op_seconds(copy, RTX4090) == pytest.approx(1.0)
+    assert compute_op_seconds(copy, RTX4090) == pytest.approx(1.0)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.optim.low_bit_adamw import CHUNK_ELEMENTS
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
-from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from tests.distributed.ranks import run_ranks
 from tests.plan import test_closed_forms
 from tests.plan.test_closed_forms import ADAPTERS, BF16, LAYER, LINEARS, WIDTH, Shapes

@@ -14,7 +14,7 @@ from recipe_lib.cli.recipes import load_module
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import simulated_micro_batches
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import STEPS, alike, made
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
@@ -48,7 +48,9 @@ def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str
         else:
             with start_world(cfg) as world, collectives_let_go():
                 trace = trace_real_run(recipe, cfg, world, SHAPE).trace
-        found[f"{name} {count}"] = {phase: trace.active_peaks()[phase] for phase in (FIRST, STEADY)}
+        found[f"{name} {count}"] = {
+            phase: trace.find_active_peaks()[phase] for phase in (FIRST, STEADY)
+        }
     return found
 
 
@@ -95,7 +97,12 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
     simulated_micro_batches.MAX_EVENTS = 1
     for name in ("keeps_each", "alike", "sums_losses"):
         one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
-        found[name] = [one.traced, one.untraced, one.estimate, one.trace.active_peaks()[STEADY]]
+        found[name] = [
+            one.traced,
+            one.untraced_bytes,
+            one.estimate,
+            one.trace.find_active_peaks()[STEADY],
+        ]
     text = Path(recipe_module(FULL).__file__ or "").read_text(encoding="utf-8")
     changed = text.replace("treats_all_alike = True", "treats_all_alike = False") + "# mine\n"
     for name, copy in (("copy", text + "# mine\n"), ("changed copy", changed)):

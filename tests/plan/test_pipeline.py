@@ -13,12 +13,12 @@ import pytest
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 from recipe_lib.parallel.pipeline.simulation import with_transfers
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.plan.tracing.pipeline_actions import (
-    enough_micro_batches,
-    orders_of,
-    peers_of,
-    stand_ins,
+    count_pipeline_micro_batches,
+    find_stand_ins,
+    get_orders,
+    list_peers,
 )
 from tests.plan.apart import apart, settings
 from tests.selection import selected
@@ -64,12 +64,12 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
     micro-batches traced.
     """
     from recipe_lib.plan.build_plan import make_plan, simulate_rank
-    from recipe_lib.plan.timing.cost import model_flops
-    from recipe_lib.plan.trace import OP
-    from recipe_lib.plan.tracing.simulate import STEADY
+    from recipe_lib.plan.timing.cost import count_model_flops
+    from recipe_lib.plan.tracing.trace import OP
+    from recipe_lib.plan.tracing.trace_rank import STEADY
 
     def counted(trace: Any) -> Counter[tuple[str, str]]:
-        ops = [trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP]
+        ops = [trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP]
         total: Counter[tuple[str, str]] = Counter()
         for op in ops:
             total[op.name, op.part] += op.repeats
@@ -77,7 +77,7 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
 
     recipe_class, cfg, wanted = settings("demo/full", 1, *typed(folder))
     found: dict[str, Any] = {
-        "flops": model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)
+        "flops": count_model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)
     }
     for schedule in schedules:
         more = (f"parallel.pipeline={PLACES}", f"parallel.pipeline_schedule={schedule}")
@@ -88,8 +88,8 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
         ]
         found[schedule] = {
             "plan": make_plan(recipe_class, cfg, wanted)[0],
-            "flops": sum(model_flops(one.trace, STEADY) for one in short),
-            "peaks": [[one.trace.active_peaks() for one in side] for side in (short, whole)],
+            "flops": sum(count_model_flops(one.trace, STEADY) for one in short),
+            "peaks": [[one.trace.find_active_peaks() for one in side] for side in (short, whole)],
             "operators": [[counted(one.trace) for one in side] for side in (short, whole)],
             "lengths": [len(one.trace.events) for one in (short[-1], whole[-1])],
         }
@@ -227,24 +227,27 @@ def test_what_stands_for_the_rest_is_counted_once():
     for schedule in ("1f1b", "zbv", "interleaved_1f1b", "interleaved_zero_bubble"):
         parallel = ParallelConfig(pipeline=4, pipeline_schedule=schedule)
         for place in range(4):
-            few = enough_micro_batches(parallel, place, 40)
+            few = count_pipeline_micro_batches(parallel, place, 40)
             assert few <= 12
-            stands = stand_ins(parallel, place, few, 40)
+            stands = find_stand_ins(parallel, place, few, 40)
             assert stands is not None
             assert {one.micro_batch for one in stands.values()} == set(range(few))
             assert all(
                 (one.stage, one.kind) == (other.stage, other.kind) for one, other in stands.items()
             )
-    assert enough_micro_batches(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 40) == 40
-    assert stand_ins(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 39, 40) is None
+    assert (
+        count_pipeline_micro_batches(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 40)
+        == 40
+    )
+    assert find_stand_ins(ParallelConfig(pipeline=4, pipeline_schedule="gpipe"), 0, 39, 40) is None
 
 
 def test_who_exchanges_with_whom():
     folded = ParallelConfig(pipeline=4, pipeline_schedule="zbv")
-    assert [peers_of(folded, place) for place in range(4)] == [{1}, {0, 2}, {1, 3}, {2}]
+    assert [list_peers(folded, place) for place in range(4)] == [{1}, {0, 2}, {1, 3}, {2}]
     round_trip = ParallelConfig(pipeline=4, pipeline_schedule="interleaved_1f1b")
-    assert peers_of(round_trip, 0) == {1, 3}
-    assert peers_of(ParallelConfig(), 0) == set()
+    assert list_peers(round_trip, 0) == {1, 3}
+    assert list_peers(ParallelConfig(), 0) == set()
 
 
 @pytest.mark.slow
@@ -292,4 +295,4 @@ def test_an_order_is_that_of_all_its_settings() -> None:
         {"pipeline_schedule": "interleaved_zero_bubble"},
     ):
         parallel = ParallelConfig(**{"pipeline": 4, "pipeline_schedule": "zbv"} | change)
-        assert orders_of(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)
+        assert get_orders(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, PLAIN, recipe_class, recipe_module
@@ -88,7 +88,7 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
         with start_world(cfg) as world, collectives_let_go():
             assert dist.get_world_size() == ranks_of(case)
             found = trace_real_run(recipe_class(module), cfg, world, shape)
-    return {"peaks": found.trace.active_peaks(), "repeats": found.repeats}
+    return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -10,8 +10,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan import result
-from recipe_lib.plan.result import SCHEMA_VERSION, DimensionPlan, Plan, Volume, read_plan
+from recipe_lib.plan import plan_schema as result
+from recipe_lib.plan.plan_schema import SCHEMA_VERSION, DimensionPlan, Plan, Volume, read_plan
 from tests.plan.plans import hand_made, hand_made_pipeline
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan_json.md"

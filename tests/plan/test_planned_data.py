@@ -7,9 +7,9 @@ import torch
 
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
-from recipe_lib.plan.trace import OP, PHASE, Op, Trace
-from recipe_lib.plan.tracing.simulated_micro_batches import Passes, last_stand_for_all
-from recipe_lib.plan.world.planned_batches import PlannedData
+from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.tracing.simulated_micro_batches import MicroBatchMarks, repeat_last_micro_batch
+from recipe_lib.plan.tracing.trace import OP, PHASE, Op, Trace
 
 WORLD = SimpleNamespace(device=torch.device("cpu"), data_ranks=2)
 SHAPE = SimpleNamespace(tokens=8, documents=1)
@@ -29,8 +29,8 @@ def test_pairs_have_two_rows(schema: type[FullFinetuneConfig], data: DataConfig,
     step = next(PlannedData(schema(data=data, batch_size=3), WORLD, SHAPE).batches())
     (batch,) = step.micro_batches
     assert batch.tokens.shape == (rows, 8)
-    assert (batch.segments is not None) == (rows == 6)
-    assert (step.items, step.total_tokens) == (6, 2 * rows * 8)
+    assert (batch.sequence_ids is not None) == (rows == 6)
+    assert (step.num_items, step.total_tokens) == (6, 2 * rows * 8)
 
 
 def test_what_no_data_was_read_for_is_none():
@@ -53,6 +53,6 @@ def test_the_last_micro_batch_stands_for_all_later_ones(
 ):
     trace = Trace(ops=[Op("aten::mm") for _ in range(5)], phases=["step"])
     trace.events = [(PHASE, 0), *((OP, number) for number in range(5))]
-    passes = Passes(lambda: (0, 0), [[(1 + mark, 0) for mark in marks]])
-    last_stand_for_all(trace, passes, 4, 2 + unlike, unlike)
+    passes = MicroBatchMarks(lambda: (0, 0), [[(1 + mark, 0) for mark in marks]])
+    repeat_last_micro_batch(trace, passes, 4, 2 + unlike, unlike)
     assert [op.repeats for op in trace.ops] == repeats

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.profiled_runs import profiled_peak
 from tests.plan.test_real_runs import CASES as CASES_TRACED
@@ -41,7 +41,7 @@ def wide(case: tuple[int, *tuple[str, ...]], folder: Path) -> tuple[Any, ...]:
 def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
     """The most bytes of a later step on rank 0, as planned."""
     found = simulate(*config_of(case, folder), ranks=case[0], phases=(), like_cpu=True)
-    return found.trace.active_peaks()[STEADY]
+    return found.trace.find_active_peaks()[STEADY]
 
 
 def measured_peak(case: tuple[Any, ...], folder: Path) -> int:

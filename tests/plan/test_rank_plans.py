@@ -4,11 +4,15 @@ simulated whole.
 
 from typing import Any
 
-from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan
-from recipe_lib.plan.report import render
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
-from recipe_lib.plan.trace import ALLOC, PHASE, Storage, Trace
-from recipe_lib.plan.tracing.simulate import Simulated
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY
+from recipe_lib.plan.summary.rank_memory import (
+    build_rank_plan,
+    estimate_not_simulated,
+    lower_verdict,
+)
+from recipe_lib.plan.tracing.trace import ALLOC, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.trace_rank import Simulated
+from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made
@@ -20,7 +24,7 @@ def test_active_and_allocated_are_whole_blocks_and_requested_is_not():
     """
     trace = Trace(storages=[Storage(100), Storage(700), Storage(3, device=False)], phases=["step"])
     trace.events = [(PHASE, 0), (ALLOC, 0), (ALLOC, 1), (ALLOC, 2)]
-    (peak,) = rank_plan(0, Simulated(trace, [], {}, {}, 1, True)).peaks
+    (peak,) = build_rank_plan(0, Simulated(trace, [], {}, {}, 1, True)).peaks
     assert (peak.requested, peak.active, peak.allocated, peak.reserved, peak.host) == (
         800,
         1536,
@@ -42,16 +46,18 @@ def test_an_estimate_is_called_one_in_the_first_line():
 def test_growth_that_is_not_simulated_never_fits():
     rank = hand_made().heaviest
     room = 10**6 + max(peak.requested for peak in rank.peaks)
-    assert [lowered(FITS, more, rank, room) for more in (0, 1, 10**6, 10**6 + 1)] == [
+    assert [lower_verdict(FITS, more, rank, room) for more in (0, 1, 10**6, 10**6 + 1)] == [
         FITS,
         RISKY,
         RISKY,
         DOES_NOT_FIT,
     ]
-    one = Simulated(Trace(), [], {}, {}, 1, False, grows=5, untraced=7, estimate="2 of 8")
+    one = Simulated(
+        Trace(), [], {}, {}, 1, False, step_growth=5, untraced_bytes=7, estimate="2 of 8"
+    )
     later = "the second step left 5 B more than the first, and so are the later ones taken to do"
-    assert not_simulated(one, 12) == (7 + 10 * 5, f"2 of 8; {later}")
-    assert not_simulated(one, None) == (7, f"2 of 8; {later}")
+    assert estimate_not_simulated(one, 12) == (7 + 10 * 5, f"2 of 8; {later}")
+    assert estimate_not_simulated(one, None) == (7, f"2 of 8; {later}")
 
 
 def left_over() -> tuple[int, int, str]:
@@ -60,7 +66,7 @@ def left_over() -> tuple[int, int, str]:
     """
     from recipe_lib.plan import build_plan
 
-    build_plan.not_simulated = lambda found, steps: (GIB, "a GiB is left out")
+    build_plan.estimate_not_simulated = lambda found, steps: (GIB, "a GiB is left out")
     plan: Any = build_plan.make_plan(*settings("demo/full", 1, "device=auto"))[0]
     return plan.margin, plan.device.usable - plan.heaviest.reserved, plan.verdict
 

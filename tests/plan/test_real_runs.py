@@ -24,8 +24,8 @@ import torch.distributed as dist
 from recipe_lib.config import load_config
 from recipe_lib.ops import gathered
 from recipe_lib.parallel import start_world
-from recipe_lib.plan.trace import ALLOC, FREE, Trace
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, Trace
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import (
@@ -235,7 +235,7 @@ def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
         with start_world(cfg) as world, collectives_let_go():
             found = trace_real_run(recipe, cfg, world, shape)
     return {
-        "peaks": found.trace.active_peaks(),
+        "peaks": found.trace.find_active_peaks(),
         "events": events(found.trace),
         "repeats": found.repeats,
     }

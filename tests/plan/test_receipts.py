@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.plan_receipts import keep_receipt, render_receipts
-from recipe_lib.plan.receipts import append_receipt, make_receipt, read_receipts, receipts_file
+from recipe_lib.plan.measured.receipts import (
+    append_receipt,
+    get_receipts_file,
+    make_receipt,
+    read_receipts,
+)
 from recipe_lib.units import GIB
 from tests.plan.made_receipts import left_by_a_run, made_receipt
 
@@ -166,7 +171,7 @@ def test_the_folder_is_the_specification_s(state, home, place, monkeypatch: pyte
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     if state is not None:
         monkeypatch.setenv("XDG_STATE_HOME", state)
-    assert receipts_file() == Path(place, "receipts.jsonl")
+    assert get_receipts_file() == Path(place, "receipts.jsonl")
 
 
 def test_without_a_home_nothing_is_written_to_the_working_folder(
@@ -217,7 +222,7 @@ def test_a_figure_that_a_summary_lacks(
     if is_absent:
         del summary[lost]
     keep_receipt(figures, summary)
-    assert receipts_file().exists() == is_kept
+    assert get_receipts_file().exists() == is_kept
 
 
 def test_of_one_step_no_time_is_known():
@@ -275,7 +280,7 @@ def test_a_long_file_is_read_from_its_newest_end(
     with open(file, "a") as out:
         out.write(f"{line}\n" * 2**13)
     append_receipt(file, made_receipt(config="new"))
-    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", 2**13)
+    monkeypatch.setattr("recipe_lib.plan.measured.receipts._NEWEST_BYTES", 2**13)
     receipts, unreadable = read_receipts(file)
     assert [receipt.run.config for receipt in receipts] == ["new"] and unreadable <= 2**13
 
@@ -283,8 +288,8 @@ def test_a_long_file_is_read_from_its_newest_end(
 def test_a_whole_file_is_read_to_its_first_line(file: Path, monkeypatch: pytest.MonkeyPatch):
     for config in ("a", "b"):
         append_receipt(file, made_receipt(config=config))
-    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size + 1)
+    monkeypatch.setattr("recipe_lib.plan.measured.receipts._NEWEST_BYTES", file.stat().st_size + 1)
     assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["a", "b"]
-    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size - 2)
+    monkeypatch.setattr("recipe_lib.plan.measured.receipts._NEWEST_BYTES", file.stat().st_size - 2)
     receipts, unreadable = read_receipts(file)
     assert [receipt.run.config for receipt in receipts] == ["b"] and unreadable == 0

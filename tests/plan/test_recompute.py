@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.memory.budget import choose, layer_costs
-from recipe_lib.models import build_meta, preset_config, spec_from_config
+from recipe_lib.memory.budget import choose_kept_operators, measure_layer_costs
+from recipe_lib.models import build_meta, build_spec, read_preset_config
 from recipe_lib.parallel import DTYPES
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from recipe_lib.units import GIB
 from tests.plan.apart import apart
 from tests.recipes.runs import FULL, LORA, PLAIN, recipe_class, recipe_module
@@ -24,7 +24,7 @@ LAYERS, TOKENS, WIDTH, MLP_WIDTH, VOCABULARY = 3, 2048, 4096, 14336, 128256
 BF16, FP32 = 2, 4
 HIDDEN = TOKENS * WIDTH * BF16
 BUDGETS = (0.08, 0.3, 0.65)
-MODEL = preset_config("llama3/8B") | {"num_hidden_layers": LAYERS}
+MODEL = read_preset_config("llama3/8B") | {"num_hidden_layers": LAYERS}
 FULLY = "memory.activation_checkpointing=full"
 
 
@@ -114,8 +114,10 @@ def read(trace: Trace) -> dict[str, int]:
 def test_layers_keep_what_the_budget_has_room_for(
     found: dict[str, dict[str, int]], gib: float
 ) -> None:
-    model = build_meta(spec_from_config(MODEL, "few"), DTYPES["bf16"])
-    choice = choose(layer_costs(model, 1, TOKENS, 1, "cuda", fused=True), gib, [{0: 1}])
+    model = build_meta(build_spec(MODEL, "few"), DTYPES["bf16"])
+    choice = choose_kept_operators(
+        measure_layer_costs(model, 1, TOKENS, 1, "cuda", fused=True), gib, [{0: 1}]
+    )
     # Beside what the layers keep there is the last one's result, which the norm behind it keeps. Of
     # the random state of attention no more is known than that it is small.
     kept = found[str(gib)]["kept"] - HIDDEN

@@ -15,7 +15,7 @@ from recipe_lib.cli import plan_request
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.config import load_config
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Storage, Sync
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Storage, Sync
 
 pytestmark = pytest.mark.benchmark
 

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from recipe_lib.plan.report import render as render_report
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
+from recipe_lib.plan.views.report import render as render_report
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_duration
 from tests.plan.plans import LAYER, LAYERS, VOCABULARY, alive_storages, hand_made
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.models import mixture
 from recipe_lib.parallel import start_world
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import CHOICES, EXPERTS, MIXTURES, write_mixture
 from tests.plan.test_real_runs import collectives_let_go, config_of
@@ -81,11 +81,11 @@ def peaks(case: tuple[Any, ...], folder: Path, router: str) -> tuple[dict[str, i
     recipe, cfg, shape = config_of(case, folder)
     if router == "planned":
         found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
-        return pick(found.trace.active_peaks()), set()
+        return pick(found.trace.find_active_peaks()), set()
     changed, loads = routed(recipe, router == "spread")
     with start_world(cfg) as world, collectives_let_go():
         found = trace_real_run(changed, cfg, world, shape)
-    return pick(found.trace.active_peaks()), set(loads)
+    return pick(found.trace.find_active_peaks()), set(loads)
 
 
 def pick(found: dict[str, int]) -> dict[str, int]:

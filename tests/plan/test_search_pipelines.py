@@ -23,9 +23,9 @@ def searched(folder: Path) -> dict[str, Any]:
     an estimate.
     """
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.result import OutsideTorch
+    from recipe_lib.plan.plan_schema import OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
-    from recipe_lib.plan.search.trials import override_text, quick
+    from recipe_lib.plan.search.trials import estimate_run, format_overrides
 
     recipe_class, cfg, plain = settings(
         "llama3/8B_lora", 4, *wide_model(folder, *STEP), device="rtx4090"
@@ -44,12 +44,12 @@ def searched(folder: Path) -> dict[str, Any]:
         *wide_model(folder, *once, "gradient_accumulation_steps=5"),
         device="rtx4090",
     )
-    whole, zero_1 = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
+    whole, zero_1 = make_plan(recipe_class, cfg, plain)[0], estimate_run(recipe_class, cfg, plain)
     assert whole.time is not None
     return {
         "zero-1": (zero_1.active / whole.heaviest.peak.active, zero_1.seconds / whole.time.step),
         "changes": [one.changes for one in result.found],
-        "typed": [override_text(one.changes) for one in result.found],
+        "typed": [format_overrides(one.changes) for one in result.found],
         "global_batch_size": result.global_batch_size,
     }
 
@@ -85,20 +85,27 @@ def tried(
     from recipe_lib.config.mesh import compute_mesh_shape
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.trial_order import batch_per_step, micro_batch, pipelines, sizes
-    from recipe_lib.plan.search.trials import changed, data_ranks
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.search.trial_order import (
+        count_sequences,
+        list_micro_batch_sizes,
+        list_pipelines,
+        set_micro_batch,
+    )
+    from recipe_lib.plan.search.trials import apply_changes, count_data_ranks
+    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 
     cfg = load("demo/full", "device=auto", *overrides)
-    wanted = PlanSettings(hardware=find_hardware(device), sequence=Sequence(8, ""), ranks=ranks)
-    every = list(pipelines(cfg, wanted, fixed, **more))
+    wanted = PlanSettings(
+        hardware=find_hardware(device), sequence=PlannedSequence(8, ""), ranks=ranks
+    )
+    every = list(list_pipelines(cfg, wanted, fixed, **more))
     for changes in every:
-        for size in sizes(cfg, changes):
-            other = changed(cfg, changes | micro_batch(cfg, changes, size))
+        for size in list_micro_batch_sizes(cfg, changes):
+            other = apply_changes(cfg, changes | set_micro_batch(cfg, changes, size))
             assert other is not None
-            assert batch_per_step(other) * data_ranks(other, ranks) == batch_per_step(
+            assert count_sequences(other) * count_data_ranks(other, ranks) == count_sequences(
                 cfg
-            ) * data_ranks(cfg, ranks)
+            ) * count_data_ranks(cfg, ranks)
             assert other.gradient_accumulation_steps >= other.parallel.pipeline
             assert (
                 compute_mesh_shape(other.parallel, ranks)["pipeline"]

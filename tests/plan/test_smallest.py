@@ -6,9 +6,9 @@ import pytest
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.report import render
-from recipe_lib.plan.result import Plan
-from recipe_lib.plan.search.advice import find_fewest, find_smallest_cards, least_ranks
+from recipe_lib.plan.plan_schema import Plan
+from recipe_lib.plan.search.advice import count_least_ranks, find_fewest, find_smallest_cards
+from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made
@@ -82,9 +82,9 @@ def test_few_trials_find_what_all_would(ranks: int, needed: int):
 def test_the_smallest_mesh():
     cfg = FullFinetuneConfig()
     cfg.parallel.tensor, cfg.parallel.pipeline, cfg.parallel.data_replicate = 2, 3, 4
-    assert least_ranks(cfg) == 24
+    assert count_least_ranks(cfg) == 24
     cfg.parallel.strategy = "ddp"
-    assert least_ranks(cfg) == 6
+    assert count_least_ranks(cfg) == 6
 
 
 def measure() -> tuple[int | None, list[int], dict[int, str]]:

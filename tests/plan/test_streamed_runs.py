@@ -14,7 +14,7 @@ from recipe_lib.memory import layer_stream
 from recipe_lib.optim import optimizers
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import tracer
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from recipe_lib.training.host_memory import offloaded_bytes
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
@@ -73,13 +73,13 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
         return simulate(Judged, cfg, shape, ranks=CASES[name][0], phases=(), like_cpu=True)
 
     rounded = run().trace
-    tracer.pinned_bytes = lambda num_bytes: num_bytes  # type: ignore[assignment]
+    tracer.round_up_to_pinned = lambda num_bytes: num_bytes  # type: ignore[assignment]
     exact = run()
     for storage in exact.trace.storages:
         storage.device = True
-    host = rounded.active_peaks(device=False)[STEADY]
+    host = rounded.find_active_peaks(device=False)[STEADY]
     return {
-        "peaks": exact.trace.active_peaks(),
+        "peaks": exact.trace.find_active_peaks(),
         "repeats": exact.repeats,
         "host": host,
         "judged": judged[0],
@@ -91,7 +91,7 @@ def measured(folder: Path, name: str) -> dict[str, Any]:
     recipe, cfg, shape = config_of(add_streaming(name), folder)
     with start_world(cfg) as world, collectives_let_go():
         found = trace_real_run(recipe, cfg, world, shape)
-    return {"peaks": found.trace.active_peaks(), "repeats": found.repeats}
+    return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, QUICK))

@@ -5,9 +5,15 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_lib.plan.result import Alive, PhasePeak, RankPlan
-from recipe_lib.plan.tables import Node, alive_tree, folded, join_numbered, split_number
-from recipe_lib.plan.trace import STORAGE_KINDS
+from recipe_lib.plan.plan_schema import Alive, PhasePeak, RankPlan
+from recipe_lib.plan.tracing.trace import STORAGE_KINDS
+from recipe_lib.plan.views.tables import (
+    Node,
+    build_alive_tree,
+    fold_small,
+    join_numbered,
+    split_number,
+)
 from recipe_lib.units import format_ranges, share_out
 
 PIECES = st.sampled_from(["model", "layers", "0", "1", "2", "10", "mlp", "weight", "norm"])
@@ -39,7 +45,7 @@ def walk(node: Node) -> Iterator[Node]:
 @settings(max_examples=60, deadline=None)
 @given(STORAGES, st.integers(-5, 5))
 def test_every_node_is_the_sum_of_its_branches(alive: list[Alive], extra: int):
-    root = alive_tree(rank_of(alive, extra))
+    root = build_alive_tree(rank_of(alive, extra))
     assert root.bytes == sum(found.bytes for found in alive) + extra
     assert root.count == sum(found.count for found in alive)
     for node in walk(root):
@@ -59,8 +65,8 @@ def test_every_node_is_the_sum_of_its_branches(alive: list[Alive], extra: int):
 @settings(max_examples=60, deadline=None)
 @given(STORAGES, st.integers(1, 12), st.integers(0, 2**30))
 def test_folding_loses_nothing(alive: list[Alive], most: int, smallest: int):
-    for node in walk(alive_tree(rank_of(alive))):
-        kept = folded(node.children, smallest=smallest, most=most)
+    for node in walk(build_alive_tree(rank_of(alive))):
+        kept = fold_small(node.children, smallest=smallest, most=most)
         assert sum(child.bytes for child in kept) == sum(child.bytes for child in node.children)
         assert sum(child.count for child in kept) == sum(child.count for child in node.children)
         assert len(kept) <= most + 1 or len(kept) == len(node.children) == most + 1
@@ -80,7 +86,7 @@ def test_layers_that_hold_the_same_are_joined():
     alive = [Alive("parameters", "", f"model.layers.{layer}.w", 10, 1) for layer in (0, 1, 2, 4)]
     alive.append(Alive("parameters", "", "model.layers.3.w", 11, 1))
     alive.append(Alive("parameters", "", "model.layers.4.w", 10, 1))
-    kind = alive_tree(rank_of(alive)).children[0]
+    kind = build_alive_tree(rank_of(alive)).children[0]
     assert [(node.name, node.bytes, node.count) for node in kind.children] == [
         ("model.layers.0-2.w", 30, 3),
         ("model.layers.4.w", 20, 2),
@@ -94,7 +100,7 @@ def test_experts_are_joined_inside_of_layers_that_are():
         for layer in range(3)
         for expert in range(8)
     ]
-    kind = alive_tree(rank_of(alive)).children[0]
+    kind = build_alive_tree(rank_of(alive)).children[0]
     assert [(node.name, node.bytes) for node in kind.children] == [("a.0-2.experts.0-7.up", 120)]
 
 
@@ -104,7 +110,7 @@ def test_a_full_name_says_where_a_storage_belongs():
         Alive("gathered", "model.layers.1", "model.layers.2", 7, 1),
         Alive("batch", "", "", 5, 1),
     ]
-    names = [kind.children[0].name for kind in alive_tree(rank_of(alive)).children]
+    names = [kind.children[0].name for kind in build_alive_tree(rank_of(alive)).children]
     assert names == ["model.layers.2", "outside of modules"]
 
 
@@ -118,7 +124,7 @@ def test_numbers():
 
 def test_a_module_and_a_parameter_of_one_name_are_one_branch():
     alive = [Alive("gathered", "model.norm", "", 7, 1), Alive("gathered", "", "model.norm", 5, 1)]
-    kind = alive_tree(rank_of(alive)).children[0]
+    kind = build_alive_tree(rank_of(alive)).children[0]
     assert [(node.name, node.bytes, node.count) for node in kind.children] == [
         ("model.norm", 12, 2)
     ]

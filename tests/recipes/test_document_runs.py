@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipe_lib.data.data_plan import pack
 
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.dataset import pack
 from recipe_lib.tokenizers import load_tokenizer
 from tests.recipes.labeled_runs import arguments, write
 from tests.recipes.runs import FULL, ROOT, metrics, run_here

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recipe_lib.data.data_plan import DataPlan
 
-from recipe_lib.data.dataset import DataPlan, Dataset
+from recipe_lib.data.dataset import Dataset
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, parameters, run_here, steps
 from tests.selection import selected, slow_except
@@ -186,7 +187,7 @@ def mean_of_own_tokens(recipe: Any) -> None:
 
     def train_step(batches: Any) -> Any:
         own = sum(int((batch.labels >= 0).sum()) for batch in batches.micro_batches)
-        return honest(replace(batches, trained_tokens=own * recipe.world.data_ranks))
+        return honest(replace(batches, num_label_tokens=own * recipe.world.data_ranks))
 
     recipe.train_step = train_step
 

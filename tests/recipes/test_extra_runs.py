@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from recipe_lib.checkpoint.weight_accounts import EXTRA
+from recipe_lib.checkpoint.tensor_matching import EXTRA
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     DPO,
@@ -342,13 +342,13 @@ def test_adapters_with_added_layers(
 def test_a_trained_layer_that_no_optimizer_has_is_refused(
     realdata: Path, tmp_path: Path, copies: Any, monkeypatch: Any
 ) -> None:
-    from recipe_lib.adapters import adapter_parameters
+    from recipe_lib.adapters import get_adapter_parameters
 
     copies(LORA, "add_adapters")
     module = recipe_module(LORA)
 
     def setup_optimizer(self: Any) -> None:
-        self.optimizer = torch.optim.SGD(adapter_parameters(self.model).values(), lr=0.1)
+        self.optimizer = torch.optim.SGD(get_adapter_parameters(self.model).values(), lr=0.1)
 
     monkeypatch.setattr(module.LoraFinetune, "setup_optimizer", setup_optimizer)
     run = run_here(adapter_arguments(realdata, tmp_path / "run", SAVE), recipe=LORA)

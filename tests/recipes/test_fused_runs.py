@@ -46,10 +46,10 @@ def fused() -> Iterator[list[int]]:
     """
     calls: list[int] = []
     with (
-        mock.patch.object(fused_kernels, "kernels_of", lambda device: "cuda"),
+        mock.patch.object(fused_kernels, "get_kernel_type", lambda device: "cuda"),
         mock.patch.object(fused_kernels, "has_triton", lambda: True),
-        mock.patch.object(fused_kernels, "compiles", lambda tensor: calls.append(0) or False),
-        mock.patch.object(fused_kernels, "_fault", lambda device: ""),
+        mock.patch.object(fused_kernels, "can_compile", lambda tensor: calls.append(0) or False),
+        mock.patch.object(fused_kernels, "_find_compile_fault", lambda device: ""),
         mock.patch.object(fused_kernels, "_is_on", False),
     ):
         yield calls

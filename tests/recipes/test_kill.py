@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.checkpoint import state
+from recipe_lib.checkpoint import resumable_state as state
 from tests.recipes.runs import arguments, recipe_module
 
 KILLS = 6

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from recipe_lib.checkpoint.model_card import model_card
+from recipe_lib.checkpoint.model_card import make_model_card
 from recipe_lib.checkpoint.run_files import read_record
 from recipe_lib.cli.main import main
 from recipe_lib.config.schema import LoraConfig
@@ -263,11 +263,11 @@ def test_a_preset_is_no_base_on_the_hub(tmp_path: Path) -> None:
 
 def test_the_card_names_a_base_of_the_hub(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "1234"
-    card = model_card(
+    card = make_model_card(
         None, base="owner/name", base_folder=snapshot, lora=LoraConfig(), is_adapter=True
     )
     assert "base_model: owner/name" in card and "from_pretrained('owner/name')" in card
-    here = model_card(
+    here = make_model_card(
         None,
         base="owner/name",
         base_folder=tmp_path / "owner" / "name",
@@ -302,7 +302,7 @@ def test_the_card_of_preferences(trainable: str, realdata: Path, tmp_path: Path)
 
 def test_no_secret_is_in_a_card() -> None:
     secret = "hf_" + "xY" * 17
-    card = model_card(
+    card = make_model_card(
         None, base=f"/models/{secret}/one", base_folder=None, lora=None, is_adapter=True
     )
     assert "/models/" in card and secret not in card

@@ -269,7 +269,7 @@ def test_a_step_has_the_gradient_of_the_mean_over_its_pairs(tmp_path: Path) -> N
     losses = []
     for batch in next(run.recipe.data.batches(0)).micro_batches:
         scores = sequence_scores(model(batch.tokens, batch.positions, batch.attention), batch)[:, 0]
-        losses.append(-torch.nn.functional.logsigmoid(scores[0::2] - scores[1::2] - batch.values))
+        losses.append(-torch.nn.functional.logsigmoid(scores[0::2] - scores[1::2] - batch.targets))
     mean = torch.cat(losses).mean()
     mean.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
@@ -295,7 +295,7 @@ def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
     assert last["validation_accuracy"] == 1 and last["validation_sequences"] == 7
     batch = next(run.recipe.data.batches(0)).micro_batches[0]
     assert sequence_scores(torch.zeros(*batch.tokens.shape, 3), batch).shape == (
-        batch.num_segments,
+        batch.num_sequences,
         3,
     )
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recipe_lib.report.chart import HEIGHT, WIDTH, Curve, line_figure, ticks
+from recipe_lib.report.chart import HEIGHT, WIDTH, Curve, compute_ticks, draw_line_figure
 
 EVIL = "<script>'a' & \"b\"</script>"
 
@@ -18,7 +18,7 @@ def shown(svg: str, style: str) -> list[ElementTree.Element]:
 def test_a_long_run_is_drawn_with_few_points() -> None:
     points = [(step, 1.0) for step in range(1, 10_001)]
     points[5000] = (5001, 18.0)
-    found = line_figure(
+    found = draw_line_figure(
         "Loss", "", [Curve("loss", points), Curve("validation", [(10_000, 2.0)])], from_zero=True
     )
     assert found.note == "Line: mean of 17 steps."
@@ -32,7 +32,7 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
 
 def test_long_numbers_do_not_touch_the_axis_name() -> None:
     """The name stands in the first 16 units, each number left of the plot."""
-    svg = line_figure(
+    svg = draw_line_figure(
         "Loss", "", [Curve("training", [(1, 11.9381), (2, 11.9364), (3, 11.9371)])]
     ).svg
     numbers = [
@@ -44,7 +44,7 @@ def test_long_numbers_do_not_touch_the_axis_name() -> None:
 
 def test_a_missing_value_breaks_the_line() -> None:
     points = [(1, 1.0), (2, 2.0), (3, None), (4, 2.0), (5, None), (6, 1.0), (7, 3.0)]
-    svg = line_figure("Loss", "", [Curve("loss", points)]).svg
+    svg = draw_line_figure("Loss", "", [Curve("loss", points)]).svg
     assert [len(line.get("points").split()) for line in shown(svg, "curve c0")] == [2, 1, 2]
     assert len(shown(svg, "dot c0")) == 2  # the lonely point, the last point
 
@@ -54,7 +54,7 @@ def test_a_constant_or_single_value_is_inside_the_picture(value: float) -> None:
     for points in ([(1, value)], [(1, value), (2, value)]):
         for from_zero in (False, True):
             (dot,) = shown(
-                line_figure("x", "", [Curve("x", points)], from_zero=from_zero).svg, "dot c0"
+                draw_line_figure("x", "", [Curve("x", points)], from_zero=from_zero).svg, "dot c0"
             )
             assert 0 < float(dot.get("cy")) < HEIGHT - 30 and 50 <= float(dot.get("cx")) <= WIDTH
 
@@ -63,7 +63,7 @@ def test_both_axes_have_their_names() -> None:
     curve = [Curve("x", [(1, 2.0), (9, 4.0)])]
     for unit, name in (("tokens per second", "tokens per second"), ("", "speed of light")):
         names = [
-            part.text for part in shown(line_figure("Speed of light", unit, curve).svg, "name")
+            part.text for part in shown(draw_line_figure("Speed of light", unit, curve).svg, "name")
         ]
         assert names == ["step", name]
 
@@ -72,7 +72,7 @@ def test_an_axis_is_logarithmic_from_a_decade_on_where_that_is_preferred() -> No
     def middle(last: float, prefers_log: bool) -> float:
         """Where 2 is, between the height of the first value, 5, and that of the last."""
         curve = Curve("x", [(1, 5.0), (2, 2.0), (3, last)])
-        (line,) = shown(line_figure("x", "", [curve], prefers_log=prefers_log).svg, "curve c0")
+        (line,) = shown(draw_line_figure("x", "", [curve], prefers_log=prefers_log).svg, "curve c0")
         first, second, third = (float(pair.split(",")[1]) for pair in line.get("points").split())
         return (second - first) / (third - first)
 
@@ -83,7 +83,7 @@ def test_an_axis_is_logarithmic_from_a_decade_on_where_that_is_preferred() -> No
 
 def test_equal_factors_are_equal_distances_on_a_log_axis() -> None:
     points = [(step, 10.0**-step) for step in range(1, 6)]
-    figure = line_figure("Loss", "", [Curve("loss", points)], prefers_log=True)
+    figure = draw_line_figure("Loss", "", [Curve("loss", points)], prefers_log=True)
     (line,) = shown(figure.svg, "curve c0")
     heights = [float(pair.split(",")[1]) for pair in line.get("points").split()]
     gaps = [later - earlier for earlier, later in zip(heights, heights[1:], strict=False)]
@@ -96,7 +96,7 @@ def test_equal_factors_are_equal_distances_on_a_log_axis() -> None:
     "points", [[(1, 9.0), (2, 0.85)], [(1, 1e49), (2, 1e-50)], [(1, 1e200), (2, 1e-200)]]
 )
 def test_a_log_axis_has_some_numbers_and_not_many(points: list[tuple[int, float]]) -> None:
-    figure = line_figure("Loss", "", [Curve("loss", points)], prefers_log=True)
+    figure = draw_line_figure("Loss", "", [Curve("loss", points)], prefers_log=True)
     numbers = [
         part
         for part in ElementTree.fromstring(figure.svg).iter("text")
@@ -106,7 +106,7 @@ def test_a_log_axis_has_some_numbers_and_not_many(points: list[tuple[int, float]
 
 
 def test_texts_are_escaped() -> None:
-    svg = line_figure(EVIL, EVIL, [Curve(EVIL, [(1, 1.0), (2, 100.0)])]).svg
+    svg = draw_line_figure(EVIL, EVIL, [Curve(EVIL, [(1, 1.0), (2, 100.0)])]).svg
     assert (
         "<script" not in svg and svg.count("&lt;script&gt;") == 4
     )  # the label has three, the axis one
@@ -123,11 +123,11 @@ def test_texts_are_escaped() -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, most: int, expected: list[float]) -> None:
-    assert ticks(low, high, most) == pytest.approx(expected)
+    assert compute_ticks(low, high, most) == pytest.approx(expected)
 
 
 def test_neighboring_ticks_differ() -> None:
-    svg = line_figure("x", "", [Curve("x", [(1, 1000001.0), (2, 1000002.0)])]).svg
+    svg = draw_line_figure("x", "", [Curve("x", [(1, 1000001.0), (2, 1000002.0)])]).svg
     texts = [part.text for part in ElementTree.fromstring(svg).iter("text")]
     values = [text for text in texts if text.endswith("M")]
     assert len(set(values)) == len(values) == 3

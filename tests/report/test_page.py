@@ -28,7 +28,7 @@ def test_empty_sections_are_left_out():
 def test_only_a_page_imports_jinja() -> None:
     """A plan on the terminal has neither a page nor a chat template to render."""
     program = (
-        "import sys, recipe_lib.plan.report, recipe_lib.tokenizers; assert 'jinja2' not in"
+        "import sys, recipe_lib.plan.views.report, recipe_lib.tokenizers; assert 'jinja2' not in"
         " sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -55,9 +55,9 @@ def test_a_row_with_what_is_done_and_nothing_left(monkeypatch: pytest.MonkeyPatc
 def test_the_time_left_is_that_of_what_is_left() -> None:
     going = phases.Phase("loading weights", 8, "files")
     going.advance(2)
-    assert going.time_of(30.0) == "30s, eta 1m30s"
+    assert going.describe_time(30.0) == "30s, eta 1m30s"
     going.advance(6)
-    assert going.time_of(40.0) == "40s"
+    assert going.describe_time(40.0) == "40s"
 
 
 def test_the_innermost_phase_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

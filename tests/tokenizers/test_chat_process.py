@@ -97,14 +97,14 @@ def test_a_process_that_somebody_has_killed():
 
 @pytest.mark.slow
 def test_a_stopped_template_ends_the_run_and_is_no_bad_row(tmp_path, monkeypatch):
-    from recipe_lib.data.formats import conversation
-    from recipe_lib.data.templates import Encoder
+    from recipe_lib.data.formats import build_conversation
+    from recipe_lib.data.label_masks import Encoder
 
     source = "{% if messages|length == 1 %}" + ENDLESS + "{% endif %}" + CHATML
     encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "chat")
     monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.4)
     with pytest.raises(DataError, match="it took more than 0.4 s"):
-        encoder.encode(conversation([*MESSAGES, {"role": "assistant", "content": "b"}]))
+        encoder.encode(build_conversation([*MESSAGES, {"role": "assistant", "content": "b"}]))
 
 
 def test_a_forked_process_has_its_own():

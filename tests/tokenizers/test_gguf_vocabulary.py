@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.checkpoint.gguf.gguf_adapter import vocabulary_fields
+from recipe_lib.checkpoint.gguf.gguf_adapter import make_vocabulary_fields
 from recipe_lib.checkpoint.gguf.gguf_file import write_gguf
 from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, PieceKind, read_vocabulary
 from recipe_lib.errors import CheckpointError
@@ -48,7 +48,8 @@ def test_tokens_are_those_of_the_tokenizer(
     write_gguf(
         file,
         "llama",
-        {f"llama.{key}": value for key, value in numbers.items()} | vocabulary_fields(vocabulary),
+        {f"llama.{key}": value for key, value in numbers.items()}
+        | make_vocabulary_fields(vocabulary),
         [],
     )
     # llama.cpp does not normalize as Qwen's NFC does, and takes Qwen's ordinary piece `</s>` for a
@@ -140,7 +141,7 @@ def test_special_tokens_and_the_template(tmp_path: Path):
     found = read_vocabulary(write_json(tmp_path), 330)
     assert found.ids == {"bos": 0, "eos": 2, "padding": 3} and not found.add_bos
     assert found.template is not None and "<|im_start|>" in found.template
-    fields = vocabulary_fields(found)
+    fields = make_vocabulary_fields(found)
     assert (
         fields["tokenizer.ggml.eos_token_id"] == 2
         and fields["tokenizer.chat_template"] == found.template
@@ -198,5 +199,7 @@ def test_a_name_with_phi_3_in_it_is_for_its_tokenizer_alone():
     pieces = [b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"]
     phi = GgufVocabulary("llama", "default", pieces, [1] * 4, strips=True)
     other = GgufVocabulary("gpt2", "gpt-2", pieces, [1] * 4)
-    assert phi.name_for("mine") == "mine (Phi-3)" and phi.name_for("my-phi-3") == "my-phi-3"
-    assert other.name_for("my-phi3-run") == "my-Phi 3-run" and other.name_for("mine") == "mine"
+    assert phi.choose_name("mine") == "mine (Phi-3)" and phi.choose_name("my-phi-3") == "my-phi-3"
+    assert (
+        other.choose_name("my-phi3-run") == "my-Phi 3-run" and other.choose_name("mine") == "mine"
+    )

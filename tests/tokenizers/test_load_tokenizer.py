@@ -173,8 +173,8 @@ def test_roles_spelled_as_objects_and_in_the_map(tmp_path):
     )
     made = load_tokenizer(tmp_path)
     assert (
-        made.token_bytes(made.eos_id) == b"<|im_end|>"
-        and made.token_bytes(made.bos_id) == b"<|bos|>"
+        made.get_token_bytes(made.eos_id) == b"<|im_end|>"
+        and made.get_token_bytes(made.bos_id) == b"<|bos|>"
     )
     assert made.pad_id is None
 

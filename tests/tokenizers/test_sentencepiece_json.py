@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import transformers
 
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_json
+from recipe_lib.checkpoint.tokenizer_export import copy_tokenizer, make_tokenizer_json
 from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.tokenizers.made import NASTY, write_json, write_tiktoken
 
 
 def written(tokenizer: Tokenizer, folder: Path) -> transformers.PreTrainedTokenizerBase:
-    text = tokenizer_json(tokenizer)
+    text = make_tokenizer_json(tokenizer)
     assert text is not None
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
@@ -50,7 +50,7 @@ def test_a_model_that_it_cannot_write(realdata: Path, tmp_path: Path) -> None:
     wrong is written, and an export says so.
     """
     model = realdata / "tokenizers" / "mistral" / "mistral_instruct_tokenizer_240323.model.v3"
-    assert tokenizer_json(load_tokenizer(model)) is None
+    assert make_tokenizer_json(load_tokenizer(model)) is None
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = said.append
@@ -69,4 +69,4 @@ def test_a_model_that_it_cannot_write(realdata: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_json, write_tiktoken])
 def test_only_sentencepiece(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    assert tokenizer_json(load_tokenizer(write(tmp_path))) is None
+    assert make_tokenizer_json(load_tokenizer(write(tmp_path))) is None

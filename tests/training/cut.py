@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import locate_local_part
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def placed(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]
 
 def own_part(whole: Tensor, like: Any) -> Any:
     """A whole tensor's part on this rank, cut as `like` is."""
-    local, start = local_part(like.detach())
+    local, start = locate_local_part(like.detach())
     part = whole[tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))]
     return DTensor.from_local(part.clone().contiguous(), like.device_mesh, like.placements, run_check=False,
                               shape=whole.shape, stride=torch.empty(whole.shape, device="meta").stride())  # fmt: skip

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.state import save_state
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.resumable_state import save_state
 from recipe_lib.config.schema import CheckpointConfig, FullFinetuneConfig, ValidationConfig
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.training.best_step import BestStep, describe_best

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim import low_bit_adamw as own_adamw
-from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_learning_rate
+from recipe_lib.optim.optimizers import (
+    build_optimizer,
+    count_optimizer_state_bytes,
+    set_learning_rate,
+)
 from tests.distributed.ranks import run_ranks
 from tests.torchao_oracle import low_bit_adamw
 from tests.training.cut import Cut, own_part, placed
@@ -237,7 +241,7 @@ def test_state_bytes_are_known_before_the_first_step(bits: int, options: dict[st
         block = min(block, 128) if bits == 4 else block
         expected += states * (count * bits // 8 + 4 * (count // block) if block else 4 * count)
         expected += 4 * count if cfg.master_weights else 0
-    assert optimizer_state_bytes(cfg, params.items()) == expected
+    assert count_optimizer_state_bytes(cfg, params.items()) == expected
     optimizer = build_optimizer(cfg, params.items(), CPU)
     for parameter in params.values():
         parameter.grad = torch.ones_like(parameter)
@@ -336,7 +340,7 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
                         value.to_local(), own_part(alone[case][key], value).to_local()
                     ):
                         differ.append(f"{cut} {case} {key}")
-                expected = optimizer_state_bytes(replace(CFG, **options), params.items())
+                expected = count_optimizer_state_bytes(replace(CFG, **options), params.items())
                 states = [value for state in optimizer.state.values() for value in state.values()]
                 tensors = [value.to_local() for value in states if isinstance(value, Tensor)]
                 if expected != sum(value.numel() * value.element_size() for value in tensors):

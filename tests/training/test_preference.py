@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters import adapters_off
+from recipe_lib.adapters import disable_adapters
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig, DpoFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch, make_step
@@ -53,7 +53,7 @@ def compared(
 
     old = None
     if cfg.needs_reference:
-        with torch.no_grad() if reference else adapters_off(model):
+        with torch.no_grad() if reference else disable_adapters(model):
             old = answers(reference or model)
     return preference_loss(answers(model), old, cfg)
 
@@ -78,15 +78,15 @@ def step(
     batches = make_step(
         rows, slots, world.data_rank, world.data_ranks, batch_size, accumulation, pad_id=0
     )
-    assert batches.items == rows.items
+    assert batches.num_items == rows.items
     model.zero_grad(set_to_none=True)
     sums = torch.zeros(4, dtype=torch.float64)
     for batch in batches.micro_batches:
         assert (batch.attention.documents is not None) == packed
         loss, numbers = compared(model, reference, batch, cfg)
-        (loss / batches.items).backward()
+        (loss / batches.num_items).backward()
         sums += numbers
-    return (world.all_reduce_sum(sums) / batches.items).tolist(), gradients(model)
+    return (world.all_reduce_sum(sums) / batches.num_items).tolist(), gradients(model)
 
 
 def frozen(spec: DecoderSpec, seed: int) -> Decoder:
@@ -245,7 +245,7 @@ def test_large_margins_stay_finite() -> None:
 def test_no_pairs_are_nothing() -> None:
     """What a rank has in a validation step when the pairs have run out."""
     nothing = torch.full((2, 1), -100)
-    batch = Batch(nothing, nothing, segments=torch.full((2, 1), -1), num_segments=0)
+    batch = Batch(nothing, nothing, sequence_ids=torch.full((2, 1), -1), num_sequences=0)
     for cfg in LOSSES.values():
         answers = answer_log_probs(torch.zeros(2, 1), batch, cfg)
         assert answers.shape == (0,)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from recipe_lib import files
 from recipe_lib.checkpoint.run_files import (
-    describe,
+    describe_file,
     publish,
     read_record,
     write_manifest,
@@ -391,13 +391,13 @@ def test_a_large_file_is_known_by_blocks_of_it(tmp_path: Path) -> None:
     path = tmp_path / "x"
     content = bytearray(2**23)
     path.write_bytes(content)
-    first = describe(path)
-    assert first.startswith(f"{2**23}:64x65536:") and describe(path) == first
+    first = describe_file(path)
+    assert first.startswith(f"{2**23}:64x65536:") and describe_file(path) == first
     for place in (0, 2**22, 2**23 - 1):
         changed = content.copy()
         changed[place : place + 2**18] = bytes([1]) * len(changed[place : place + 2**18])
         path.write_bytes(changed)
-        assert describe(path) != first
+        assert describe_file(path) != first
 
 
 def replace_run(root: Path) -> None:

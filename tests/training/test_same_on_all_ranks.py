@@ -24,7 +24,7 @@ def step(
     tokens: list[int], labels: list[int], positions: torch.Tensor | None = None
 ) -> StepBatches:
     batch = Batch(torch.tensor([tokens]), torch.tensor([labels]), positions)
-    return StepBatches([batch], len(labels), len(tokens), len(tokens), items=1)
+    return StepBatches([batch], len(labels), len(tokens), len(tokens), num_items=1)
 
 
 def check(steps: list[StepBatches], **parallel: int) -> str:

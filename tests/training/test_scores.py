@@ -15,7 +15,7 @@ from recipe_lib.data import Dataset, StepBatches, make_step
 from recipe_lib.errors import CheckpointError, ConfigError, DataError
 from recipe_lib.models import read_config
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.families import head_labels, score_config, scored_spec
+from recipe_lib.models.families import build_scored_spec, count_head_labels, make_score_config
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.scores import score_loss, score_metrics, scored_with, settle_items
 from tests.training import labeled
@@ -33,8 +33,8 @@ LOSSES = {
 
 def items(cfg: RewardConfig) -> Dataset:
     if cfg.loss == "classification":
-        return labeled.sequences(TEXTS, CLASSES).scored(labeled.LIMIT)
-    return labeled.sequences(PAIRS, MARGINS, group=2).scored(labeled.LIMIT)
+        return labeled.sequences(TEXTS, CLASSES).convert_to_scored(labeled.LIMIT)
+    return labeled.sequences(PAIRS, MARGINS, group=2).convert_to_scored(labeled.LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Any, Dec
     for labels in (1, 3):
         folder = tmp_path_factory.mktemp(f"scored{labels}")
         theirs = labeled.theirs(labels, folder, num_labels=labels)
-        spec = scored_spec(read_config(folder), str(folder), None)
+        spec = build_scored_spec(read_config(folder), str(folder), None)
         assert spec.num_labels == labels
         found[labels] = theirs, labeled.ours(spec, folder)
     return found
@@ -54,12 +54,12 @@ def step(model: Decoder, cfg: RewardConfig, batches: list[StepBatches]) -> dict[
     """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
     gradients.
     """
-    scores, count = scored_with(model), batches[0].items
+    scores, count = scored_with(model), batches[0].num_items
     model.zero_grad()
     sums = torch.zeros(2 if cfg.loss == "classification" else 4, dtype=torch.float64)
     for batch in (batch for each in batches for batch in each.micro_batches):
-        assert batch.values is not None
-        loss, numbers = score_loss(scores(batch), batch.values, cfg)
+        assert batch.targets is not None
+        loss, numbers = score_loss(scores(batch), batch.targets, cfg)
         (loss / count).backward()
         sums += numbers
     means = sums / count
@@ -154,7 +154,7 @@ def test_however_a_step_is_divided(models: Any, name: str, division: str) -> Non
 
 
 def test_a_sequence_has_all_its_ids_up_to_the_limit() -> None:
-    dataset = labeled.sequences(TEXTS, CLASSES).scored(9)
+    dataset = labeled.sequences(TEXTS, CLASSES).convert_to_scored(9)
     for number in range(len(dataset)):
         ids = sum(labeled.parts(dataset, number), [])[:9]
         row = dataset[number]
@@ -174,7 +174,7 @@ def settled(
             [(1, 3)] * len(found), [float(seen.index(name)) for name in found]
         )
         dataset.report.classes = seen
-        return dataset.scored(8)
+        return dataset.convert_to_scored(8)
 
     special = SimpleNamespace(
         stop_ids={1}, eos_id=1, bos_id=0, pad_id=labeled.PAD, special_texts=(), place="t"
@@ -182,7 +182,7 @@ def settled(
     special.encode_pieces = lambda texts: []
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     if known is not None:
-        config = score_config(config, known, None) | {
+        config = make_score_config(config, known, None) | {
             "architectures": ["LlamaForSequenceClassification"]
         }
     data = SimpleNamespace(
@@ -206,11 +206,14 @@ def test_names_of_classes() -> None:
         config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"}
         and config["pad_token_id"] == labeled.PAD
     )
-    assert config["problem_type"] == "single_label_classification" and head_labels(config) is None
+    assert (
+        config["problem_type"] == "single_label_classification"
+        and count_head_labels(config) is None
+    )
     data, config = settled(["2", "0", "1", "0"])
     assert data.dataset.values.tolist() == [2, 0, 1, 0] and config["label2id"]["LABEL_2"] == 2
     data, config = settled(["cat", "dog"], known=["emu", "dog", "cat"])  # a checkpoint's own order
-    assert data.dataset.values.tolist() == [2, 1] and head_labels(config) == 3
+    assert data.dataset.values.tolist() == [2, 1] and count_head_labels(config) == 3
 
 
 def test_classes_that_cannot_be_are_refused() -> None:
@@ -248,24 +251,24 @@ def test_specs_of_scored_models() -> None:
         "architectures": ["LlamaForCausalLM"],
         "rms_norm_eps": 1e-6,
     }
-    assert scored_spec(config, "here", 2).num_labels == 2
+    assert build_scored_spec(config, "here", 2).num_labels == 2
     with pytest.raises(
         CheckpointError, match=r"^here: config.json: has no score head .*; set reward.num_labels to"
     ):
-        scored_spec(config, "here", None)
+        build_scored_spec(config, "here", None)
     scored = config | {
         "architectures": ["LlamaForSequenceClassification"],
         "id2label": {"0": "a", "1": "b", "2": "c"},
     }
-    assert scored_spec(scored, "here", None).num_labels == 3
+    assert build_scored_spec(scored, "here", None).num_labels == 3
     with pytest.raises(
         CheckpointError,
         match=r"its score head has 3 rows, the config asks for 1; set reward.num_lab",
     ):
-        scored_spec(scored, "here", 1)
+        build_scored_spec(scored, "here", 1)
     gemma = {
         "architectures": ["Gemma3TextForSequenceClassification"],
         "model_type": "gemma3_text",
         "hidden_size": 8,
     }
-    assert scored_spec(config | gemma | {"head_dim": 4}, "here", 2).family == "gemma3"
+    assert build_scored_spec(config | gemma | {"head_dim": 4}, "here", 2).family == "gemma3"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig
-from recipe_lib.data import StepBatches, make_step, validation_steps
+from recipe_lib.data import StepBatches, make_step, make_validation_steps
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import read_config, spec_from_config
+from recipe_lib.models import build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import Parallel
@@ -38,7 +38,7 @@ LOSSES = {
 
 
 def answers() -> Dataset:
-    return labeled.sequences(LENGTHS, WANTED).labeled_answers()
+    return labeled.sequences(LENGTHS, WANTED).convert_to_labeled_answers()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Decod
         theirs = labeled.theirs(seed, folder)
         found[name] = (
             theirs,
-            labeled.ours(spec_from_config(read_config(folder), str(folder)), folder),
+            labeled.ours(build_spec(read_config(folder), str(folder)), folder),
         )
     return found
 
@@ -71,7 +71,7 @@ def step(
     """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
     gradients.
     """
-    items = batches[0].items
+    items = batches[0].num_items
     mismatched = [batch for each in batches for batch in each.mismatched if cfg.loss == "kto"]
     world: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce_sum=lambda total: total)
     point = reference_point(
@@ -86,8 +86,8 @@ def step(
     for batch in (batch for each in batches for batch in each.micro_batches):
         with torch.no_grad():
             old = log_probs(reference, batch, cfg)
-        assert batch.values is not None
-        loss, numbers = unpaired_loss(log_probs(policy, batch, cfg), old, batch.values, point, cfg)
+        assert batch.targets is not None
+        loss, numbers = unpaired_loss(log_probs(policy, batch, cfg), old, batch.targets, point, cfg)
         (loss / items).backward()
         sums += numbers
     loss, named = step_numbers(sums, items, point, cfg)
@@ -204,14 +204,16 @@ def test_mismatched_sequences() -> None:
     slots = list(np.arange(len(LENGTHS)).reshape(-1, 1))
     for steps in (
         [make_step(dataset, slots, 0, 1, 4, 2, labeled.PAD, mismatched=9)],
-        list(validation_steps(dataset, 0, 1, 3, labeled.PAD, mismatched=9)),
-        list(validation_steps(dataset, 0, 1, 2, labeled.PAD, packing_capacity=32, mismatched=9)),
+        list(make_validation_steps(dataset, 0, 1, 3, labeled.PAD, mismatched=9)),
+        list(
+            make_validation_steps(dataset, 0, 1, 2, labeled.PAD, packing_capacity=32, mismatched=9)
+        ),
     ):
         found = []
         for batch in (batch for one in steps for batch in one.mismatched):
-            assert batch.segments is not None and batch.values is None
-            for number in range(batch.num_segments):
-                here = batch.segments == number
+            assert batch.sequence_ids is not None and batch.targets is None
+            for number in range(batch.num_sequences):
+                here = batch.sequence_ids == number
                 found.append((batch.tokens[here].tolist(), batch.labels[here].tolist()))
         key = str
         assert sorted(found, key=key) == sorted(
@@ -221,7 +223,7 @@ def test_mismatched_sequences() -> None:
 
 def test_pairs_are_taken_apart() -> None:
     pairs = labeled.sequences([(3, 2, 4), (2, 5, 1)], [0.0, 0.0], group=2)
-    split = pairs.labeled_answers()
+    split = pairs.convert_to_labeled_answers()
     assert split.items == 4 and split.values.tolist() == [1, 0, 1, 0] and split.group == 1
     assert [labeled.parts(split, number) for number in range(4)] == [
         labeled.parts(pairs, at) for at in range(4)

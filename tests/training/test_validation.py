@@ -8,7 +8,7 @@ from torch import nn
 
 from recipe_lib.training.validation import sum_over_validation, validation_loss
 
-BATCHES = SimpleNamespace(micro_batches=[None], trained_tokens=4, items=2)
+BATCHES = SimpleNamespace(micro_batches=[None], num_label_tokens=4, num_items=2)
 ONE: Any = SimpleNamespace(pipeline=None)
 DATA: Any = SimpleNamespace(
     validation_batches=lambda: iter([BATCHES]), scored_metrics=[], generated_metrics=[]

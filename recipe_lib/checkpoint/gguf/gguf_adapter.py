@@ -15,35 +15,35 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipe_lib.adapters.peft_names import (
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
+    EMBEDDING_A,
+    EMBEDDING_B,
     HEAD,
-    SECOND,
+    LORA_A,
+    LORA_B,
     FileModule,
 )
+from recipe_lib.checkpoint.adapter_base_weights import SavedWeights
 from recipe_lib.checkpoint.adapter_files import (
     AdapterFile,
     check_base,
     check_fits,
+    find_usual_scaling,
     read_adapter,
-    usual_scaling,
 )
 from recipe_lib.checkpoint.gguf.gguf_file import (
     GgufTensor,
     check_gguf,
     choose_types,
-    package,
+    import_gguf,
     write_gguf,
 )
 from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, read_vocabulary
-from recipe_lib.checkpoint.saved_weights import SavedWeights
-from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers
+from recipe_lib.checkpoint.safetensors_files import FileTensor
+from recipe_lib.checkpoint.tensor_matching import check_weights, read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, ModelSpec, RopeSpec
-from recipe_lib.models.weight_names import weight_map
+from recipe_lib.models.weight_names import build_weight_map
 
 # What llama.cpp is to know of a model: its architecture and numbers; and what it does not compute.
 # No torch.
@@ -83,14 +83,14 @@ class Architecture:
     factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
-    def permuted(self) -> bool:
+    def is_permuted(self) -> bool:
         """Whether query and key rows have the order of its rotary embedding, in which pairs are
         neighbors.
         """
         return self.name == "llama"
 
 
-def architecture_of(spec: ModelSpec, where: str) -> Architecture:
+def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
     """The architecture of a model. CheckpointError: llama.cpp has none for it, or would compute
     something else.
     """
@@ -105,12 +105,12 @@ def architecture_of(spec: ModelSpec, where: str) -> Architecture:
             f" {', '.join(ARCHITECTURES)}; export it with --hf or --merge, and use llama.cpp's own"
             " convert_hf_to_gguf.py"
         )
-    fault = _find_fault(spec)
+    fault = _find_unsupported(spec)
     if fault:
         raise CheckpointError(
             f"{where}: {fault}, which llama.cpp does not compute; serve the Hugging Face folder"
         )
-    rope, factors = _rope_numbers(spec, spec.rope)
+    rope, factors = _make_rope_metadata(spec, spec.rope)
     numbers: dict[str, Any] = {
         "context_length": spec.max_positions,
         "embedding_length": spec.width,
@@ -147,10 +147,10 @@ def architecture_of(spec: ModelSpec, where: str) -> Architecture:
         raise CheckpointError(
             f"{where}: found {too_large[0]}, expected below 2^32, as a GGUF file has 32 bits for it"
         )
-    return Architecture(ARCHITECTURES[spec.family], numbers, _notes(spec, window), factors)
+    return Architecture(ARCHITECTURES[spec.family], numbers, _list_notes(spec, window), factors)
 
 
-def _find_fault(spec: DecoderSpec) -> str | None:
+def _find_unsupported(spec: DecoderSpec) -> str | None:
     """Return what of the model llama.cpp has no word for, as `found ...`."""
     family = spec.family
     pattern = _PATTERNS.get(family, 1)
@@ -211,7 +211,7 @@ def _list_rope_faults(spec: DecoderSpec) -> dict[str, bool]:
     }
 
 
-def _rope_numbers(
+def _make_rope_metadata(
     spec: DecoderSpec, rope: RopeSpec
 ) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
     """The metadata of the rotary embedding, and the tables of factors that are tensors of the
@@ -235,7 +235,7 @@ def _rope_numbers(
             "rope.scaling.attn_factor": rope.attention_factor / usual_magnitude,
         }
     elif rope.kind == "llama3":
-        return numbers, {"rope_freqs.weight": _llama3_factors(rope)}
+        return numbers, {"rope_freqs.weight": _compute_llama3_factors(rope)}
     elif rope.kind == "longrope":
         numbers |= {
             "rope.scaling.type": "longrope",
@@ -252,7 +252,7 @@ def _rope_numbers(
     return numbers, {}
 
 
-def _llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
+def _compute_llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
     """What each pair's frequency is divided by: nothing for short waves, the factor for long ones,
     between them a mean (https://arxiv.org/abs/2407.21783).
     """
@@ -270,7 +270,7 @@ def _llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def _notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
+def _list_notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
     if spec.rope.kind == "longrope":
         first = int(spec.rope.numbers["original_positions"])
         return (
@@ -327,20 +327,20 @@ def write_gguf_model(
     kind: one of GGUF_KINDS. name: of the model, for who looks at the file. pre: see
     `read_vocabulary`. Raises CheckpointError, StorageError or SetupError; then there is no file.
     """
-    package()
+    import_gguf()
     spec = read_trained_spec(read_config(folder), str(folder))
-    architecture = architecture_of(spec, str(folder))
+    architecture = describe_architecture(spec, str(folder))
     assert isinstance(spec, DecoderSpec)
     check_weights(spec, folder)
     vocabulary = read_vocabulary(folder, spec.vocab_size, pre)
-    tensors = model_tensors(spec, folder, architecture, kind)
+    tensors = list_model_tensors(spec, folder, architecture, kind)
     fields = {
         "general.type": "model",
-        "general.name": vocabulary.name_for(name),
+        "general.name": vocabulary.choose_name(name),
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": _BLOCKS_VERSION,
         **{f"{architecture.name}.{key}": value for key, value in architecture.numbers.items()},
-        **vocabulary_fields(vocabulary),
+        **make_vocabulary_fields(vocabulary),
     }
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
@@ -348,7 +348,7 @@ def write_gguf_model(
     return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
 
 
-def model_tensors(
+def list_model_tensors(
     spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str
 ) -> list[GgufTensor]:
     """The tensors of the file, in the model's order; tables of the rotary embedding first."""
@@ -358,11 +358,13 @@ def model_tensors(
         raise CheckpointError(
             f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it"
         )
-    usual = {entry.our_name: entry.file_name for entry in weight_map(spec)}
-    places = {usual[entry.our_name]: entry.file_name for entry in weight_map(spec, list(found))}
-    names = gguf_names(architecture.name, spec.num_layers, list(places))
+    usual = {entry.our_name: entry.file_name for entry in build_weight_map(spec)}
+    places = {
+        usual[entry.our_name]: entry.file_name for entry in build_weight_map(spec, list(found))
+    }
+    names = find_gguf_names(architecture.name, spec.num_layers, list(places))
     readers = {
-        names[own]: _reader(spec, architecture, own, found[held], held)
+        names[own]: _make_reader(spec, architecture, own, found[held], held)
         for own, held in places.items()
     }
     shapes = {names[own]: found[held].entry.shape for own, held in places.items()}
@@ -376,9 +378,9 @@ def model_tensors(
     return [GgufTensor(name, shapes[name], choices[name], readers[name]) for name in order]
 
 
-def gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, str]:
+def find_gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, str]:
     """Name in a Hugging Face file -> name in a GGUF file, by the package's tables."""
-    gguf = package()
+    gguf = import_gguf()
     kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[architecture], layers)
     made = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
@@ -390,7 +392,7 @@ def gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, st
     return made
 
 
-def _reader(
+def _make_reader(
     spec: DecoderSpec, architecture: Architecture, name: str, tensor: FileTensor, held: str
 ) -> Callable[[], Tensor]:
     """What reads a tensor, as llama.cpp wants its values."""
@@ -400,12 +402,12 @@ def _reader(
             values = file.get_tensor(held)
         if spec.norm_offset and name.endswith("norm.weight"):
             return values.float() + 1
-        return permuted(values, spec, name) if architecture.permuted else values
+        return permute_rows(values, spec, name) if architecture.is_permuted else values
 
     return read
 
 
-def permuted(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
+def permute_rows(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
     """Query and key rows with the two channels that turn together next to each other, as
     llama.cpp's Llama has them; in the files of Hugging Face they are half a head apart. Others
     unchanged.
@@ -416,7 +418,7 @@ def permuted(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
     return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
 
 
-def vocabulary_fields(vocabulary: GgufVocabulary) -> dict[str, Any]:
+def make_vocabulary_fields(vocabulary: GgufVocabulary) -> dict[str, Any]:
     """The metadata of the tokenizer."""
     fields: dict[str, Any] = {
         "model": vocabulary.model,
@@ -443,18 +445,18 @@ def write_gguf_adapter(
     base: the folder of the model that the adapter is for. kind: one of ADAPTER_KINDS. name: for who
     looks at the file. Raises CheckpointError, StorageError or SetupError; then there is no file.
     """
-    package()
+    import_gguf()
     spec = read_trained_spec(read_config(base), str(base))
-    architecture = architecture_of(spec, str(base))
+    architecture = describe_architecture(spec, str(base))
     assert isinstance(spec, DecoderSpec)
     adapter = read_adapter(adapter_folder)
     saved = check_fits(adapter, spec)
     check_base(adapter, spec, base)
-    _refuse(adapter, spec, saved)
+    _check_loadable(adapter, spec, saved)
     modules = adapter.modules(spec)
-    rank = adapter.config.rank_of(modules[0])
-    alpha = usual_scaling(adapter, spec) * rank
-    tensors = _tensors(adapter, modules, spec, architecture, kind, alpha)
+    rank = adapter.config.get_rank(modules[0])
+    alpha = find_usual_scaling(adapter, spec) * rank
+    tensors = _list_adapter_tensors(adapter, modules, spec, architecture, kind, alpha)
     fields = {
         "general.type": "adapter",
         "general.name": name,
@@ -467,7 +469,7 @@ def write_gguf_adapter(
     return GgufReport((), Counter(tensor.kind for tensor in tensors), len(fields))
 
 
-def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
+def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
     """Raise CheckpointError for what llama.cpp has no place for."""
     fault = None
     if adapter.config.dora:
@@ -489,7 +491,7 @@ def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> Non
         )
 
 
-def _tensors(
+def _list_adapter_tensors(
     adapter: AdapterFile,
     modules: list[FileModule],
     spec: DecoderSpec,
@@ -498,15 +500,15 @@ def _tensors(
     alpha: float,
 ) -> list[GgufTensor]:
     """A and B of each module, named after the weight that they change."""
-    names = gguf_names(
+    names = find_gguf_names(
         architecture.name, spec.num_layers, [f"{module.name}.weight" for module in modules]
     )
     tensors = []
     for module in modules:
         # llama.cpp multiplies with alpha / rank everywhere: a module of another scaling has the
         # rest in its B
-        factor = adapter.config.scaling_of(module) * adapter.config.rank_of(module) / alpha
-        first, second = _factors(adapter, module, spec, architecture, factor)
+        factor = adapter.config.compute_scaling(module) * adapter.config.get_rank(module) / alpha
+        first, second = _read_factors(adapter, module, spec, architecture, factor)
         name = names[f"{module.name}.weight"]
         tensors.append(
             GgufTensor(f"{name}.lora_a", tuple(first.shape), kind.upper(), first.contiguous)
@@ -517,7 +519,7 @@ def _tensors(
     return tensors
 
 
-def _factors(
+def _read_factors(
     adapter: AdapterFile,
     module: FileModule,
     spec: DecoderSpec,
@@ -529,11 +531,11 @@ def _factors(
     """
     if module.is_embedding:
         first, second = (
-            adapter.read(module.name, EMBEDDING_FIRST).T,
-            adapter.read(module.name, EMBEDDING_SECOND),
+            adapter.read(module.name, EMBEDDING_A).T,
+            adapter.read(module.name, EMBEDDING_B),
         )
     else:
-        first, second = adapter.read(module.name, FIRST), adapter.read(module.name, SECOND)
-    if architecture.permuted:
-        second = permuted(second, spec, f"{module.name}.lora_b")
+        first, second = adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B)
+    if architecture.is_permuted:
+        second = permute_rows(second, spec, f"{module.name}.lora_b")
     return first, second.float() * factor if factor != 1 else second

@@ -59,16 +59,17 @@ def choose_types(
     factors stay in fp32.
     """
     return {
-        name: _choose(name, shape, kind, layers, large, shapes) for name, shape in shapes.items()
+        name: _choose_type(name, shape, kind, layers, large, shapes)
+        for name, shape in shapes.items()
     }
 
 
-def _choose(
+def _choose_type(
     name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]
 ) -> str:
     if len(shape) < 2:
         return "F32"
-    wanted = _WHOLE.get(kind) or _in_mixture(
+    wanted = _WHOLE.get(kind) or _choose_mixed_type(
         name, shape[-1], layers, large, tied="output.weight" not in names
     )
     fitting = (
@@ -77,7 +78,7 @@ def _choose(
     return next(fitting, "F16")
 
 
-def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
+def _choose_mixed_type(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
     """q4_k_m: 4 bits, more for what decides most: the output, and in half of the layers values (in
     one matrix with queries and keys where the model has them so) and the way down.
     """
@@ -128,7 +129,7 @@ class GgufTensor:
     read: Callable[[], Tensor]
 
 
-def package() -> Any:
+def import_gguf() -> Any:
     """The package `gguf`. SetupError: it is not installed."""
     try:
         import gguf
@@ -146,7 +147,7 @@ def write_gguf(
     fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as
     fp32.
     """
-    gguf = package()
+    gguf = import_gguf()
     types = {tensor.name: gguf.GGMLQuantizationType[tensor.kind] for tensor in tensors}
     sizes: dict[str, int] = {}
     for tensor in tensors:
@@ -192,7 +193,7 @@ def _write_all(
     with phase("writing the GGUF file", sum(sizes.values()), "bytes") as going:
         for tensor in tensors:
             written = 0
-            for piece in _encoded(tensor):
+            for piece in _encode_tensor(tensor):
                 files.before_operation("write", temporary)
                 stream.write(memoryview(piece.numpy()))
                 written += piece.numel()
@@ -207,17 +208,17 @@ def _write_all(
     os.fsync(stream.fileno())
 
 
-def _pieces(values: Tensor) -> Iterator[Tensor]:
+def _split_rows(values: Tensor) -> Iterator[Tensor]:
     """The rows, some at a time."""
     rows = values.reshape(-1, values.shape[-1])
     yield from rows.split(max(1, _PIECE // max(1, rows.shape[1])))
 
 
-def _encoded(tensor: GgufTensor) -> Iterator[Tensor]:
+def _encode_tensor(tensor: GgufTensor) -> Iterator[Tensor]:
     """The tensor's bytes, some rows at a time."""
     kind = tensor.kind
     values = tensor.read()
-    for piece in _pieces(values):
+    for piece in _split_rows(values):
         if not bool(torch.isfinite(piece).all()):
             raise CheckpointError(
                 f"{tensor.name}: found NaN or an infinity among the weights; use an earlier state"
@@ -238,7 +239,7 @@ def encode(rows: Tensor, kind: str, name: str) -> Tensor:
         return cast.contiguous().view(torch.uint8)
     if kind.endswith("_K"):
         return encode_blocks(rows, kind.replace("Q", "q"))
-    gguf = package()
+    gguf = import_gguf()
     return torch.from_numpy(
         gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType[kind])
     )
@@ -249,22 +250,22 @@ def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTenso
 
     CheckpointError: it differs by more than the rounding of its types.
     """
-    gguf = package()
+    gguf = import_gguf()
     reader = gguf.GGUFReader(out)
     for key, value in fields.items():
         held = reader.get_field(key)
-        if held is None or not _same(held.contents(), value):
-            raise _wrong(out, f"{key} differs")
+        if held is None or not _is_same_field(held.contents(), value):
+            raise _make_fault(out, f"{key} differs")
     found = {held.name: held for held in reader.tensors}
     if list(found) != [tensor.name for tensor in tensors]:
-        raise _wrong(out, "has other tensors")
+        raise _make_fault(out, "has other tensors")
     with phase("reading the GGUF file back", len(tensors), "tensors") as going:
         for tensor in tensors:
-            _compare(gguf, out, tensor, found[tensor.name])
+            _check_tensor(gguf, out, tensor, found[tensor.name])
             going.advance(1)
 
 
-def _same(held: Any, value: Any) -> bool:
+def _is_same_field(held: Any, value: Any) -> bool:
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float32).item() == held
     if isinstance(value, list) and value and isinstance(value[0], float):
@@ -276,27 +277,27 @@ def _same(held: Any, value: Any) -> bool:
     return bool(held == value)
 
 
-def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> None:
+def _check_tensor(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> None:
     """Raise CheckpointError for a tensor that differs by more than its type rounds."""
     kind = tensor.kind
     if held.tensor_type.name != kind or [*reversed(held.shape.tolist())] != list(tensor.shape):
-        raise _wrong(out, f"{tensor.name} has another type or shape")
+        raise _make_fault(out, f"{tensor.name} has another type or shape")
     stored = held.data.reshape(-1).view("uint8")
     block, size = gguf.GGML_QUANT_SIZES[held.tensor_type]
     at = 0
-    for rows in _pieces(tensor.read()):
+    for rows in _split_rows(tensor.read()):
         length = rows.numel() // block * size
         piece = torch.from_numpy(stored[at : at + length].copy())
         at += length
         codes = piece.view(rows.shape[0], -1).numpy()
         read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
         if kind in _TORCH and not torch.equal(read, rows.to(_TORCH[kind]).float()):
-            raise _wrong(out, f"{tensor.name} has other weights")
-        if kind not in _TORCH and not _within(read, rows.float(), kind):
-            raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
+            raise _make_fault(out, f"{tensor.name} has other weights")
+        if kind not in _TORCH and not _is_within_rounding(read, rows.float(), kind):
+            raise _make_fault(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
 
 
-def _within(read: Tensor, rows: Tensor, kind: str) -> bool:
+def _is_within_rounding(read: Tensor, rows: Tensor, kind: str) -> bool:
     """Whether no weight has changed by more than its type rounds."""
     width = 256 if kind.endswith("_K") else 32
     largest = rows.reshape(-1, width).abs().amax(1, keepdim=True)
@@ -306,7 +307,7 @@ def _within(read: Tensor, rows: Tensor, kind: str) -> bool:
     return bool(((read - rows).reshape(-1, width).abs() <= allowed).all())
 
 
-def _wrong(out: Path, what: str) -> CheckpointError:
+def _make_fault(out: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{out}: {what} from what was written; do not use it, and report this")
 
 
@@ -319,21 +320,25 @@ def encode_blocks(values: Tensor, kind: str) -> Tensor:
     if columns % BLOCK:
         raise ValueError(f"{kind} takes rows of a multiple of {BLOCK} weights, found {columns}")
     blocks = values.reshape(-1, BLOCK)
-    encode = _symmetric_blocks if kind == "q6_K" else lambda part: _shifted_blocks(part, kind)
+    encode = (
+        _encode_symmetric_blocks
+        if kind == "q6_K"
+        else lambda part: _encode_shifted_blocks(part, kind)
+    )
     pieces = [encode(part.float()) for part in blocks.split(max(1, _BLOCKS_AT_ONCE // BLOCK))]
     return torch.cat(pieces).view(rows, -1)
 
 
-def _shifted_blocks(blocks: Tensor, kind: str) -> Tensor:
+def _encode_shifted_blocks(blocks: Tensor, kind: str) -> Tensor:
     """q4_K and q5_K: a weight is scale * code - minimum."""
     levels, parts = _LEVELS[kind], blocks.unflatten(1, (8, 32))
     scales, minimums = _fit_shifted(parts, levels, _STRETCHES[kind])
-    block_scale, scale_codes = _in_six_bits(scales)
-    block_minimum, minimum_codes = _in_six_bits(minimums)
+    block_scale, scale_codes = _quantize_to_six_bits(scales)
+    block_minimum, minimum_codes = _quantize_to_six_bits(minimums)
     step = block_scale.float() * scale_codes
     shift = block_minimum.float() * minimum_codes
     codes = (
-        ((parts + shift[..., None]) * _inverse(step)[..., None])
+        ((parts + shift[..., None]) * _invert(step)[..., None])
         .round()
         .clamp(0, levels)
         .to(torch.uint8)
@@ -359,7 +364,7 @@ def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Te
     best_scale = (highest - best_low) / levels
     best_error = torch.full_like(best_scale, math.inf)
     for stretch in (None, *stretches):
-        inverse = _inverse(highest - best_low) * (levels + (stretch or 0.0))
+        inverse = _invert(highest - best_low) * (levels + (stretch or 0.0))
         codes = ((parts - best_low[..., None]) * inverse[..., None]).round().clamp(0, levels)
         if stretch is None:
             scale, low = best_scale, best_low
@@ -382,10 +387,10 @@ def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Te
     return best_scale.clamp(min=0), -best_low
 
 
-def _in_six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_to_six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers `[n, 8]` >= 0 as one in fp16 `[n, 1]` times codes `[n, 8]` from 0 to 63."""
     largest = numbers.amax(-1, keepdim=True)
-    codes = (numbers * (_inverse(largest) * _SCALE_LEVELS)).round().clamp(0, _SCALE_LEVELS)
+    codes = (numbers * (_invert(largest) * _SCALE_LEVELS)).round().clamp(0, _SCALE_LEVELS)
     return (largest / _SCALE_LEVELS).half(), codes
 
 
@@ -398,7 +403,7 @@ def _pack_six_bits(scales: Tensor, minimums: Tensor) -> Tensor:
     return torch.cat([first, second, (scales[:, 4:] & 15) | ((minimums[:, 4:] & 15) << 4)], 1)
 
 
-def _symmetric_blocks(blocks: Tensor) -> Tensor:
+def _encode_symmetric_blocks(blocks: Tensor) -> Tensor:
     """q6_K: a weight is scale * (code - 32), with codes from 0 to 63 and scales of 8 bits with a
     sign.
     """
@@ -406,9 +411,9 @@ def _symmetric_blocks(blocks: Tensor) -> Tensor:
     scales = _fit_symmetric(parts)
     largest = scales.gather(1, scales.abs().argmax(1, keepdim=True))
     block_scale = (largest / -128).half()
-    codes_of_scales = (scales * (_inverse(largest) * -128)).round().clamp(-128, 127)
+    codes_of_scales = (scales * (_invert(largest) * -128)).round().clamp(-128, 127)
     step = block_scale.float() * codes_of_scales
-    codes = (parts * _inverse(step)[..., None]).round().clamp(-32, 31) + 32
+    codes = (parts * _invert(step)[..., None]).round().clamp(-32, 31) + 32
     halves = codes.to(torch.uint8).view(-1, 2, 4, 32)
     low, high = halves & 15, halves >> 4
     lows = torch.stack([low[:, :, 0] | (low[:, :, 2] << 4), low[:, :, 1] | (low[:, :, 3] << 4)], 2)
@@ -423,19 +428,19 @@ def _fit_symmetric(parts: Tensor) -> Tensor:
     importance = parts.square()
     best_scale, best_gain = torch.zeros_like(extreme), torch.zeros_like(extreme)
     for stretch in _STRETCHES["q6_K"]:
-        inverse = _inverse(extreme) * -(32 + stretch)
+        inverse = _invert(extreme) * -(32 + stretch)
         codes = (parts * inverse[..., None]).round().clamp(-32, 31)
         product = (importance * parts * codes).sum(-1)
         second = (importance * codes.square()).sum(-1)
-        gain = product.square() * _inverse(
+        gain = product.square() * _invert(
             second
         )  # by how much the squared error is smaller than with zeros
         better = gain > best_gain
         best_gain = torch.where(better, gain, best_gain)
-        best_scale = torch.where(better, product * _inverse(second), best_scale)
+        best_scale = torch.where(better, product * _invert(second), best_scale)
     return best_scale
 
 
-def _inverse(numbers: Tensor) -> Tensor:
+def _invert(numbers: Tensor) -> Tensor:
     """1 / numbers, and 0 for 0."""
     return torch.where(numbers == 0, 0.0, 1 / numbers)

@@ -65,7 +65,7 @@ class GgufVocabulary:
     strips: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def name_for(self, name: str) -> str:
+    def choose_name(self, name: str) -> str:
         """The model's name in the file. llama.cpp goes by it: with Phi-3 in it, special tokens drop
         white space after them, and a vocabulary without Phi-3's is not loaded.
         """
@@ -89,10 +89,10 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
     except DataError as error:
         raise CheckpointError(*error.args) from error
     if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
-        found = _of_sentencepiece(tokenizer, tokenizer.vocabulary, size)
+        found = _convert_sentencepiece(tokenizer, tokenizer.vocabulary, size)
     elif isinstance(tokenizer.vocabulary, JsonVocabulary):
         content = read_json(Path(tokenizer.place))
-        found = _of_json(tokenizer, content, size, pre)
+        found = _convert_json(tokenizer, content, size, pre)
     else:
         raise CheckpointError(
             f"{tokenizer.place}: is a tiktoken vocabulary, whose merges a GGUF file has and it has"
@@ -102,11 +102,11 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
         raise CheckpointError(
             f"--pre: {tokenizer.place} is a sentencepiece model, which cuts no text; leave it out"
         )
-    _put_special(found, tokenizer, size)
+    _add_special_tokens(found, tokenizer, size)
     return found
 
 
-def _put_special(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
+def _add_special_tokens(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
     """Added tokens, the ids of those with a role, and the chat template."""
     beyond = 0
     for token in tokenizer.added_tokens:
@@ -147,16 +147,16 @@ def _put_special(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None
         )
 
 
-def _empty(model: str, pre: str, size: int) -> GgufVocabulary:
+def _make_empty(model: str, pre: str, size: int) -> GgufVocabulary:
     """Ids that no piece has are written as unused ones of a name that no text has."""
     tokens = [f"[PAD{at}]".encode() for at in range(size)]
     return GgufVocabulary(model, pre, tokens, [PieceKind.UNUSED] * size)
 
 
-def _of_sentencepiece(
+def _convert_sentencepiece(
     tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary, size: int
 ) -> GgufVocabulary:
-    model, found = vocabulary.model, _empty("llama", "default", size)
+    model, found = vocabulary.model, _make_empty("llama", "default", size)
     found.scores = [_UNUSED_SCORE] * size
     kinds = {
         PieceKind.UNKNOWN: model.is_unknown,
@@ -175,11 +175,11 @@ def _of_sentencepiece(
             f"{tokenizer.place}: is a sentencepiece model of the kind unigram, which llama.cpp does"
             " not merge as it does; expected one of byte pairs"
         )
-    _put_spaces(found, tokenizer)
+    _set_space_rules(found, tokenizer)
     return found
 
 
-def _put_spaces(found: GgufVocabulary, tokenizer: Tokenizer) -> None:
+def _set_space_rules(found: GgufVocabulary, tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary
     found.add_space = vocabulary.eats_first_space
     if isinstance(vocabulary, SentencePieceVocabulary) and vocabulary.collapses_spaces:
@@ -193,7 +193,7 @@ def _put_spaces(found: GgufVocabulary, tokenizer: Tokenizer) -> None:
         )
 
 
-def _of_json(
+def _convert_json(
     tokenizer: Tokenizer, content: dict[str, Any], size: int, pre: str | None
 ) -> GgufVocabulary:
     place, model = Path(tokenizer.place), content.get("model") or {}
@@ -206,8 +206,8 @@ def _of_json(
         merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []
     ]
     if model.get("byte_fallback"):
-        found = _empty("llama", "default", size)
-        _put_spaces(found, tokenizer)
+        found = _make_empty("llama", "default", size)
+        _set_space_rules(found, tokenizer)
         found.scores = [_UNUSED_SCORE] * size
         ranks: dict[str, int] = {}
         for rank, merge in enumerate(merges):
@@ -222,7 +222,7 @@ def _of_json(
         if unknown is not None and unknown < size:
             found.kinds[unknown] = PieceKind.UNKNOWN
         return found
-    found = _empty("gpt2", find_pre_tokenizer(content, place, pre), size)
+    found = _make_empty("gpt2", find_pre_tokenizer(content, place, pre), size)
     found.merges = merges
     if content.get("normalizer"):
         found.notes.append(
@@ -235,12 +235,12 @@ def _of_json(
     return found
 
 
-def _words(digits: str) -> str:
+def _make_word_pattern(digits: str) -> str:
     """Words with what stands before them, digits, signs, white space."""
     return _CONTRACTIONS + rf"|{_START}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
-def _cased_words(digits: str, end: str) -> str:
+def _make_cased_word_pattern(digits: str, end: str) -> str:
     """The same, with a new word where a small letter is followed by a capital one."""
     cased = f"{_START}{_UPPER}*{_LOWER}+{end}|{_START}{_UPPER}+{_LOWER}*{end}"
     return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -259,11 +259,11 @@ class PreTokenizer:
 
 
 _KNOWN = (
-    PreTokenizer("llama-bpe", (_words(r"\p{N}{1,3}"),), whole_words=True),
-    PreTokenizer("dbrx", (_words(r"\p{N}{1,3}"),), whole_words=False),
-    PreTokenizer("qwen2", (_words(r"\p{N}"),), normalizer="NFC"),
-    PreTokenizer("tekken", (_cased_words(r"\p{N}", ""),), whole_words=True),
-    PreTokenizer("gpt-4o", (_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),)),
+    PreTokenizer("llama-bpe", (_make_word_pattern(r"\p{N}{1,3}"),), whole_words=True),
+    PreTokenizer("dbrx", (_make_word_pattern(r"\p{N}{1,3}"),), whole_words=False),
+    PreTokenizer("qwen2", (_make_word_pattern(r"\p{N}"),), normalizer="NFC"),
+    PreTokenizer("tekken", (_make_cased_word_pattern(r"\p{N}", ""),), whole_words=True),
+    PreTokenizer("gpt-4o", (_make_cased_word_pattern(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),)),
     PreTokenizer("smollm", ("digits", "words")),
     PreTokenizer("gpt-2", ("words",)),
 )
@@ -286,7 +286,7 @@ def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | Non
             hint = did_you_mean(named, names) or f"; one of {', '.join(names)}"
             raise CheckpointError(f"--pre: llama.cpp has no pre-tokenizer {show(named)!r}{hint}")
         return named
-    steps = _steps_of(content.get("pre_tokenizer"))
+    steps = _list_steps(content.get("pre_tokenizer"))
     whole_words = bool((content.get("model") or {}).get("ignore_merges"))
     normalizer = (content.get("normalizer") or {}).get("type")
     for one in _KNOWN:
@@ -302,7 +302,7 @@ def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | Non
     )
 
 
-def _steps_of(pre: Any) -> tuple[str, ...] | None:
+def _list_steps(pre: Any) -> tuple[str, ...] | None:
     """The steps as PreTokenizer has them; None: with one that is not among them."""
     if not isinstance(pre, Mapping):
         return None

@@ -21,7 +21,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     replaced,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Division
-from recipe_lib.models.language_model import Entry, replaced_entries
+from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.fused_kernels import GradientNode
 
 Change = Callable[[Tensor], Tensor]
@@ -359,4 +359,4 @@ def rewritten(
         for step in path:
             held = getattr(held, step)
         entries.append((held.__dict__, name, Division(size, each.kept).of(each.value)))
-    return replaced_entries(entries)
+    return replace_entries(entries)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipe_lib.models.language_model import Entry, replaced_entries
+from recipe_lib.models.language_model import Entry, replace_entries
 
 
 class Attribute(NamedTuple):
@@ -175,7 +175,7 @@ def sourced_attributes(
             if _is_settings(value) and id(value) not in seen:
                 seen.add(id(value))
                 entries += _sourced(value.__dict__, path, f"{name}.", note)
-    return replaced_entries(entries)
+    return replace_entries(entries)
 
 
 def _sourced(

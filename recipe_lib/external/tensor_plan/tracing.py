@@ -23,7 +23,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     Sourced,
     sourced_attributes,
 )
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.language_model import list_layer_names
 
 
 class CallKey(NamedTuple):
@@ -97,7 +97,7 @@ class _Watch(TorchFunctionMode):
         self.known = known
         self.current = -1
         self.last = ""  # path of the module that made the latest call
-        self.inside = tuple(f"{name}." for name in layer_names(model))
+        self.inside = tuple(f"{name}." for name in list_layer_names(model))
         self._open: list[list[Any]] = [
             ["", 0]
         ]  # path and number of calls, of the forwards that are running

@@ -24,10 +24,10 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.low_bit_adamw import (
     ChunkedOptimizer,
-    StateChunk,
-    Trained,
+    ParameterShard,
+    TrainedParameters,
     is_layer_matrix,
-    pieces,
+    iterate_chunks,
 )
 
 FACTS = OptimizerFacts(
@@ -44,9 +44,11 @@ _RMS = 0.2
 
 
 @register("optimizer.name", "muon", FACTS)
-def muon(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> "Muon":
+def build_muon(
+    cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
+) -> "Muon":
     """Muon for the layers' matrices, AdamW for the rest."""
-    if not isinstance(params, Trained) or len(params.names) < len(params):
+    if not isinstance(params, TrainedParameters) or len(params.names) < len(params):
         raise ConfigError(
             "optimizer.name: found muon for parameters without names, by which it knows the layers'"
             " matrices; give build_optimizer model.named_parameters(), or use adamw"
@@ -59,13 +61,13 @@ class Muon(ChunkedOptimizer):
     a collective.
     """
 
-    def __init__(self, params: Trained, cfg: OptimizerConfig):
+    def __init__(self, params: TrainedParameters, cfg: OptimizerConfig):
         momentum = MOMENTUM if cfg.momentum is None else cfg.momentum
         super().__init__(
             params, cfg, {"betas": tuple(cfg.betas), "eps": cfg.eps, "momentum": momentum}
         )
         self._turns: dict[nn.Parameter, int] = {}
-        for found in self._by_exchange(
+        for found in self._group_by_sharding(
             [one for one in params if not self.is_elementwise(one)]
         ).values():
             self._turns |= {matrix: turn for turn, matrix in enumerate(found)}
@@ -82,20 +84,20 @@ class Muon(ChunkedOptimizer):
         for parameter in parameters:
             if parameter not in self._turns:
                 self._step_adamw(parameter, group)
-        for over, found in self._by_exchange(
+        for over, found in self._group_by_sharding(
             [one for one in parameters if one in self._turns]
         ).items():
             count = 1 if over is None else over[0].size(over[1])
             for first in range(0, len(found), count):
                 self._step_matrices(group, found[first : first + count], over)
 
-    def _by_exchange(self, matrices: list[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
+    def _group_by_sharding(self, matrices: list[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
         """Matrices by (mesh, mesh dimension) of the ranks that exchange them, None: whole on each
         rank; alike ones together, so that ranks have equal work.
         """
         found: dict[Any, list[nn.Parameter]] = {}
         for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape)):
-            cuts = _cuts(matrix)
+            cuts = _find_sharded_dims(matrix)
             over = (
                 (matrix.device_mesh, cuts[0][0]) if isinstance(matrix, DTensor) and cuts else None
             )
@@ -108,31 +110,35 @@ class Muon(ChunkedOptimizer):
         """One step of at most as many matrices as there are ranks that exchange them."""
         parts = [self._begin(parameter) for parameter in matrices]
         updates = [
-            self._momentum(part, group, matrix)
+            self._update_momentum(part, group, matrix)
             for part, matrix in zip(parts, matrices, strict=True)
         ]
         if over is None:
-            updates = [orthogonal(updates[0])]
+            updates = [orthogonalize(updates[0])]
         else:
-            cuts = [Cut.of(matrix) for matrix in matrices]
-            updates = exchange(updates, cuts, over[0], over[1], self._turns[matrices[0]])
+            cuts = [MatrixSharding.of(matrix) for matrix in matrices]
+            updates = orthogonalize_over_ranks(
+                updates, cuts, over[0], over[1], self._turns[matrices[0]]
+            )
         for part, update, matrix in zip(parts, updates, matrices, strict=True):
             rate = group["lr"] * _RMS * math.sqrt(max(matrix.shape))
-            for rows in pieces(part.weights):
+            for rows in iterate_chunks(part.weights):
                 weights = part.take(rows)
                 weights.values.mul_(1 - group["lr"] * group["weight_decay"])
                 weights.values.add_(update[rows].to(weights.values.device), alpha=-rate)
                 weights.keep()
                 del weights
 
-    def _momentum(self, part: StateChunk, group: dict[str, Any], matrix: nn.Parameter) -> Tensor:
+    def _update_momentum(
+        self, part: ParameterShard, group: dict[str, Any], matrix: nn.Parameter
+    ) -> Tensor:
         """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the
         computing device.
         """
         found = torch.empty(part.weights.shape, dtype=torch.bfloat16, device=self.device)
         momentum = group["momentum"]
         code = self.find_code(matrix, part.weights.device, signed=True)
-        for rows in pieces(part.weights):
+        for rows in iterate_chunks(part.weights):
             gradient = part.gradient[rows].to(part.dtype)
             mean = part.take(rows, "momentum_buffer", code)
             mean.values.lerp_(gradient, 1 - momentum)
@@ -141,7 +147,7 @@ class Muon(ChunkedOptimizer):
         return found
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """A matrix `[m, n]` with about the same singular vectors and singular values near 1, in bf16.
 
     Five steps of a Newton-Schulz iteration of degree 5, after division by the Frobenius norm. Next
@@ -160,7 +166,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
+class MatrixSharding:
     """How a matrix lies on the ranks. shape: what the exchanging ranks share of it, the whole
     matrix unless others cut it too; dim: along which they do; others: (mesh dimension, matrix
     dimension) of further even cuts.
@@ -174,7 +180,7 @@ class Cut:
     @classmethod
     def of(cls, matrix: Any) -> "Cut":
         """Of a matrix that some ranks share."""
-        over, *others = _cuts(matrix)
+        over, *others = _find_sharded_dims(matrix)
         shape = list(matrix.shape)
         for mesh_dim, dim in others:
             shape[dim] //= matrix.device_mesh.size(mesh_dim)
@@ -215,14 +221,14 @@ class Cut:
             found = whole.new_empty((ranks * whole.shape[0], *whole.shape[1:]))
             dist.all_gather_into_tensor(found, whole.contiguous(), group=mesh.get_group(mesh_dim))
             whole = found if dim == 0 else torch.cat(found.chunk(ranks), dim=dim)
-        whole = orthogonal(whole)
+        whole = orthogonalize(whole)
         for mesh_dim, dim in reversed(self.others):
             whole = whole.chunk(mesh.size(mesh_dim), dim=dim)[mesh.get_local_rank(mesh_dim)]
         return whole
 
 
-def exchange(
-    updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int, first: int = 0
+def orthogonalize_over_ranks(
+    updates: list[Tensor], cuts: list[MatrixSharding], mesh: Any, mesh_dim: int, first: int = 0
 ) -> list[Tensor]:
     """This rank's parts of matrices made orthogonal, from its parts of these.
 
@@ -260,7 +266,7 @@ def exchange(
     return [found[number] for number in range(len(cuts))]
 
 
-def _cuts(matrix: Any) -> list[tuple[int, int]]:
+def _find_sharded_dims(matrix: Any) -> list[tuple[int, int]]:
     """(mesh dimension, matrix dimension) of every cut, that of FSDP first: it cuts within what
     tensor parallel has.
     """

@@ -19,7 +19,9 @@ FACTS = OptimizerFacts(
 
 
 @register("optimizer.name", "sgd", FACTS)
-def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
+def build_sgd(
+    cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
+) -> Optimizer:
     """torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is
     decoupled.
     """

@@ -116,7 +116,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
     """A model's sizes. Raises ConfigError: see `ExternalSpec.stage_parts`."""
     if isinstance(spec, DecoderSpec):
         return spec
-    parts = spec.stage_parts()
+    parts = spec.find_stage_parts()
     inside, count = tuple(f"{name}." for name in parts.layers), len(parts.layers)
     elements = sum(
         prod(shape) for name, shape in spec.layout().shapes.items() if name.startswith(inside)

@@ -29,7 +29,7 @@ from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError, SetupError, UserError
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
+from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, enable_split_backward
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.parallel.gradient_accumulation import DeferredReduction, GradientAccumulation
@@ -186,7 +186,7 @@ class Pipeline:
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step
         self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = dtype
-        self._parts = model.stage_parts()
+        self._parts = model.find_stage_parts()
         self._turn: tuple[int, Tensor] | None = None
         self._hidden: Tensor | None = None
 
@@ -239,7 +239,7 @@ class Pipeline:
             self._agree_on_training()
         )  # each step: a recipe may freeze or thaw between them
         step = _Step(self, batches, loss_of, None, accumulation)
-        with splittable() if self._splits else torch.enable_grad():
+        with enable_split_backward() if self._splits else torch.enable_grad():
             step.run(*self._orders(len(batches), training=True))
 
     @torch.no_grad()
@@ -554,7 +554,7 @@ class _Step:
         """Shape and type of hidden states between stages."""
         pipeline, tokens = self._pipeline, self._batches[number].tokens
         own = torch.Size((tokens.shape[0], tokens.shape[1] // pipeline._parallel.context))
-        return pipeline._model.hidden_shape(own, pipeline._parallel.tensor), pipeline._dtype
+        return pipeline._model.compute_hidden_shape(own, pipeline._parallel.tensor), pipeline._dtype
 
     def _place_of(self, action: Action) -> int:
         return find_stage_rank(self._pipeline._parallel, action.stage)

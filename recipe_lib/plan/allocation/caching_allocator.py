@@ -30,7 +30,7 @@ SEGMENT_ROUNDING = 2 * MIB  # which is a multiple of it
 LAUNCH_QUEUE = 1024
 
 
-def block_bytes(size: int) -> int:
+def round_size(size: int) -> int:
     """What a block for so many bytes has at the least (`round_size` in
     CUDACachingAllocator.cpp).
     """
@@ -103,7 +103,7 @@ class Pool:
         del self.blocks[block.address]
 
 
-def segment_size(size: int) -> int:
+def compute_segment_size(size: int) -> int:
     """Bytes of a new segment for a block of `size` (`get_allocation_size`)."""
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
@@ -112,13 +112,13 @@ def segment_size(size: int) -> int:
     )
 
 
-def growable_size(block: Block) -> int:
+def compute_growable_size(block: Block) -> int:
     """Bytes that the block has, with the addresses after it that have no memory yet."""
     following = block.next
     return block.size + (following.size if following and not following.mapped else 0)
 
 
-def cut_off(block: Block, size: int) -> Block:
+def split_block(block: Block, size: int) -> Block:
     """Leave a block its first `size` bytes, and return the rest as another, which follows it."""
     rest = Block(block.address + size, block.size - size, block.pool, mapped=block.mapped)
     rest.previous, rest.next = block, block.next
@@ -216,7 +216,7 @@ class CachingAllocator:
         """A block for `num_bytes` > 0, to be used on `stream`; OutOfMemory if the cap leaves no
         room for it.
         """
-        size = block_bytes(num_bytes)
+        size = round_size(num_bytes)
         key = (size <= SMALL_SIZE, stream)
         pool = self._pools.get(key) or self._pools.setdefault(key, Pool(*key))
         block = self._reuse(pool, size) or self._grow(pool, size, num_bytes)
@@ -226,7 +226,7 @@ class CachingAllocator:
         else:
             split = excess > SMALL_SIZE
         if split:
-            pool.insert(cut_off(block, size))
+            pool.insert(split_block(block, size))
         block.allocated, block.requested = True, num_bytes
         self._active.add(block)
         self.requested += num_bytes
@@ -319,7 +319,7 @@ class CachingAllocator:
             # taken last.
             while at + 1 < len(pool.free):
                 other = pool.blocks[pool.free[at + 1][1]]
-                if growable_size(other) >= growable_size(block):
+                if compute_growable_size(other) >= compute_growable_size(block):
                     break
                 block, at = other, at + 1
         del pool.free[at], pool.blocks[block.address]
@@ -344,7 +344,7 @@ class CachingAllocator:
         """A block of at least `size` from the device, or None if the cap does not allow it
         (`alloc_block`).
         """
-        settings, segment = self.settings, segment_size(size)
+        settings, segment = self.settings, compute_segment_size(size)
         if (settings.by_fraction or not settings.expandable) and self._exceeds(segment):
             return None
         if settings.expandable:
@@ -429,7 +429,7 @@ class CachingAllocator:
         self._count_reserved("segment_map", block.address, size, pool.stream)
         pool.remove(block)
         if size < block.size:
-            pool.insert(cut_off(block, size))
+            pool.insert(split_block(block, size))
         block.mapped = True
         join_neighbors(block)
         block.pool.insert(block)
@@ -444,10 +444,10 @@ class CachingAllocator:
             return
         pool.remove(block)
         if block.address < begin:
-            before, block = block, cut_off(block, begin - block.address)
+            before, block = block, split_block(block, begin - block.address)
             pool.insert(before)
         if end < block.address + block.size:
-            pool.insert(cut_off(block, end - begin))
+            pool.insert(split_block(block, end - begin))
         block.mapped = False
         join_neighbors(block)
         if block.previous or block.next:

@@ -10,7 +10,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     CachingAllocator,
     OutOfMemory,
 )
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, USE, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 
 
 @dataclass
@@ -98,17 +98,17 @@ def replay(
         elif kind == PHASE:
             for stream in streams:
                 allocator.finish(stream)
-            _close(result, allocator, phase)
+            _record_peaks(result, allocator, phase)
             if phase and phase == emptied_after:
                 allocator.empty_cache()
                 allocator.reset_peaks()
             phase = trace.phases[number]
-    _close(result, allocator, phase)
+    _record_peaks(result, allocator, phase)
     result.retries = allocator.num_alloc_retries
     return result
 
 
-def _close(result: Replay, allocator: CachingAllocator, phase: str) -> None:
+def _record_peaks(result: Replay, allocator: CachingAllocator, phase: str) -> None:
     """Notes the peaks of a phase that ends; one that came before keeps the larger ones."""
     if phase:
         peaks = result.phases.setdefault(phase, PhaseReplay())

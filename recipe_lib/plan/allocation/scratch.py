@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from recipe_lib.plan.allocation.untraced_memory import (
-    attention_backward_scratch,
-    embedding_backward_scratch,
-    grouped_arguments,
-    softmax_backward_scratch,
-    varlen_backward_scratch,
-    workspace_bytes,
+    compute_attention_backward_scratch,
+    compute_embedding_backward_scratch,
+    compute_softmax_backward_scratch,
+    compute_varlen_backward_scratch,
+    count_grouped_arguments,
+    get_workspace_bytes,
 )
-from recipe_lib.plan.timing.cost import one_kernel
+from recipe_lib.plan.timing.cost import has_grouped_kernel
 from recipe_lib.plan.tracing.tracer import KernelMemory
 
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
@@ -29,10 +29,10 @@ _ATTENTION = frozenset(
 _VARLEN = frozenset({"torch_attn::_varlen_attn_backward", "aten::_flash_attention_backward"})
 
 
-def _size_attention(args: Sequence[Any]) -> list[int]:
+def _compute_attention_scratch(args: Sequence[Any]) -> list[int]:
     _, query, key = args[:3]
     rows, heads, queries, width = query.shape
-    return attention_backward_scratch(
+    return compute_attention_backward_scratch(
         rows=rows,
         heads=heads,
         kv_heads=key.shape[1],
@@ -43,7 +43,7 @@ def _size_attention(args: Sequence[Any]) -> list[int]:
     )
 
 
-def _size_varlen(args: Sequence[Any]) -> list[int]:
+def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
     _, query, key = args[:3]
     tokens, heads, width = query.shape[-3:]
     bounds = [
@@ -51,7 +51,7 @@ def _size_varlen(args: Sequence[Any]) -> list[int]:
         for value in args[3:]
         if isinstance(value, torch.Tensor) and value.dtype == torch.int32
     ]
-    return varlen_backward_scratch(
+    return compute_varlen_backward_scratch(
         tokens=tokens,
         documents=len(bounds[0]) - 1 if bounds else 1,
         heads=heads,
@@ -63,15 +63,15 @@ def _size_varlen(args: Sequence[Any]) -> list[int]:
 
 # By operator the bytes of each scratch tensor, from its arguments.
 _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
-    **dict.fromkeys(_ATTENTION, _size_attention),
-    **dict.fromkeys(_VARLEN, _size_varlen),
+    **dict.fromkeys(_ATTENTION, _compute_attention_scratch),
+    **dict.fromkeys(_VARLEN, _compute_varlen_scratch),
     # What one kernel for the rows of all experts is given of each; the last argument has the ends
     # of their rows.
-    "aten::_grouped_mm": lambda args: [grouped_arguments(groups=len(args[2]))],
-    "aten::embedding_dense_backward": lambda args: embedding_backward_scratch(
+    "aten::_grouped_mm": lambda args: [count_grouped_arguments(groups=len(args[2]))],
+    "aten::embedding_dense_backward": lambda args: compute_embedding_backward_scratch(
         tokens=args[1].numel(), width=args[0].shape[-1]
     ),
-    "aten::_softmax_backward_data": lambda args: softmax_backward_scratch(
+    "aten::_softmax_backward_data": lambda args: compute_softmax_backward_scratch(
         numbers=args[0].numel(), element_bytes=args[0].element_size()
     ),
     # NF4's scales, each block's in the type of its numbers, which a first kernel makes of 8 bits.
@@ -79,7 +79,7 @@ _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
 }
 
 
-def kernel_memory(architecture: str) -> KernelMemory:
+def make_kernel_memory(architecture: str) -> KernelMemory:
     """What each operator takes besides its outputs on a device of this architecture, as a tracer
     asks for it.
 
@@ -87,10 +87,10 @@ def kernel_memory(architecture: str) -> KernelMemory:
     threads with a handle each), and stays.
     """
     taken: set[tuple[int, bool]] = set()
-    workspace = workspace_bytes(architecture)
+    workspace = get_workspace_bytes(architecture)
     if not workspace:
         return lambda name, args, stream: []
-    matmuls = _MATMULS if one_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
+    matmuls = _MATMULS if has_grouped_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
 
     def scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
         if name not in matmuls:

@@ -11,7 +11,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     CachingAllocator,
     OutOfMemory,
 )
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Storage, Trace
 
 Frames = list[dict[str, Any]]
 
@@ -36,13 +36,15 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
     made_by: dict[Block, Frames] = {}
     for time, (kind, number) in enumerate(trace.events):
         if kind == PHASE:
-            annotations += [_annotation(last["name"], "END", time) for last in annotations[-1:]]
-            annotations.append(_annotation(trace.phases[number], "START", time))
+            annotations += [
+                _make_annotation(last["name"], "END", time) for last in annotations[-1:]
+            ]
+            annotations.append(_make_annotation(trace.phases[number], "START", time))
             continue
         storage = trace.storages[number] if kind in (ALLOC, FREE) else None
         if storage is None or not storage.device or not storage.bytes:
             continue
-        frames, out_of_memory = _frames(storage), False
+        frames, out_of_memory = _make_frames(storage), False
         if kind == FREE:
             if block := blocks.pop(number, None):
                 allocator.free(block)
@@ -57,14 +59,14 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
         if out_of_memory:
             break
     annotations += [
-        _annotation(last["name"], "END", len(trace.events)) for last in annotations[-1:]
+        _make_annotation(last["name"], "END", len(trace.events)) for last in annotations[-1:]
     ]
     entries = [
-        _entry(event, times[at], frames_of[at], allocator.settings.cap or 0)
+        _make_entry(event, times[at], frames_of[at], allocator.settings.cap or 0)
         for at, event in enumerate(allocator.log)
     ]
     snapshot = {
-        "segments": _segments(allocator, made_by),
+        "segments": _list_segments(allocator, made_by),
         "device_traces": [entries],
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{settings.expandable}",
@@ -78,11 +80,11 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
     replace_bytes(path, pickle.dumps(snapshot))
 
 
-def _annotation(name: str, stage: str, time: int) -> dict[str, Any]:
+def _make_annotation(name: str, stage: str, time: int) -> dict[str, Any]:
     return {"name": name, "stage": stage, "device": 0, "time_us": time}
 
 
-def _frames(storage: Storage) -> Frames:
+def _make_frames(storage: Storage) -> Frames:
     """What a viewer shows of an allocation, innermost first, in place of files, lines and
     functions.
     """
@@ -95,7 +97,9 @@ def _frames(storage: Storage) -> Frames:
     return [{"filename": filename, "line": 0, "name": name} for filename, name in lines]
 
 
-def _entry(event: tuple[str, int, int, int], time: int, frames: Frames, cap: int) -> dict[str, Any]:
+def _make_entry(
+    event: tuple[str, int, int, int], time: int, frames: Frames, cap: int
+) -> dict[str, Any]:
     action, address, size, stream = event
     place = {"device_free": cap} if action == "oom" else {"addr": address}
     return {
@@ -108,7 +112,9 @@ def _entry(event: tuple[str, int, int, int], time: int, frames: Frames, cap: int
     }
 
 
-def _segments(allocator: CachingAllocator, made_by: dict[Block, Frames]) -> list[dict[str, Any]]:
+def _list_segments(
+    allocator: CachingAllocator, made_by: dict[Block, Frames]
+) -> list[dict[str, Any]]:
     """The state at the end: neighboring blocks with memory make a segment."""
     segments: list[dict[str, Any]] = []
     for block in allocator.blocks():

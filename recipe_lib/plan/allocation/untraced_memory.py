@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.result import OutsideTorch
+from recipe_lib.plan.plan_schema import OutsideTorch
 from recipe_lib.units import MIB
 
 # cuBLAS's default configuration :4096:2:16:8, in KiB, up to sm89;
@@ -33,7 +33,7 @@ _SORTED_FROM = (
 )
 
 
-def workspace_bytes(architecture: str) -> int:
+def get_workspace_bytes(architecture: str) -> int:
     """Workspace of cuBLAS and cuBLASLt (they share it) for each handle and stream that has
     multiplied; 0 on a CPU.
 
@@ -46,7 +46,7 @@ def workspace_bytes(architecture: str) -> int:
     return MATMUL_WORKSPACE_SM90 if int(architecture.removeprefix("sm")) >= 90 else MATMUL_WORKSPACE
 
 
-def attention_backend(architecture: str) -> str:
+def choose_attention_backend(architecture: str) -> str:
     """The kernel that torch picks for half-precision attention without a mask: `cudnn`, `flash`, or
     `cpu`.
 
@@ -58,7 +58,7 @@ def attention_backend(architecture: str) -> str:
     return "cudnn" if architecture in ("sm90", "sm100") else "flash"
 
 
-def attention_backward_scratch(
+def compute_attention_backward_scratch(
     *,
     rows: int,
     heads: int,
@@ -77,11 +77,16 @@ def attention_backward_scratch(
     mha_bwd and mha_varlen_bwd; for cuDNN's kernel the same sums, an estimate.
     """
     rounded = _round_up(queries, 128)
-    scratch = [4 * rows * heads * rounded, 4 * rows * rounded * heads * _rounded_head(head_width)]
-    return scratch + _expanded(rows * keys, heads, kv_heads, head_width, element_bytes)
+    scratch = [
+        4 * rows * heads * rounded,
+        4 * rows * rounded * heads * _round_head_width(head_width),
+    ]
+    return scratch + _compute_expanded_gradients(
+        rows * keys, heads, kv_heads, head_width, element_bytes
+    )
 
 
-def varlen_backward_scratch(
+def compute_varlen_backward_scratch(
     *,
     tokens: int,
     documents: int,
@@ -94,11 +99,13 @@ def varlen_backward_scratch(
     each document.
     """
     padded = tokens + 128 * documents
-    scratch = [4 * heads * padded, 4 * padded * heads * _rounded_head(head_width)]
-    return scratch + _expanded(tokens, heads, kv_heads, head_width, element_bytes)
+    scratch = [4 * heads * padded, 4 * padded * heads * _round_head_width(head_width)]
+    return scratch + _compute_expanded_gradients(tokens, heads, kv_heads, head_width, element_bytes)
 
 
-def embedding_backward_scratch(*, tokens: int, width: int, index_bytes: int = 8) -> list[int]:
+def compute_embedding_backward_scratch(
+    *, tokens: int, width: int, index_bytes: int = 8
+) -> list[int]:
     """Bytes of each scratch tensor that the backward of an embedding holds while it runs; none for
     few tokens.
 
@@ -110,7 +117,7 @@ def embedding_backward_scratch(*, tokens: int, width: int, index_bytes: int = 8)
     return [tokens * index_bytes] * 6 + [4 * tokens * width]
 
 
-def softmax_backward_scratch(*, numbers: int, element_bytes: int) -> list[int]:
+def compute_softmax_backward_scratch(*, numbers: int, element_bytes: int) -> list[int]:
     """Bytes of the product of gradient and output that the backward of a softmax makes first; none
     of a log-softmax.
 
@@ -119,7 +126,7 @@ def softmax_backward_scratch(*, numbers: int, element_bytes: int) -> list[int]:
     return [numbers * element_bytes]
 
 
-def grouped_arguments(*, groups: int) -> int:
+def count_grouped_arguments(*, groups: int) -> int:
     """Bytes of what the kernel of a grouped matmul reads about each group: three pointers, an even
     number of each; three strides of 8 bytes, and three sizes of 4.
 
@@ -129,7 +136,7 @@ def grouped_arguments(*, groups: int) -> int:
     return 3 * 8 * _round_up(groups, 2) + 3 * 8 * groups + 3 * 4 * groups
 
 
-def outside_torch(hardware: Hardware, communicators: Iterable[int]) -> OutsideTorch:
+def estimate_outside_torch(hardware: Hardware, communicators: Iterable[int]) -> OutsideTorch:
     """What one process holds outside torch's allocator; nothing on a CPU.
 
     communicators: the number of ranks of each group that communicates (a group of one takes
@@ -147,7 +154,7 @@ def _round_up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-def _rounded_head(width: int) -> int:
+def _round_head_width(width: int) -> int:
     """Head width as the kernels are built for it: a multiple of 8 first, then of 32 or, above 128,
     of 64.
     """
@@ -155,7 +162,7 @@ def _rounded_head(width: int) -> int:
     return _round_up(width, 32 if width <= 128 else 64)
 
 
-def _expanded(
+def _compute_expanded_gradients(
     tokens: int, heads: int, kv_heads: int, head_width: int, element_bytes: int
 ) -> list[int]:
     """dk and dv with a copy for every query head, before they are summed over the heads that share

@@ -19,8 +19,7 @@ from recipe_lib.config.mesh import MODEL_DIMS, compute_micro_batches, count_same
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import PlanSettings, make_plan, simulate_rank
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.rank_plans import has_room, rank_plan
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice, Plan
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Advice, Plan
 from recipe_lib.plan.search.lever_table import (
     LENGTH_KEY,
     PACKING_KEY,
@@ -34,13 +33,14 @@ from recipe_lib.plan.search.trials import (
     STRATEGY_KEY,
     Changes,
     Estimate,
-    changed,
-    in_processes,
-    override_text,
-    try_quick,
+    apply_changes,
+    format_overrides,
+    run_in_processes,
+    try_estimate,
 )
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY
-from recipe_lib.plan.verdict import planned_reserved
+from recipe_lib.plan.summary.rank_memory import build_rank_plan, has_room
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
+from recipe_lib.plan.views.verdict_text import compute_planned_reserved
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes, format_duration
 
@@ -66,13 +66,13 @@ def try_levers(
     """
     jobs = [(Lever(), cfg, settings)]
     for lever in list_levers(cfg, settings):
-        other = changed(
+        other = apply_changes(
             cfg, {key: value for key, value in lever.changes.items() if key != RANKS_KEY}
         )
         if other is not None:
-            jobs.append((lever, other, _change_settings(settings, lever.changes, other)))
-    estimates = in_processes(
-        lambda job: try_quick(recipe_class, job[1], job[2]), jobs, "trying levers"
+            jobs.append((lever, other, _apply_to_settings(settings, lever.changes, other)))
+    estimates = run_in_processes(
+        lambda job: try_estimate(recipe_class, job[1], job[2]), jobs, "trying levers"
     )
     tried = [
         (lever, estimate)
@@ -82,7 +82,7 @@ def try_levers(
     return estimates[0], tried
 
 
-def _change_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
+def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
     """Return the settings with the ranks and the sequences that a lever leads to. cfg: with its
     changes.
     """
@@ -120,22 +120,22 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
         assert base is not None
         gained = one.active - base.active
         seconds = one.seconds - base.seconds
-        fits = _fits(plan, base, one)
+        fits = _is_fitting(plan, base, one)
         timed = not {LENGTH_KEY, PACKING_KEY} & set(lever.changes)
         is_faster = (
             timed and fits and plan.verdict != DOES_NOT_FIT and seconds < -MIN_CHANGE * base.seconds
         )
         if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
             continue
-        note = "; ".join(filter(None, [lever.note, *_list_traffic(lever, one, base)]))
-        override = override_text(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} ")
+        note = "; ".join(filter(None, [lever.note, *_describe_traffic(lever, one, base)]))
+        override = format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} ")
         row = Advice(override, gained, seconds if timed else None, fits, note)
         by_time = is_faster or (lever.sends and fits)
         ranked.append(((not fits, not by_time, seconds if by_time else gained), row))
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _list_traffic(lever: Lever, one: Estimate, base: Estimate) -> list[str]:
+def _describe_traffic(lever: Lever, one: Estimate, base: Estimate) -> list[str]:
     """Return what is sent, where that is to be said, and what more of it is kept in host memory."""
     texts = []
     if lever.sends:
@@ -148,7 +148,7 @@ def _list_traffic(lever: Lever, one: Estimate, base: Estimate) -> list[str]:
     return texts
 
 
-def _fits(plan: Plan, base: Estimate, one: Estimate) -> bool:
+def _is_fitting(plan: Plan, base: Estimate, one: Estimate) -> bool:
     """Return whether the run fits with a lever, as the verdict counts it, with expandable segments.
 
     That is the plan's own peak, and what the lever changes of it; of loading, validation and saving
@@ -193,8 +193,8 @@ def _name_larger_batch(plan: Plan, cfg: Any) -> str:
     sequences a step.
     """
     kinds, turns = _sum_kinds(plan), cfg.gradient_accumulation_steps
-    growing = planned_reserved(plan) - sum(kinds[kind] for kind in _FIXED)
-    room = int(plan.device.usable * (1 - RESERVED_TOLERANCE)) - planned_reserved(plan)
+    growing = compute_planned_reserved(plan) - sum(kinds[kind] for kind in _FIXED)
+    room = int(plan.device.usable * (1 - RESERVED_TOLERANCE)) - compute_planned_reserved(plan)
     # Where the optimizer has the peak, little of what a batch needs is in it.
     if (
         plan.heaviest.peak.part not in ("forward", "backward", "recompute")
@@ -213,10 +213,10 @@ def _name_larger_batch(plan: Plan, cfg: Any) -> str:
         return ""
     else:
         changes, what = {"batch_size": 2 * cfg.batch_size}, "twice the sequences a step"
-    if changed(cfg, changes) is None:
+    if apply_changes(cfg, changes) is None:
         return ""
     return (
-        f"{override_text(changes)} has room ({what}): {format_bytes(plan.margin)} are left, and"
+        f"{format_overrides(changes)} has room ({what}): {format_bytes(plan.margin)} are left, and"
         f" what grows with batch_size takes {format_bytes(growing)}"
     )
 
@@ -228,10 +228,10 @@ def _name_lever(plan: Plan, cfg: Any, settings: PlanSettings, what: str) -> str:
     peak, levers = max(1, plan.heaviest.peak.active), list_levers(cfg, settings)
     for kind, num_bytes in _sum_kinds(plan).most_common():
         for lever in levers:
-            if num_bytes and kind in lever.lowers and changed(cfg, lever.changes) is not None:
+            if num_bytes and kind in lever.lowers and apply_changes(cfg, lever.changes) is not None:
                 held = f"{format_bytes(num_bytes)} of {kind}, {num_bytes / peak:.0%} of the peak"
                 more = "; alone it is not enough" if -plan.margin > num_bytes else ""
-                return f"{override_text(lever.changes)} {what} ({held}){more}"
+                return f"{format_overrides(lever.changes)} {what} ({held}){more}"
     return ""
 
 
@@ -251,7 +251,7 @@ def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
     fitting = [
         card
         for card in cards
-        if has_room(planned_reserved(plan), card.memory - plan.outside.total, card)
+        if has_room(compute_planned_reserved(plan), card.memory - plan.outside.total, card)
     ]
     least = min((card.memory for card in fitting), default=0)
     return [card.name for card in fitting if card.memory == least]
@@ -274,11 +274,11 @@ def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSet
                 return False
 
     tried: list[int] = []
-    plan.fewest_ranks = find_fewest(plan.ranks, least_ranks(cfg), plan.verdict == FITS, fits)
+    plan.fewest_ranks = find_fewest(plan.ranks, count_least_ranks(cfg), plan.verdict == FITS, fits)
     plan.tried_ranks = sorted(tried)
 
 
-def least_ranks(cfg: Any) -> int:
+def count_least_ranks(cfg: Any) -> int:
     """Return the ranks of the smallest mesh that divides the model as the config says; FSDP then
     has one shard.
     """
@@ -318,7 +318,7 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
         simulated = simulate_rank(
             recipe_class, other, replace(settings, ranks=1, traced_ranks=(), phases=()), 0
         )
-    plan.alone = rank_plan(0, simulated)
+    plan.alone = build_rank_plan(0, simulated)
 
 
 def choose_strategy(
@@ -332,19 +332,19 @@ def choose_strategy(
     Copies gather nothing, and sum the trained gradients once a step. expandable: whether the run's
     allocator has expandable segments. Raises UserErrors of recipe and config.
     """
-    configs = {name: changed(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
+    configs = {name: apply_changes(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
     strategy, reason = SHARDS, f"{COPIES} does not go with other settings of the run"
     if configs[COPIES] is not None:
-        sharded, copied = in_processes(
-            lambda name: try_quick(recipe_class, configs[name], settings),
+        sharded, copied = run_in_processes(
+            lambda name: try_estimate(recipe_class, configs[name], settings),
             list(configs),
             "planning fsdp and ddp",
         )
-        strategy, reason = decide(sharded, copied, settings, expandable=expandable)
+        strategy, reason = decide_strategy(sharded, copied, settings, expandable=expandable)
     return strategy, f"{STRATEGY_KEY}=auto: {strategy}; {reason}"
 
 
-def decide(
+def decide_strategy(
     sharded: Estimate | None, copied: Estimate | None, settings: PlanSettings, *, expandable: bool
 ) -> tuple[str, str]:
     """Return (strategy, why) by the estimates of both; None: there is none."""

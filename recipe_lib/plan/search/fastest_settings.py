@@ -15,44 +15,44 @@ from itertools import product
 from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
 from recipe_lib.plan.search.trial_order import (
-    Trials,
-    batch_per_step,
-    just,
-    key_of,
-    leanest,
+    SearchState,
+    count_sequences,
+    explain_too_large,
     list_groups,
-    pipelines,
-    run_ways,
-    sharings,
-    skip,
-    variant_key,
-    way,
-    why_too_large,
+    list_pipelines,
+    list_sharings,
+    make_key,
+    make_leanest,
+    make_variant_key,
+    run_trials,
+    skip_trial,
+    yield_micro_batches,
+    yield_one,
 )
 from recipe_lib.plan.search.trials import (
     CHECKPOINTING,
     CHECKPOINTING_KEY,
     Candidate,
     Changes,
-    changed,
-    checkpointing,
-    data_ranks,
+    apply_changes,
+    count_data_ranks,
     find_differing,
-    override_text,
-    side_by_side,
+    format_overrides,
+    open_workers,
+    set_checkpointing,
     try_settings,
 )
 from recipe_lib.report.phases import phase
 from recipe_lib.report.terminal import (
     WIDEST,
     Table,
+    get_terminal_width,
     open_console,
     put,
     put_table,
-    terminal_width,
-    text_of,
+    read_console,
 )
 from recipe_lib.units import format_bytes, format_count, format_duration
 
@@ -60,7 +60,7 @@ MAX_PLANS = 10
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least.
     device, ranks: to fit. global_batch_size: sequences of a step, all ranks. tried: settings that
     were estimated; planned: in full; skipped: settings, each for more of its kind, that no
@@ -87,7 +87,7 @@ def search(
     fixed: Collection[str] = (),
     splits: bool = True,
     processes: int | None = None,
-) -> Search:
+) -> SearchResult:
     """The fastest settings of a plannable config that fit `settings.hardware` on `settings.ranks`
     ranks.
 
@@ -102,29 +102,29 @@ def search(
 
     def work(job: Changes | Candidate) -> Any:
         if isinstance(job, Candidate):
-            return _plan(recipe_class, cfg, settings, job)
+            return _plan_candidate(recipe_class, cfg, settings, job)
         return try_settings(recipe_class, cfg, settings, job, fixed)
 
     trying = phase("trying settings", unit="settings", leaves_line=False)
-    with side_by_side(work, processes) as (submit, workers), trying as going:
-        trials = Trials(cfg, settings, fixed, submit, workers, going)
+    with open_workers(work, processes) as (submit, workers), trying as going:
+        trials = SearchState(cfg, settings, fixed, submit, workers, going)
         for group in list_groups(cfg, settings, fixed):
             _try_group(trials, group, splits)
-            _confirm(trials, group, splits, want)
+            _confirm_fastest(trials, group, splits, want)
             if trials.confirmed():
                 break
         nearest = min(filter(None, trials.tried.values()), key=lambda one: one.short, default=None)
         if not trials.confirmed() and nearest is not None and not nearest.may_fit:
             trials.plan([nearest])
     found = trials.confirmed()
-    return Search(
+    return SearchResult(
         found=found,
         closest=(
             None if found else min(trials.plans.values(), key=lambda one: one.short, default=None)
         ),
         device=settings.hardware.name,
         ranks=settings.ranks,
-        global_batch_size=batch_per_step(cfg) * data_ranks(cfg, settings.ranks),
+        global_batch_size=count_sequences(cfg) * count_data_ranks(cfg, settings.ranks),
         tried=len(trials.tried),
         planned=len(trials.plans),
         skipped=len(trials.skipped),
@@ -132,41 +132,45 @@ def search(
     )
 
 
-def _try_group(trials: Trials, group: list[Changes], splits: bool) -> None:
+def _try_group(trials: SearchState, group: list[Changes], splits: bool) -> None:
     """Tries a group of variants, each with every way of sharing that could fit and be the fastest.
     Tried before, it goes on where what was the fastest has turned out not to fit.
     """
     cfg, settings, fixed = trials.cfg, trials.settings, trials.fixed
     begun = [
-        leanest(trials, variant | next(sharings(cfg, settings.ranks, fixed))) for variant in group
+        make_leanest(trials, variant | next(list_sharings(cfg, settings.ranks, fixed)))
+        for variant in group
     ]
-    run_ways(trials, map(just, begun))
+    run_trials(trials, map(yield_one, begun))
     # The settings are refused otherwise, by the recipe or the simulation.
     left = [
         (variant, one)
         for variant, one in zip(group, begun, strict=True)
-        if trials.tried.get(key_of(one))
+        if trials.tried.get(make_key(one))
     ]
     for _, one in left:
-        trials.leanest[variant_key(one)] = trials.tried[key_of(one)]
+        trials.leanest[make_variant_key(one)] = trials.tried[make_key(one)]
     if left and CHECKPOINTING_KEY not in fixed:  # what each kind keeps and computes
-        kinds = [left[0][1] | checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
-        run_ways(trials, map(just, kinds))
-    ways = [*sharings(cfg, settings.ranks, fixed), *pipelines(cfg, settings, fixed, splits=splits)]
+        kinds = [left[0][1] | set_checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
+        run_trials(trials, map(yield_one, kinds))
+    ways = [
+        *list_sharings(cfg, settings.ranks, fixed),
+        *list_pipelines(cfg, settings, fixed, splits=splits),
+    ]
     possible = []
     for (variant, _), sharing in product(left, ways):
-        if why := why_too_large(trials, leanest(trials, variant | sharing)):
-            skip(trials, variant | sharing, f"{why}, however activations are kept")
+        if why := explain_too_large(trials, make_leanest(trials, variant | sharing)):
+            skip_trial(trials, variant | sharing, f"{why}, however activations are kept")
         else:
-            possible.append(way(trials, variant | sharing))
-    run_ways(trials, possible)
+            possible.append(yield_micro_batches(trials, variant | sharing))
+    run_trials(trials, possible)
 
 
-def _confirm(trials: Trials, group: list[Changes], splits: bool, want: int) -> None:
+def _confirm_fastest(trials: SearchState, group: list[Changes], splits: bool, want: int) -> None:
     """Plan the fastest estimates until there are enough that fit."""
     most = len(trials.plans) + MAX_PLANS
     while len(trials.confirmed()) < want and len(trials.plans) < most:
-        waiting = [one for one in trials.fitting() if key_of(one.changes) not in trials.plans]
+        waiting = [one for one in trials.fitting() if make_key(one.changes) not in trials.plans]
         if not waiting:
             break
         trials.going.what = "planning the fastest in full"
@@ -175,9 +179,11 @@ def _confirm(trials: Trials, group: list[Changes], splits: bool, want: int) -> N
             _try_group(trials, group, splits)
 
 
-def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) -> Candidate:
+def _plan_candidate(
+    recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate
+) -> Candidate:
     """Return a candidate with the figures of its whole plan."""
-    other = changed(cfg, one.changes)
+    other = apply_changes(cfg, one.changes)
     assert other is not None
     plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
     rank = plan.heaviest
@@ -198,7 +204,7 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) 
     return Candidate(changes, exact, plan.verdict != DOES_NOT_FIT, plan.verdict)
 
 
-def render_search(result: Search) -> str:
+def render_search(result: SearchResult) -> str:
     """The settings as a table: the overrides, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
     batch = f"{result.global_batch_size} sequences a step"
@@ -209,7 +215,7 @@ def render_search(result: Search) -> str:
         lacking = f"; closest, short of {format_bytes(shown[0].short)}:" if shown else ""
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
-    console = open_console(terminal_width(WIDEST))
+    console = open_console(get_terminal_width(WIDEST))
     put(console, title)
     for number, one in enumerate(shown, 1):
         sizes = map(
@@ -219,7 +225,7 @@ def render_search(result: Search) -> str:
         console.print()
         put(
             console,
-            f"{number}. {override_text(one.changes) or 'as the config has it'}",
+            f"{number}. {format_overrides(one.changes) or 'as the config has it'}",
             indent=2,
             wrap=False,
         )
@@ -234,4 +240,4 @@ def render_search(result: Search) -> str:
     )
     console.print()
     put(console, f"tokens/s are for ranking{others}; {how}", indent=2)
-    return text_of(console).rstrip("\n")
+    return read_console(console).rstrip("\n")

@@ -12,7 +12,6 @@ from typing import Any
 
 from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.rank_plans import mixture_of
 from recipe_lib.plan.search.trials import (
     CONTEXT_KEY,
     LONG_SEQUENCE,
@@ -24,14 +23,15 @@ from recipe_lib.plan.search.trials import (
     STREAM_KEY,
     STREAM_TEACHER,
     Changes,
-    checkpointing,
-    data_ranks,
+    count_data_ranks,
     find_differing,
+    get_value,
     is_long,
-    stepped_in_backward,
-    streamed,
-    value_of,
+    set_checkpointing,
+    step_in_backward,
+    stream_layers,
 )
+from recipe_lib.plan.summary.rank_memory import get_mixture
 
 RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
 LENGTH_KEY, PACKING_KEY, TARGETS_KEY = "max_seq_len", "data.packing", "lora.target_modules"
@@ -75,7 +75,7 @@ def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
         *_list_batch_levers(cfg, settings),
         *_list_sharing_levers(cfg, settings.ranks),
         *(_list_adapter_levers(cfg) if cfg.trained_adapters is not None else ()),
-        *(_list_teacher_levers(cfg) if value_of(cfg, "distill") is not None else ()),
+        *(_list_teacher_levers(cfg) if get_value(cfg, "distill") is not None else ()),
         *_list_weight_levers(cfg),
         *_list_host_levers(cfg, settings.ranks),
     ]
@@ -91,7 +91,7 @@ def _list_values(
     levers = []
     lower = True
     for value, note in values.items():
-        lower = lower and value != value_of(cfg, key)
+        lower = lower and value != get_value(cfg, key)
         levers.append(
             Lever(
                 {key: value}, note, lowers=(lowers,) if lower else (), resort=resort if lower else 0
@@ -120,11 +120,12 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
         Lever(
             {"batch_size": 2 * size, TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=turns % 2 == 0
         ),
-        Lever(checkpointing(cfg, "full"), lowers=("activations",)),
+        Lever(set_checkpointing(cfg, "full"), lowers=("activations",)),
         Lever(
-            checkpointing(cfg, "selective"), lowers=("activations",) if own_kind == "none" else ()
+            set_checkpointing(cfg, "selective"),
+            lowers=("activations",) if own_kind == "none" else (),
         ),
-        Lever(checkpointing(cfg, "none")),
+        Lever(set_checkpointing(cfg, "none")),
         Lever(
             {"memory.loss_chunks": min(4 * chunks, MAX_LOSS_CHUNKS)},
             when=chunks < MAX_LOSS_CHUNKS,
@@ -192,7 +193,7 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
         Lever(
             {"parallel.data_replicate": copies},
             "copies of the sharded model",
-            when=several and free and data_ranks(cfg, ranks) % copies == 0,
+            when=several and free and count_data_ranks(cfg, ranks) % copies == 0,
         ),
         Lever({"parallel.strategy": "fsdp"}, when=several),
         Lever({"parallel.strategy": "ddp"}, "whole models, nothing gathered", when=several),
@@ -257,7 +258,7 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
         Lever(
             {TARGETS_KEY: targets},
             f"adapters {'without' if has_experts else 'with'} those of all experts",
-            when=bool(targets) and adapters.adapter_path is None and mixture_of(cfg) is not None,
+            when=bool(targets) and adapters.adapter_path is None and get_mixture(cfg) is not None,
             weighed=True,
         ),
     ]
@@ -307,8 +308,8 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
             when=is_adamw,
         ),
         Lever(
-            stepped_in_backward(cfg),
-            _say_not_done_in_backward(cfg),
+            step_in_backward(cfg),
+            _describe_not_done_in_backward(cfg),
             when=not cfg.memory.optimizer_in_backward,
             lowers=("gradients",) if turns == 1 else (),
         ),
@@ -320,7 +321,7 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
     memory, is_full = cfg.memory, cfg.trained_adapters is None
     streams = "layers are in host memory, and copied one ahead of the one that computes"
     if is_full:
-        streams += f"; each is stepped in backward: {_say_not_done_in_backward(cfg)}"
+        streams += f"; each is stepped in backward: {_describe_not_done_in_backward(cfg)}"
     return [
         Lever(
             {OFFLOAD_KEY: True},
@@ -329,7 +330,7 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
             resort=STATES,
         ),
         Lever(
-            streamed(cfg),
+            stream_layers(cfg),
             streams,
             when=memory.stream_layers is not True,
             lowers=("parameters",) if ranks == 1 and not memory.cpu_offload else (),
@@ -346,7 +347,7 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
     ]
 
 
-def _say_not_done_in_backward(cfg: Any) -> str:
+def _describe_not_done_in_backward(cfg: Any) -> str:
     """Return what a step loses where parameters are stepped in backward."""
     accumulates = cfg.gradient_accumulation_steps > 1
     return "gradients are not clipped" + (", and a step has fewer sequences" if accumulates else "")

@@ -49,22 +49,22 @@ from recipe_lib.plan.search.trials import (
     Candidate,
     Changes,
     Estimate,
-    changed,
-    checkpointing,
-    data_ranks,
-    doubt,
+    apply_changes,
+    compute_tolerance,
+    compute_usable_bytes,
+    count_data_ranks,
     find_differing,
+    format_overrides,
+    get_value,
     is_long,
-    override_text,
-    usable_bytes,
-    value_of,
+    set_checkpointing,
 )
-from recipe_lib.plan.world.shape_only_model import layer_count
+from recipe_lib.plan.simulated_world.shape_only_model import count_layers
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
 
-def least_bytes(
+def compute_least_bytes(
     cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, like: Estimate | None
 ) -> int:
     """Return the bytes that `cfg` takes on its heaviest rank at least: those of the average one as
@@ -100,16 +100,16 @@ def least_bytes(
 
 
 # Gives settings to try, takes what came of each: None for those that are left out.
-Way = Generator[Changes, Candidate | None, None]
+TrialSequence = Generator[Changes, Candidate | None, None]
 
 
-def key_of(changes: Changes) -> str:
+def make_key(changes: Changes) -> str:
     """The same for the same changes in any order."""
-    return override_text(dict(sorted(changes.items())))
+    return format_overrides(dict(sorted(changes.items())))
 
 
 @dataclass
-class Trials:
+class SearchState:
     """What a search has tried so far."""
 
     cfg: Any
@@ -135,9 +135,9 @@ class Trials:
 
     def config(self, changes: Changes) -> Any:
         """Return the config with changes, made once; None where they do not go together."""
-        key = key_of(changes)
+        key = make_key(changes)
         if key not in self.configs:
-            self.configs[key] = changed(self.cfg, changes)
+            self.configs[key] = apply_changes(self.cfg, changes)
         return self.configs[key]
 
     def size(self, changes: Changes, batch_size: int) -> Changes:
@@ -145,12 +145,12 @@ class Trials:
         return (
             changes
             if SIZE_KEYS & set(self.fixed)
-            else changes | micro_batch(self.cfg, changes, batch_size)
+            else changes | set_micro_batch(self.cfg, changes, batch_size)
         )
 
     def fitting(self) -> list[Candidate]:
         """What may fit, fastest first, each once."""
-        found = {key_of(one.changes): one for one in self.tried.values() if one is not None}
+        found = {make_key(one.changes): one for one in self.tried.values() if one is not None}
         left = [
             one for key, one in found.items() if one.may_fit and self.plans.get(key, one).may_fit
         ]
@@ -159,7 +159,7 @@ class Trials:
     def plan(self, candidates: Iterable[Candidate]) -> None:
         """Plan candidates in full."""
         for one, future in [(one, self.submit(one)) for one in candidates]:
-            self.plans[key_of(one.changes)] = future.result()
+            self.plans[make_key(one.changes)] = future.result()
 
     def confirmed(self) -> list[Candidate]:
         """Return what fits by its whole plan, fastest first."""
@@ -169,34 +169,36 @@ class Trials:
 
     def text(self, changes: Changes) -> str:
         """What to type for them."""
-        return override_text(find_differing(self.cfg, changes)) or "as it is"
+        return format_overrides(find_differing(self.cfg, changes)) or "as it is"
 
 
-def leanest(trials: Trials, begun: Changes) -> Changes:
+def make_leanest(trials: SearchState, begun: Changes) -> Changes:
     """One sequence at a time, everything computed again."""
-    kind = {} if CHECKPOINTING_KEY in trials.fixed else checkpointing(trials.cfg, CHECKPOINTING[0])
-    return trials.size(begun | kind, min(sizes(trials.cfg, begun), default=1))
+    kind = (
+        {} if CHECKPOINTING_KEY in trials.fixed else set_checkpointing(trials.cfg, CHECKPOINTING[0])
+    )
+    return trials.size(begun | kind, min(list_micro_batch_sizes(trials.cfg, begun), default=1))
 
 
-def just(changes: Changes) -> Way:
+def yield_one(changes: Changes) -> TrialSequence:
     """Try settings as they are."""
     yield changes
 
 
-def way(trials: Trials, begun: Changes) -> Way:
+def yield_micro_batches(trials: SearchState, begun: Changes) -> TrialSequence:
     """For each kind of checkpointing try micro-batches, from the smallest on, until one does not
     fit.
 
     One that computes more again is of use for larger micro-batches only.
     """
     cfg = trials.cfg
-    left = [cfg.batch_size] if SIZE_KEYS & set(trials.fixed) else sizes(cfg, begun)
+    left = [cfg.batch_size] if SIZE_KEYS & set(trials.fixed) else list_micro_batch_sizes(cfg, begun)
     kinds: Iterable[str] = reversed(CHECKPOINTING)
     if CHECKPOINTING_KEY in trials.fixed:
         kinds = (cfg.memory.activation_checkpointing,)
     for kind in kinds:
-        kept = begun | checkpointing(cfg, kind)
-        if left[-1:] == [batch_per_step_with(cfg, begun)]:
+        kept = begun | set_checkpointing(cfg, kind)
+        if left[-1:] == [count_changed_sequences(cfg, begun)]:
             # All sequences at once have no gradients of others to be added to: they may fit where
             # fewer do not.
             one = yield trials.size(kept, left[-1])
@@ -209,15 +211,15 @@ def way(trials: Trials, begun: Changes) -> Way:
             del left[0]
 
 
-def run_ways(trials: Trials, ways: Iterable[Way]) -> None:
+def run_trials(trials: SearchState, ways: Iterable[TrialSequence]) -> None:
     """Go through all ways, with all workers: pipelines last, whose trials take longest and which a
     fast answer rules out; among the others, and among them, the trial that could be the fastest
     first.
     """
-    ready: list[tuple[Way, Changes]] = []
-    pending: dict[Future[Candidate | None], tuple[Way, Changes]] = {}
+    ready: list[tuple[TrialSequence, Changes]] = []
+    pending: dict[Future[Candidate | None], tuple[TrialSequence, Changes]] = {}
 
-    def go_on(following: Way, answer: Candidate | None) -> None:
+    def go_on(following: TrialSequence, answer: Candidate | None) -> None:
         with suppress(StopIteration):
             ready.append((following, following.send(answer)))
 
@@ -225,78 +227,80 @@ def run_ways(trials: Trials, ways: Iterable[Way]) -> None:
         go_on(one, None)
     while ready or pending:
         while ready and len(pending) < trials.workers:
-            ready.sort(key=lambda pair: (PIPELINE_KEY in pair[1], -_highest_speed(trials, pair[1])))
+            ready.sort(key=lambda pair: (PIPELINE_KEY in pair[1], -_bound_speed(trials, pair[1])))
             following, changes = ready.pop(0)
-            if key_of(changes) in trials.tried:
-                go_on(following, trials.tried[key_of(changes)])
-            elif why := _why_not(trials, changes):
-                skip(trials, changes, why)
+            if make_key(changes) in trials.tried:
+                go_on(following, trials.tried[make_key(changes)])
+            elif why := _explain_needless(trials, changes):
+                skip_trial(trials, changes, why)
                 go_on(following, None)
             else:
                 pending[trials.submit(changes)] = following, changes
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
             following, changes = pending.pop(future)
-            trials.tried[key_of(changes)] = future.result()
-            _say(trials, changes, future.result())
+            trials.tried[make_key(changes)] = future.result()
+            _report_trial(trials, changes, future.result())
             go_on(following, future.result())
 
 
-def _find_like(trials: Trials, cfg: Any) -> Estimate | None:
+def _find_alike_estimate(trials: SearchState, cfg: Any) -> Estimate | None:
     """Return of what was tried something with the same kind of checkpointing; not of a pipeline,
     whose ranks have some of the layers each. How frozen weights are rounded makes no difference to
     what is kept and computed.
     """
     for one in trials.tried.values():
         if one is not None and one.quick.least_seconds:
-            if value_of(trials.config(one.changes), CHECKPOINTING_KEY) == value_of(
+            if get_value(trials.config(one.changes), CHECKPOINTING_KEY) == get_value(
                 cfg, CHECKPOINTING_KEY
             ):
                 return one.quick
     return None
 
 
-def _highest_speed(trials: Trials, changes: Changes) -> float:
+def _bound_speed(trials: SearchState, changes: Changes) -> float:
     """Return the tokens per second that settings have at most; infinite where nothing like them was
     tried.
     """
-    like = _find_like(trials, trials.config(changes))
+    like = _find_alike_estimate(trials, trials.config(changes))
     return float("inf") if like is None else like.tokens / like.least_seconds
 
 
-def _why_not(trials: Trials, changes: Changes) -> str:
+def _explain_needless(trials: SearchState, changes: Changes) -> str:
     """Return why no trial of the settings is needed; nothing where one is."""
-    best, highest = next(iter(trials.fitting()), None), _highest_speed(trials, changes)
+    best, highest = next(iter(trials.fitting()), None), _bound_speed(trials, changes)
     if best is not None and highest <= best.speed:
         return f"{format_count(highest)} tokens/s at most, no faster than the best so far"
-    return why_too_large(trials, changes)
+    return explain_too_large(trials, changes)
 
 
-def why_too_large(trials: Trials, changes: Changes) -> str:
+def explain_too_large(trials: SearchState, changes: Changes) -> str:
     """Return why the settings cannot fit; nothing where they might."""
     cfg = trials.config(changes)
     if cfg is None:
         return "these do not go together"
-    known = trials.leanest.get(variant_key(changes))
+    known = trials.leanest.get(make_variant_key(changes))
     if known is None:
         return ""
     try:
         known_cfg = trials.config(known.changes)
-        least = least_bytes(cfg, trials.settings, known.quick, known_cfg, _find_like(trials, cfg))
+        least = compute_least_bytes(
+            cfg, trials.settings, known.quick, known_cfg, _find_alike_estimate(trials, cfg)
+        )
     except UserError:  # ranks that the mesh cannot be made of: the trial says so
         return ""
-    usable = usable_bytes(cfg, trials.settings)
-    if least <= usable + doubt(trials.settings):
+    usable = compute_usable_bytes(cfg, trials.settings)
+    if least <= usable + compute_tolerance(trials.settings):
         return ""
     return f"takes {format_bytes(least)} at least, of {format_bytes(usable)}"
 
 
-def variant_key(changes: Changes) -> str:
+def make_variant_key(changes: Changes) -> str:
     """Of the part of the changes that is no way to share the model, and no micro-batch."""
     names = (HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *TEACHER_KEYS)
-    return key_of({key: value for key, value in changes.items() if key in names})
+    return make_key({key: value for key, value in changes.items() if key in names})
 
 
-def skip(trials: Trials, changes: Changes, why: str) -> None:
+def skip_trial(trials: SearchState, changes: Changes, why: str) -> None:
     """Say once why settings are not tried."""
     text = trials.text(changes)
     if text not in trials.skipped:
@@ -304,7 +308,7 @@ def skip(trials: Trials, changes: Changes, why: str) -> None:
         get_logger().info(f"not simulated: {text}: {why}")
 
 
-def _say(trials: Trials, changes: Changes, found: Candidate | None) -> None:
+def _report_trial(trials: SearchState, changes: Changes, found: Candidate | None) -> None:
     """What came of a trial, and the best so far where it is better."""
     trials.going.advance(1)
     if found is None:
@@ -344,7 +348,7 @@ LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
 MAX_PIPELINE_LENGTHS = 3  # of pipelines, the longest that there can be
 
 
-def batch_per_step(cfg: Any) -> int:
+def count_sequences(cfg: Any) -> int:
     """Sequences of a step on one data rank."""
     return int(cfg.batch_size * cfg.gradient_accumulation_steps)
 
@@ -359,7 +363,7 @@ def list_groups(
     fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
     resorts: dict[int, list[Changes]] = defaultdict(list)
     for lever in reversed(
-        list_levers(changed(cfg, stays) or cfg, settings)
+        list_levers(apply_changes(cfg, stays) or cfg, settings)
     ):  # of each key the value with the most memory first
         if not fixed & set(lever.changes):
             resorts[lever.resort].append(lever.changes)
@@ -381,12 +385,12 @@ def list_groups(
             ]
 
 
-def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
+def list_sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
     """Yield all ways to copy the model, to keep it whole and to reduce once, least memory first;
     then whole models on every rank, without FSDP. Where sequences are long, then the same with
     ranks that share one.
     """
-    yield from _sharings(cfg, ranks, fixed)
+    yield from _list_sharings_of_config(cfg, ranks, fixed)
     free = (
         CONTEXT_KEY not in fixed
         and not SIZE_KEYS & set(fixed)
@@ -394,13 +398,15 @@ def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
         and is_long(cfg)
     )
     for size in list_contexts(cfg, ranks) if free else []:
-        other = changed(cfg, {CONTEXT_KEY: size})
+        other = apply_changes(cfg, {CONTEXT_KEY: size})
         if other is not None:
-            yield from (one | {CONTEXT_KEY: size} for one in _sharings(other, ranks, fixed))
+            yield from (
+                one | {CONTEXT_KEY: size} for one in _list_sharings_of_config(other, ranks, fixed)
+            )
 
 
-def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    copies = data_ranks(cfg, ranks)
+def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
+    copies = count_data_ranks(cfg, ranks)
     free = STRATEGY_KEY not in fixed
     shared = free and ranks > 1 and cfg.parallel.strategy != "fsdp"
     values: dict[str, Sequence[Any]] = {
@@ -409,7 +415,7 @@ def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]
         REDUCE_KEY: ("micro_batch", "step") if copies > 1 else (cfg.parallel.reduce_gradients,),
         "optimizer.implementation": ("auto",),
     }
-    free_keys = [key for key in values if key not in fixed and value_of(cfg, key) is not None]
+    free_keys = [key for key in values if key not in fixed and get_value(cfg, key) is not None]
     for combination in product(*(values[key] for key in free_keys)):
         one = ({STRATEGY_KEY: "fsdp"} if shared else {}) | dict(
             zip(free_keys, combination, strict=True)
@@ -431,7 +437,7 @@ def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]
         yield {STRATEGY_KEY: "ddp"} | again | ({} if own in fixed else {own: "auto"})
 
 
-def pipelines(
+def list_pipelines(
     cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True
 ) -> Iterator[Changes]:
     """Ways to divide the layers between ranks instead; none where the link or what is fixed speaks
@@ -448,7 +454,7 @@ def pipelines(
         return  # with fewer data ranks, a step keeps its global batch by more sequences on each
     groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
     schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
-    lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
+    lengths = [size for size in range(2, min(groups, count_layers(cfg)) + 1) if groups % size == 0]
     for size in lengths[-MAX_PIPELINE_LENGTHS:]:
         for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
             begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
@@ -475,12 +481,12 @@ def pipelines(
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     """Whether ranks, layers and the batch of a step can be divided so."""
-    if batch_per_step(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline or not sizes(
-        cfg, changes
-    ):
+    if count_sequences(cfg) * changes[
+        PIPELINE_KEY
+    ] % cfg.parallel.pipeline or not list_micro_batch_sizes(cfg, changes):
         return False
-    other = changed(cfg, changes | micro_batch(cfg, changes, 1))
-    if other is None or count_stages(other.parallel) > layer_count(other):
+    other = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
+    if other is None or count_stages(other.parallel) > count_layers(other):
         return False
     try:
         compute_mesh_shape(other.parallel, settings.ranks)
@@ -489,29 +495,32 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     return True
 
 
-def batch_per_step_with(cfg: Any, changes: Changes) -> int:
+def count_changed_sequences(cfg: Any, changes: Changes) -> int:
     """Sequences of a step on one data rank, so that the global batch stays as it is."""
     times = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(
         changes.get(CONTEXT_KEY, cfg.parallel.context)
     )
-    return batch_per_step(cfg) * times // int(cfg.parallel.pipeline * cfg.parallel.context)
+    return count_sequences(cfg) * times // int(cfg.parallel.pipeline * cfg.parallel.context)
 
 
-def micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
+def set_micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
     """Micro-batches of that size, as many as make up the global batch."""
-    return {"batch_size": batch_size, TURNS_KEY: batch_per_step_with(cfg, changes) // batch_size}
+    return {
+        "batch_size": batch_size,
+        TURNS_KEY: count_changed_sequences(cfg, changes) // batch_size,
+    }
 
 
-def sizes(cfg: Any, changes: Changes) -> list[int]:
+def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
     """Sequences that a micro-batch can have, fewest first."""
-    whole = batch_per_step_with(cfg, changes)
+    whole = count_changed_sequences(cfg, changes)
     found = [size for size in range(1, whole + 1) if whole % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
         once = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
         return (
             found[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else found
         )  # of one, every reduction is once
-    other = changed(cfg, changes | micro_batch(cfg, changes, 1))
+    other = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
     fewest = whole + 1 if other is None else count_fewest_micro_batches(other.parallel)
     return [size for size in found if whole // size >= fewest]
 

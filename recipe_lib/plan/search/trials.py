@@ -22,18 +22,18 @@ from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.key_conditions import explain_idle_key
 from recipe_lib.config.mesh import compute_micro_batches, count_same_batch_ranks
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.data.tokenize_dataset import forks, worker_count
+from recipe_lib.data.tokenize_dataset import count_workers, start_forks
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
-from recipe_lib.plan.allocation.caching_allocator import block_bytes
-from recipe_lib.plan.allocation.untraced_memory import outside_torch
+from recipe_lib.plan.allocation.caching_allocator import round_size
+from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
-from recipe_lib.plan.tables import outermost
-from recipe_lib.plan.timing.cost import least_op_seconds, wire_bytes
-from recipe_lib.plan.trace import OP, PHASE, Storage, Trace
-from recipe_lib.plan.tracing.pipeline_actions import peers_of
-from recipe_lib.plan.tracing.simulate import STEADY, list_short_steps
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.timing.cost import compute_least_op_seconds, count_wire_bytes
+from recipe_lib.plan.tracing.pipeline_actions import list_peers
+from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, list_short_steps
+from recipe_lib.plan.views.tables import list_outermost
 from recipe_lib.report.phases import phase
 
 # What a run takes on one rank, from one exact step: what a search tries settings by, in place of a
@@ -79,7 +79,7 @@ class Estimate:
     usable: int = 0
 
 
-def quick(
+def estimate_run(
     recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
 ) -> Estimate:
     """Return the estimate for a plannable config: of a steady step, without load, validation and
@@ -101,17 +101,17 @@ def quick(
         if one.kind == "activations" and IN_LAYERS in one.label + one.module
     )
     # However they are divided into micro-batches, and among the ranks, the operations are the same.
-    computing = [op for op in trace.phase_ops(STEADY) if op.flops and op.part in _IN_MODEL]
+    computing = [op for op in trace.iterate_ops(STEADY) if op.flops and op.part in _IN_MODEL]
     least_seconds = sum(
-        op.repeats * least_op_seconds(op, settings.hardware, settings.calibration)
+        op.repeats * compute_least_op_seconds(op, settings.hardware, settings.calibration)
         for op in computing
     )
     is_whole = cfg.parallel.pipeline == 1
-    sent, copied = traffic(trace)
+    sent, copied = sum_transfers(trace)
     places = {
         found.coordinates.get("pipeline", 0): found.modules for found in planned.simulated.values()
     }
-    modules = [row for rows in places.values() for row in outermost(rows)]
+    modules = [row for rows in places.values() for row in list_outermost(rows)]
     return Estimate(
         active=rank.peak.active,
         reserved=rank.reserved,
@@ -119,7 +119,7 @@ def quick(
         host=max(plan.host for plan in planned.plans),
         seconds=planned.step.seconds or 0.0,
         tokens=simulation.tokens,
-        held=sum(block_bytes(storage.bytes) for storage in held),
+        held=sum(round_size(storage.bytes) for storage in held),
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
@@ -130,19 +130,19 @@ def quick(
         least_seconds=least_seconds if is_whole else 0.0,
         sent=sent,
         copied=copied,
-        usable=usable_bytes(cfg, settings),
+        usable=compute_usable_bytes(cfg, settings),
     )
 
 
-def traffic(trace: Trace) -> tuple[int, int]:
+def sum_transfers(trace: Trace) -> tuple[int, int]:
     """Bytes of a steady step that a rank sends to others, and that are copied to and from its
     host.
     """
     sent = copied = 0
-    for op in trace.phase_ops(STEADY):
+    for op in trace.iterate_ops(STEADY):
         if op.collective is not None and op.collective.operation != "recv":
             collective = op.collective
-            sent += op.repeats * wire_bytes(
+            sent += op.repeats * count_wire_bytes(
                 collective.operation, collective.bytes, len(collective.ranks)
             )
         if op.transfer:  # its bytes are counted where they are read and where they are written
@@ -219,7 +219,7 @@ class Candidate:
         return self.quick.tokens / self.quick.seconds if self.quick.seconds else 0.0
 
 
-def value_of(cfg: Any, key: str) -> Any:
+def get_value(cfg: Any, key: str) -> Any:
     """The value of a dotted key; None where the config's class has no such key."""
     for name in key.split("."):
         cfg = getattr(cfg, name, None)
@@ -228,7 +228,7 @@ def value_of(cfg: Any, key: str) -> Any:
 
 def find_differing(cfg: Any, changes: Changes) -> Changes:
     """Return those of the changes that change the config."""
-    return {key: value for key, value in changes.items() if value_of(cfg, key) != value}
+    return {key: value for key, value in changes.items() if get_value(cfg, key) != value}
 
 
 def is_long(cfg: Any) -> bool:
@@ -236,12 +236,12 @@ def is_long(cfg: Any) -> bool:
     return bool(cfg.max_seq_len >= LONG_SEQUENCE)
 
 
-def data_ranks(cfg: Any, ranks: int) -> int:
+def count_data_ranks(cfg: Any, ranks: int) -> int:
     """Return the number of ranks with different batches."""
     return max(1, ranks // count_same_batch_ranks(cfg.parallel))
 
 
-def changed(cfg: Any, changes: Changes) -> Any | None:
+def apply_changes(cfg: Any, changes: Changes) -> Any | None:
     """A copy of a config with other values; None where its class lacks a key, or the values do not
     go together.
     """
@@ -255,30 +255,30 @@ def changed(cfg: Any, changes: Changes) -> Any | None:
         setattr(
             functools.reduce(getattr, section.split(".") if section else [], other), name, value
         )
-    return None if _refused(other) - _refused(cfg) else other
+    return None if _list_refusals(other) - _list_refusals(cfg) else other
 
 
-def _refused(cfg: Any) -> set[Any]:
+def _list_refusals(cfg: Any) -> set[Any]:
     """The rules that a config breaks, and the keys that it sets in vain."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
     idle = {
         name
         for name, key in keys.items()
-        if value_of(cfg, name) != key.default and explain_idle_key(cfg, key)
+        if get_value(cfg, name) != key.default and explain_idle_key(cfg, key)
     }
     return idle.union(find_broken_rules(cfg, list(keys)))
 
 
-def checkpointing(cfg: Any, kind: str) -> Changes:
+def set_checkpointing(cfg: Any, kind: str) -> Changes:
     """What sets the kind of checkpointing; a budget belongs to `budget` alone."""
     changes: Changes = {"memory.activation_checkpointing": kind}
-    if kind != "budget" and value_of(cfg, "memory.activation_budget_gib") is not None:
+    if kind != "budget" and get_value(cfg, "memory.activation_budget_gib") is not None:
         changes["memory.activation_budget_gib"] = None
     return changes
 
 
-def stepped_in_backward(cfg: Any) -> Changes:
+def step_in_backward(cfg: Any) -> Changes:
     """Return what steps parameters in backward: nothing is clipped there, and nothing
     accumulated.
     """
@@ -290,54 +290,54 @@ def stepped_in_backward(cfg: Any) -> Changes:
     return find_differing(cfg, wanted)
 
 
-def streamed(cfg: Any) -> Changes:
+def stream_layers(cfg: Any) -> Changes:
     """Return what streams the model's layers; where they are trained, with what that needs."""
     if cfg.trained_adapters is not None:
         return {STREAM_KEY: True}
-    return {STREAM_KEY: True} | stepped_in_backward(cfg) | find_differing(cfg, {OFFLOAD_KEY: True})
+    return {STREAM_KEY: True} | step_in_backward(cfg) | find_differing(cfg, {OFFLOAD_KEY: True})
 
 
-def override_text(changes: Changes) -> str:
+def format_overrides(changes: Changes) -> str:
     """Return the changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
     return " ".join(
         f"{key}={format_value(value).replace(', ', ',')}" for key, value in changes.items()
     )
 
 
-def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
+def compute_usable_bytes(cfg: Any, settings: PlanSettings) -> int:
     """What the allocator may take on the device."""
-    outside = settings.outside or outside_torch(
-        settings.hardware, communicator_sizes(cfg.parallel, settings.ranks)
+    outside = settings.outside or estimate_outside_torch(
+        settings.hardware, list_communicator_sizes(cfg.parallel, settings.ranks)
     )
     return settings.hardware.memory - outside.total
 
 
-def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
+def list_communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     """The ranks of each communicator that a rank has, of the ranks of a pipeline the one with the
     most.
 
     NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
     communicator of their own.
     """
-    pairs = max(len(peers_of(parallel, place)) for place in range(parallel.pipeline))
+    pairs = max(len(list_peers(parallel, place)) for place in range(parallel.pipeline))
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
-def doubt(settings: PlanSettings) -> int:
+def compute_tolerance(settings: PlanSettings) -> int:
     """Return the bytes beyond the device up to which an estimate does not say whether settings
     fit.
     """
     return int(RESERVED_TOLERANCE * settings.hardware.memory)
 
 
-def try_quick(
+def try_estimate(
     recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
 ) -> Estimate | None:
     """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is
     then left out.
     """
     try:
-        return quick(recipe_class, cfg, settings, limit)
+        return estimate_run(recipe_class, cfg, settings, limit)
     except UserError:
         return None
     except (
@@ -359,19 +359,19 @@ def try_settings(
     less = {
         key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed
     }
-    if isinstance(value_of(cfg, "parallel.fsdp_wrap_policy"), list):
+    if isinstance(get_value(cfg, "parallel.fsdp_wrap_policy"), list):
         less.pop("parallel.fsdp_wrap_policy", None)
     best = None
     for more in ({}, less):
-        other = changed(cfg, changes | more)
+        other = apply_changes(cfg, changes | more)
         if other is None:
             break
-        limit = int(usable_bytes(other, settings) / (1 - ACTIVE_TOLERANCE))
-        estimate = try_quick(recipe_class, other, settings, limit)
+        limit = int(compute_usable_bytes(other, settings) / (1 - ACTIVE_TOLERANCE))
+        estimate = try_estimate(recipe_class, other, settings, limit)
         if estimate is None:
             break
         one = Candidate(changes | more, estimate, estimate.active <= limit)
-        one = replace(one, may_fit=one.may_fit and one.short <= doubt(settings))
+        one = replace(one, may_fit=one.may_fit and one.short <= compute_tolerance(settings))
         if best is None or one.short < best.short:
             best = one
         # More than this, logits and gathered embeddings do not make up for.
@@ -384,7 +384,7 @@ def try_settings(
     return best
 
 
-def in_processes(
+def run_in_processes(
     work: Callable[[Piece], Result],
     pieces: Sequence[Piece],
     what: str = "trying settings",
@@ -400,7 +400,7 @@ def in_processes(
         return work(pieces[place])
 
     waiting = phase(what, len(pieces), unit, leaves_line=False)
-    with side_by_side(work_at) as (submit, _), waiting as going:
+    with open_workers(work_at) as (submit, _), waiting as going:
         results = []
         for future in [submit(place) for place in range(len(pieces))]:
             results.append(future.result())
@@ -409,7 +409,7 @@ def in_processes(
 
 
 @contextmanager
-def side_by_side(
+def open_workers(
     work: Callable[[Piece], Result], processes: int | None = None
 ) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
     """Yield (what begins `work` of a piece, how many go on at a time), by forks of this process,
@@ -419,18 +419,18 @@ def side_by_side(
     threads that a fork lacks. SetupError if a fork is killed.
     """
     has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
-    workers = 1 if has_simulated else worker_count(processes)
+    workers = 1 if has_simulated else count_workers(processes)
     if workers == 1:
-        yield functools.partial(_done, work), 1
+        yield functools.partial(_run_now, work), 1
         return
     try:
-        with forks(work, workers) as submit:
+        with start_forks(work, workers) as submit:
             yield submit, workers
     except BrokenProcessPool as error:
         raise SetupError(_KILLED) from error
 
 
-def _done(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
+def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
     future: Future[Result] = Future()
     future.set_result(work(piece))
     return future

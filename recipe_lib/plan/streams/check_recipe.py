@@ -9,13 +9,17 @@ from typing import Any
 from recipe_lib.config.mesh import compute_micro_batches, count_stages
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
-from recipe_lib.plan.rank_plans import first_of_each_place
-from recipe_lib.plan.search.trials import in_processes
-from recipe_lib.plan.streams.code_line import text_of
-from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
+from recipe_lib.plan.search.trials import run_in_processes
+from recipe_lib.plan.simulated_world.shape_only_model import (
+    count_layers,
+    find_layer_pattern,
+    limit_layers,
+)
+from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.streams.code_line import format_line
+from recipe_lib.plan.streams.collective_order import CollectiveCall, list_order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.summary.rank_memory import list_first_ranks
 from recipe_lib.units import pluralize
 
 MOST_RANKS = 64  # whose collectives are compared
@@ -83,17 +87,17 @@ def check_streams(
     def follow(rank: int) -> RankCheck:
         checker = StreamChecker(NAME)
         simulate_rank(recipe_class, cfg, settings, rank, traced=traced, checker=checker)
-        waits = Counter(f"{what} at {text_of(line)}" for what, line in checker.waits)
+        waits = Counter(f"{what} at {format_line(line)}" for what, line in checker.waits)
         return RankCheck(rank, checker.faults(), dict(waits.most_common()))
 
-    ranks = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    ranks = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
     result = StreamCheck(
-        in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", ""
+        run_in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", ""
     )
     if traced < count:
         result.followed = f"{traced} of a step's {count} micro-batches are followed"
     if settings.ranks > 1 and compares:
-        small, layers = _with_few_layers(cfg)
+        small, layers = _limit_layers(cfg)
 
         def calls_of(rank: int) -> list[CollectiveCall]:
             checker = StreamChecker(NAME)
@@ -101,8 +105,8 @@ def check_streams(
             return checker.calls
 
         compared = list(range(min(settings.ranks, MOST_RANKS)))
-        calls = in_processes(calls_of, compared, "comparing collectives", unit="ranks")
-        result.faults = order_faults(dict(zip(compared, calls, strict=True)))
+        calls = run_in_processes(calls_of, compared, "comparing collectives", unit="ranks")
+        result.faults = list_order_faults(dict(zip(compared, calls, strict=True)))
         made = (
             f"{sum(map(len, calls)):,} calls of {len(compared)} ranks (a model of {layers} layers)"
         )
@@ -110,11 +114,11 @@ def check_streams(
     return result
 
 
-def _with_few_layers(cfg: Any) -> tuple[Any, int]:
+def _limit_layers(cfg: Any) -> tuple[Any, int]:
     """The config with as few layers as have every kind of them on each stage, and how many those
     are; the whole model where one of its settings names layers that there would not be.
     """
-    own = layer_count(cfg)
+    own = count_layers(cfg)
     lead, period = find_layer_pattern(cfg)
     wanted = lead + 2 * max(
         period, count_stages(cfg.parallel), cfg.memory.activation_offload_prefetch_layers
@@ -122,7 +126,7 @@ def _with_few_layers(cfg: Any) -> tuple[Any, int]:
     if wanted >= own or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
         return cfg, own
     try:
-        return with_layers(cfg, wanted), wanted
+        return limit_layers(cfg, wanted), wanted
     except ConfigError:
         return cfg, own
 

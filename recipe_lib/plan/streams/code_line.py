@@ -20,7 +20,7 @@ _PACKAGES = sysconfig.get_paths()["purelib"]
 _PLAN = str(_PACKAGE / "plan")
 
 
-def code_line() -> Line:
+def find_code_line() -> Line:
     """Of the innermost frame that is worth showing; ("", 0): there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None and not _is_shown(frame.f_code.co_filename):
@@ -42,7 +42,7 @@ def is_of_user(file: str) -> bool:
     return not file.startswith((str(_PACKAGE), _TORCH, _STANDARD, _PACKAGES, "<"))
 
 
-def text_of(line: Line) -> str:
+def format_line(line: Line) -> str:
     """`recipe_lib/memory/activation_offload.py:250`; of a package its path in it, of other files as
     short as can be.
     """

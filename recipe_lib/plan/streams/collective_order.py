@@ -42,16 +42,16 @@ Calls = Mapping[int, Sequence[CollectiveCall]]  # by rank, in the order in which
 _Node = tuple[Group, int]  # a collective, by its place in its group; -1: making the communicator
 
 
-def order_faults(calls: Calls) -> list[str]:
+def list_order_faults(calls: Calls) -> list[str]:
     """What would hang or exchange the wrong tensors, in words; empty: nothing. calls: of all ranks
     of the groups.
     """
-    return mismatches(calls) or circles(calls)
+    return find_mismatches(calls) or find_circles(calls)
 
 
-def mismatches(calls: Calls) -> list[str]:
+def find_mismatches(calls: Calls) -> list[str]:
     """Of each group the first call that not all of its ranks make alike."""
-    made = {(rank, node): call for rank, node, call in _numbered(calls)}
+    made = {(rank, node): call for rank, node, call in _number_calls(calls)}
     faults: dict[Group, str] = {}
     for (rank, (group, place)), call in made.items():
         expected = (_MATCHES.get(call.operation, call.operation), call.bytes, call.dtype)
@@ -69,7 +69,7 @@ def mismatches(calls: Calls) -> list[str]:
     return list(faults.values())
 
 
-def circles(calls: Calls) -> list[str]:
+def find_circles(calls: Calls) -> list[str]:
     """A circle of collectives each of which waits for the next, if there is one."""
     needs: dict[_Node, set[_Node]] = defaultdict(
         set
@@ -77,7 +77,7 @@ def circles(calls: Calls) -> list[str]:
     words: dict[_Node, str] = {}
     nodes: dict[int, list[_Node]] = defaultdict(list)
     made: dict[int, list[_Node]] = defaultdict(list)  # by rank, its communicators so far
-    for rank, node, call in _numbered(calls):
+    for rank, node, call in _number_calls(calls):
         own = nodes[rank]
         group, number = node
         begins = (group, -1)
@@ -100,7 +100,7 @@ def circles(calls: Calls) -> list[str]:
     return []
 
 
-def _numbered(calls: Calls) -> Iterator[tuple[int, _Node, CollectiveCall]]:
+def _number_calls(calls: Calls) -> Iterator[tuple[int, _Node, CollectiveCall]]:
     """Yield the ranks' calls, each with its place in its group."""
     for rank, made in calls.items():
         count: Counter[Group] = Counter()

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe_lib.plan.streams.code_line import Line, code_line, text_of
+from recipe_lib.plan.streams.code_line import Line, find_code_line, format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.timing.stream_schedule import is_transfer
-from recipe_lib.plan.trace import HOST, Op, Storage
-from recipe_lib.plan.tracing.operator_costs import is_blocking, tensors_in
+from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
+from recipe_lib.plan.tracing.trace import HOST, Op, Storage
 
 # What happens before what, on the streams of a device and on the host: vector clocks (Mattern,
 # 1989). No torch.
@@ -178,7 +178,7 @@ class StreamChecker:
                         self._clocks.issue(stream),
                         "reads",
                         Op("saving a state"),
-                        code_line(),
+                        find_code_line(),
                     ),
                 )
 
@@ -187,9 +187,9 @@ class StreamChecker:
         works = dict.fromkeys(
             (work.operator, work.place) for work in (*self._works.values(), *self._results.values())
         )
-        never = [f"{name} at {text_of(line)} is never waited for" for name, line in works]
+        never = [f"{name} at {format_line(line)} is never waited for" for name, line in works]
         passed = [
-            f"{text_of(line)} waits for an event that nothing has recorded, which CUDA lets pass"
+            f"{format_line(line)} waits for an event that nothing has recorded, which CUDA lets pass"
             for line in self.unrecorded
         ]
         return [*self.races.values(), *never, *passed]
@@ -204,7 +204,11 @@ class StreamChecker:
             last = self._clocks.last.get(pool, 0)
             memory.before.append(
                 Access(
-                    pool, last, "has", Op("what was issued before", part=storage.part), code_line()
+                    pool,
+                    last,
+                    "has",
+                    Op("what was issued before", part=storage.part),
+                    find_code_line(),
                 )
             )
             waiting = self._freed.get(pool, {}).values()
@@ -236,7 +240,7 @@ class StreamChecker:
             if use.stream not in waiting or waiting[use.stream].work < use.work:
                 waiting[use.stream] = use  # a stream's last work ends after its others
 
-    def recorded_stream(self, number: int, stream: int) -> None:
+    def note_record_stream(self, number: int, stream: int) -> None:
         """`record_stream`: the allocator keeps the memory until a stream is done with it."""
         if number in self._memory:
             self._memory[number].recorded.add(stream)
@@ -253,10 +257,10 @@ class StreamChecker:
 
     def _find_clock(self, event: int) -> Clock:
         if event not in self._events:
-            self.unrecorded[code_line()] = None
+            self.unrecorded[find_code_line()] = None
         return self._events.get(event, {})
 
-    def synchronized(self, what: str, stream: int | None, event: int | None) -> None:
+    def note_synchronize(self, what: str, stream: int | None, event: int | None) -> None:
         """The host waits for an event, for a stream, or for all of them."""
         if event is not None:
             clock = self._find_clock(event)
@@ -274,7 +278,7 @@ class StreamChecker:
         is a part of it.
         """
         self._clocks.wait(HOST, clock)
-        line, issued = code_line(), self._on_device
+        line, issued = find_code_line(), self._on_device
         if self.counts and (line, issued) != self._last_wait:
             self.waits.append((what, line))
         self._last_wait = line, issued
@@ -297,11 +301,11 @@ class StreamChecker:
             self._finish(self._results.pop(next(iter(numbers(args)), -1), None), op.stream)
             return
         read, written = (
-            dict.fromkeys(numbers(found)) for found in accesses(func, args, kwargs, result)
+            dict.fromkeys(numbers(found)) for found in find_accesses(func, args, kwargs, result)
         )
         on_device = any(
             one.device.type == self.device
-            for one in tensors_in((args, tuple(kwargs.values()), result))
+            for one in list_tensors((args, tuple(kwargs.values()), result))
         )
         stream = op.stream if on_device else HOST
         self._on_device += on_device
@@ -310,7 +314,7 @@ class StreamChecker:
         is_sent = op.collective is not None and (not op.collective.waits or is_transfer(op))
         if is_sent:
             stream = self._find_communicator(op, stream)
-        work, line = self._clocks.issue(stream), code_line()
+        work, line = self._clocks.issue(stream), find_code_line()
         if op.collective is not None and on_device:
             self._note_call(op, stream, work, line)
         for does, found in (("reads", read), ("writes", written)):
@@ -341,7 +345,9 @@ class StreamChecker:
         """Return whether one of them is a mask on the device, whose elements CUDA counts
         (`nonzero`) for the host.
         """
-        masks = [index for index in tensors_in(indices) if index.dtype in (torch.bool, torch.uint8)]
+        masks = [
+            index for index in list_tensors(indices) if index.dtype in (torch.bool, torch.uint8)
+        ]
         return any(mask.device.type == self.device for mask in masks)
 
     def _why_copy_waits(
@@ -410,7 +416,7 @@ class StreamChecker:
     def _describe(self, access: Access) -> str:
         """`aten::copy_ on stream 2 (backward, model.layers.0, memory/x.py:12)`."""
         part = "" if access.op.part == "other" else access.op.part
-        where = ", ".join(filter(None, [part, access.op.module, text_of(access.place)]))
+        where = ", ".join(filter(None, [part, access.op.module, format_line(access.place)]))
         return (
             f"{access.op.name} {self._names.get(access.stream, f'on stream {access.stream}')}"
             f" ({where})"
@@ -440,7 +446,7 @@ class StreamChecker:
             ("" if pair else collective.dim, collective.ranks, pair),
             collective.bytes,
             collective.dtype,
-            text_of(line),
+            format_line(line),
             self._done_calls(stream),
             self._done_calls(HOST),
         )
@@ -456,12 +462,12 @@ class StreamChecker:
                 done.append(calls[count - 1][1])
         return tuple(done)
 
-    def started(self, work: Any) -> None:
+    def note_start(self, work: Any) -> None:
         """A call has returned the work of the last asynchronous collective."""
         if self._last_work is not None:
             self._works[id(work)], self._last_work = self._last_work, None
 
-    def waited_for_work(self, work: Any, stream: int) -> None:
+    def note_work_wait(self, work: Any, stream: int) -> None:
         """A stream waits for a collective."""
         self._finish(self._works.pop(id(work), None), stream)
 
@@ -506,7 +512,7 @@ _ONLY_WRITES = frozenset(
 )
 
 
-def accesses(
+def find_accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors read, tensors written); what is changed in place is among both."""
@@ -515,11 +521,11 @@ def accesses(
         **kwargs,
     }
     names = _find_written(func)
-    written = tensors_in([value for name, value in given.items() if name in names])
+    written = list_tensors([value for name, value in given.items() if name in names])
     kept = names if func._schema.name in _ONLY_WRITES else frozenset()
-    return tensors_in([value for name, value in given.items() if name not in kept]), [
+    return list_tensors([value for name, value in given.items() if name not in kept]), [
         *written,
-        *tensors_in(result),
+        *list_tensors(result),
     ]
 
 

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from recipe_lib.plan.allocation.untraced_memory import attention_backend
+from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.trace import WORK_WAIT, Collective, Op, Trace
+from recipe_lib.plan.tracing.trace import WORK_WAIT, Collective, Op, Trace
 
 KERNEL_SECONDS = (
     3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
@@ -95,7 +95,7 @@ class Calibration:
     memory: int | None = None
 
 
-def wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
+def count_wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
     """Bytes that one rank sends (or, for `recv`, receives) in a collective of `ranks`; num_bytes:
     the whole tensor.
 
@@ -112,7 +112,7 @@ def wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
     return (2 if operation == "all_reduce" else 1) * num_bytes * (ranks - 1) // ranks
 
 
-def collective_seconds(
+def compute_collective_seconds(
     collective: Collective, hardware: Hardware, calibration: Calibration | None = None
 ) -> float:
     """One collective alone on its link: latency of its steps plus wire bytes over bus bandwidth.
@@ -121,14 +121,14 @@ def collective_seconds(
     network cards of all of its ranks on a machine, up to the bandwidth inside one.
     """
     ranks = len(collective.ranks)
-    sent = wire_bytes(collective.operation, collective.bytes, ranks)
+    sent = count_wire_bytes(collective.operation, collective.bytes, ranks)
     if not sent:
         return 0.0
     by_node = Counter(rank // hardware.ranks_per_node for rank in collective.ranks)
     bandwidth = (calibration and calibration.link_bandwidth) or hardware.link.bandwidth
     if len(by_node) > 1:
         bandwidth = min(bandwidth, min(by_node.values()) * hardware.inter_node_bandwidth)
-    steps = _steps(collective.operation, ranks)
+    steps = _count_steps(collective.operation, ranks)
     crossings = (
         len(by_node) - 1
     )  # of the steps, those that wait for the network (NCCL's src/graph/tuning.cc)
@@ -137,13 +137,13 @@ def collective_seconds(
     crossings = min(crossings, steps)
     if calibration and calibration.links and len(by_node) == 1:
         # What was measured among some ranks takes more steps among more.
-        more = max(0, steps - _steps(collective.operation, calibration.links.ranks))
+        more = max(0, steps - _count_steps(collective.operation, calibration.links.ranks))
         return calibration.links.seconds(collective.operation, sent) + more * hardware.link.latency
     latency = crossings * hardware.inter_node_latency + (steps - crossings) * hardware.link.latency
     return COLLECTIVE_SECONDS + latency + sent / bandwidth
 
 
-def _steps(operation: str, ranks: int) -> int:
+def _count_steps(operation: str, ranks: int) -> int:
     """Steps of a collective one after the other: of a ring, which an all-reduce goes round twice; a
     small one takes a tree, up and down.
     """
@@ -156,7 +156,7 @@ def _steps(operation: str, ranks: int) -> int:
     )
 
 
-def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
+def compute_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
     """One operator alone on the device: the longest of computing, moving bytes and the smallest
     kernel.
 
@@ -165,33 +165,37 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
     operator that moves nothing (an empty tensor), takes nothing.
     """
     if op.collective:
-        return collective_seconds(op.collective, hardware, calibration)
+        return compute_collective_seconds(op.collective, hardware, calibration)
     if is_wait(op) or not (op.flops or op.bytes):
         return 0.0
     if op.transfer:  # its bytes are counted where they are read and where they are written
-        return max(op.bytes / 2 / _copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS)
+        return max(
+            op.bytes / 2 / _get_copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS
+        )
     if op.on_host:
         return op.bytes / hardware.host_memory_bandwidth
-    if matmuls := matmuls_issued(op, hardware.architecture):
+    if matmuls := count_issued_matmuls(op, hardware.architecture):
         one = replace(
             op, flops=op.flops // matmuls, bytes=op.bytes // matmuls, shape=(1, *op.shape[1:])
         )
-        return matmuls * _kernel_seconds(one, hardware, calibration, splits=True)
-    return _kernel_seconds(op, hardware, calibration)
+        return matmuls * _compute_kernel_seconds(one, hardware, calibration, splits=True)
+    return _compute_kernel_seconds(op, hardware, calibration)
 
 
-def _kernel_seconds(
+def _compute_kernel_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False
 ) -> float:
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
-    bandwidth = calibration.bandwidth if calibration else bandwidth_rate(hardware, op.bytes)
+    bandwidth = calibration.bandwidth if calibration else compute_bandwidth(hardware, op.bytes)
     if "_fused_adam" in op.name:
         measured = calibration.optimizer if calibration else None
-        bandwidth = measured or min(bandwidth, adam_rate(hardware, op.bytes))
-    return max(_computing(op, hardware, calibration, splits), op.bytes / bandwidth, floor)
+        bandwidth = measured or min(bandwidth, compute_adam_bandwidth(hardware, op.bytes))
+    return max(
+        _compute_arithmetic_seconds(op, hardware, calibration, splits), op.bytes / bandwidth, floor
+    )
 
 
-def _computing(
+def _compute_arithmetic_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False
 ) -> float:
     """Seconds of a matmul or attention, 0 for others; measured rates scale those of
@@ -200,9 +204,9 @@ def _computing(
     if is_attention(op):
         if len(op.shape) != 5:
             return op.flops / hardware.rate(op.dtype)
-        seconds = attention_seconds(hardware, op.name, op.dtype, op.shape)
-        return seconds * _attention_scale(
-            hardware, calibration, attention_kernel(hardware, op.name, op.shape[-1])
+        seconds = compute_attention_seconds(hardware, op.name, op.dtype, op.shape)
+        return seconds * _compute_attention_scale(
+            hardware, calibration, choose_attention_kernel(hardware, op.name, op.shape[-1])
         )
     if not op.flops:
         return 0.0
@@ -210,20 +214,22 @@ def _computing(
     scale = (
         1.0
         if calibration is None
-        else _interpolate(_matmul_scales(op.dtype, hardware, calibration), op.flops)
+        else _interpolate(_list_matmul_scales(op.dtype, hardware, calibration), op.flops)
     )
-    return op.flops / (matmul_rate(hardware, op.dtype, shape, splits) * scale)
+    return op.flops / (compute_matmul_rate(hardware, op.dtype, shape, splits) * scale)
 
 
-def least_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
+def compute_least_op_seconds(
+    op: Op, hardware: Hardware, calibration: Calibration | None = None
+) -> float:
     """What a matmul or attention takes at least, however many rows of it are computed at once; 0
     for others.
     """
     if is_attention(op):
-        return _computing(op, hardware, calibration)
-    points = [] if calibration is None else _matmul_scales(op.dtype, hardware, calibration)
+        return _compute_arithmetic_seconds(op, hardware, calibration)
+    points = [] if calibration is None else _list_matmul_scales(op.dtype, hardware, calibration)
     highest = max((scale for _, scale in points), default=1.0)
-    return op.flops / (matmul_rate(hardware, op.dtype, ()) * highest)
+    return op.flops / (compute_matmul_rate(hardware, op.dtype, ()) * highest)
 
 
 def is_attention(op: Op) -> bool:
@@ -231,7 +237,7 @@ def is_attention(op: Op) -> bool:
     return "attention" in op.name or "attn" in op.name
 
 
-def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) -> float:
+def _get_copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) -> float:
     """Bytes a second between host and device."""
     measured = None
     if calibration is not None:
@@ -239,11 +245,13 @@ def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) ->
     return measured or hardware.host_bandwidth
 
 
-def launch_seconds(op: Op, calibration: Calibration | None = None, architecture: str = "") -> float:
+def compute_launch_seconds(
+    op: Op, calibration: Calibration | None = None, architecture: str = ""
+) -> float:
     """For the host to issue one operator: from Python, eagerly, or one of ours that is compiled; of
     a grouped matmul that the architecture has no kernel for, each of its matmuls as well.
     """
-    issued = matmuls_issued(op, architecture) if architecture else 0
+    issued = count_issued_matmuls(op, architecture) if architecture else 0
     if op.name.startswith("tune_recipes::") and not issued:
         return COMPILED_SECONDS
     return (1 + issued) * (calibration.host_seconds if calibration else HOST_SECONDS)
@@ -254,7 +262,7 @@ def is_wait(op: Op) -> bool:
     return op.name == WORK_WAIT or op.name.endswith("wait_tensor")
 
 
-def _matmul_scales(
+def _list_matmul_scales(
     dtype: str, hardware: Hardware, calibration: Calibration
 ) -> list[tuple[float, float]]:
     """Return (operations, rate in a run over that of `matmul_rate`) of the shapes measured, small
@@ -266,28 +274,31 @@ def _matmul_scales(
     known = next(
         name for name in (dtype, "bf16", *calibration.matmul) if name in calibration.matmul
     )
-    share = calibration.step_share or run_share(hardware)
+    share = calibration.step_share or get_run_share(hardware)
     least = 0.0 if hardware.architecture == "cpu" else _HOST_BOUND * calibration.host_seconds
     points = [
         (2.0 * m * n * k, rate, (1, m, k, n)) for (m, n, k), rate in calibration.matmul[known]
     ]
     points = [point for point in points if point[0] / point[1] >= least] or points[-1:]
     return [
-        (flops, share * rate / matmul_rate(hardware, known, shape)) for flops, rate, shape in points
+        (flops, share * rate / compute_matmul_rate(hardware, known, shape))
+        for flops, rate, shape in points
     ]
 
 
-def _attention_scale(hardware: Hardware, calibration: Calibration | None, kernel: str) -> float:
+def _compute_attention_scale(
+    hardware: Hardware, calibration: Calibration | None, kernel: str
+) -> float:
     """Return measured seconds of attention over those of `attention_seconds`; 1 for a kernel that
     was not measured.
     """
     rows, heads, tokens, width = TINY_ATTENTION if hardware.architecture == "cpu" else ATTENTION
     measured = "aten::_scaled_dot_product_flash_attention"
-    if calibration is None or kernel != attention_kernel(hardware, measured, width):
+    if calibration is None or kernel != choose_attention_kernel(hardware, measured, width):
         return 1.0
     shape = (rows * heads, tokens, tokens, (tokens + 1) // 2, width)
     expected = sum(
-        attention_seconds(hardware, name, "bf16", shape)
+        compute_attention_seconds(hardware, name, "bf16", shape)
         for name in (measured, f"{measured}_backward")
     )
     return 14.0 * rows * heads * tokens * tokens * width / calibration.attention / expected
@@ -301,16 +312,18 @@ def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
     return float(np.interp(math.log(size), np.log(sizes), values))
 
 
-def model_flops(trace: Trace, phase: str) -> int:
+def count_model_flops(trace: Trace, phase: str) -> int:
     """Operations of forward and backward in a phase, on this rank, without what activation
     checkpointing redoes.
     """
     return sum(
-        op.flops * op.repeats for op in trace.phase_ops(phase) if op.part in ("forward", "backward")
+        op.flops * op.repeats
+        for op in trace.iterate_ops(phase)
+        if op.part in ("forward", "backward")
     )
 
 
-def model_flops_utilization(
+def compute_model_flops_utilization(
     flops: float, seconds: float, hardware: Hardware, dtype: str = "bf16"
 ) -> float:
     """Share of the device's dense rate that the model's own operations use in a step (MFU, arXiv
@@ -321,7 +334,7 @@ def model_flops_utilization(
     return flops / (hardware.rate(dtype) * seconds) if seconds > 0 else 0.0
 
 
-def error_text(hardware: Hardware, calibration: Calibration | None) -> str:
+def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:
     """How far off the times may be, for `TimePlan.error`; of data sheets, by
     docs/measurements/planned_times.md.
     """
@@ -465,7 +478,7 @@ _CACHE_SPEED, _CACHED = 3.9, 0.5
 _ADAM = {"sm90": 7 * 2 * 6_738_415_616 / 49.935e-3 / 132}
 
 
-def matmul_rate(
+def compute_matmul_rate(
     hardware: Hardware, dtype: str, shape: tuple[int, ...], splits: bool = False
 ) -> float:
     """Operations a second of a matmul. shape: (matrices, m, k, n); (): as a very large one. splits:
@@ -478,10 +491,14 @@ def matmul_rate(
         return hardware.rate(dtype)
     if not shape:
         return share * hardware.rate(dtype)
-    return share * hardware.rate(dtype) * tile_share(*shape, MULTIPROCESSORS.get(name, 108), splits)
+    return (
+        share
+        * hardware.rate(dtype)
+        * compute_tile_share(*shape, MULTIPROCESSORS.get(name, 108), splits)
+    )
 
 
-def run_share(hardware: Hardware) -> float:
+def get_run_share(hardware: Hardware) -> float:
     """Return the share of a matmul's rate in a short measurement that is left in a run."""
     if hardware.architecture == "cpu":
         return 1.0
@@ -489,7 +506,7 @@ def run_share(hardware: Hardware) -> float:
 
 
 @lru_cache(maxsize=4096)
-def tile_share(
+def compute_tile_share(
     matrices: int, m: int, k: int, n: int, multiprocessors: int, splits: bool = False
 ) -> float:
     """The share of a matmul's time in which its tiles do work that counts: full rounds of all
@@ -510,7 +527,7 @@ def tile_share(
     return best
 
 
-def attention_kernel(hardware: Hardware, name: str, width: int) -> str:
+def choose_attention_kernel(hardware: Hardware, name: str, width: int) -> str:
     """Return the kernel that torch runs for an attention operator: `cudnn`, `efficient` or `flash`.
 
     The planner traces the flash operator where torch prefers cuDNN's, which has heads of up to 128
@@ -520,11 +537,15 @@ def attention_kernel(hardware: Hardware, name: str, width: int) -> str:
         return "cudnn"
     if "efficient" in name:
         return "efficient"
-    preferred = "scaled_dot_product" in name and attention_backend(hardware.architecture) == "cudnn"
+    preferred = (
+        "scaled_dot_product" in name and choose_attention_backend(hardware.architecture) == "cudnn"
+    )
     return "cudnn" if preferred and width <= 128 and width % 8 == 0 else "flash"
 
 
-def attention_seconds(hardware: Hardware, name: str, dtype: str, shape: tuple[int, ...]) -> float:
+def compute_attention_seconds(
+    hardware: Hardware, name: str, dtype: str, shape: tuple[int, ...]
+) -> float:
     """Of an attention operator, from its name and `(rows times heads, queries, keys, keys seen,
     width)`.
     """
@@ -533,7 +554,7 @@ def attention_seconds(hardware: Hardware, name: str, dtype: str, shape: tuple[in
     flops = (5 if backward else 2) * 2.0 * rows * queries * seen * width
     architecture = hardware.architecture
     rates = _ATTENTION.get(architecture, _ATTENTION["sm80"])
-    kernel = attention_kernel(hardware, name, width)
+    kernel = choose_attention_kernel(hardware, name, width)
     if kernel == "cudnn":
         rates = _CUDNN.get(architecture, rates)
     share = rates.backward if backward else rates.forward
@@ -543,7 +564,7 @@ def attention_seconds(hardware: Hardware, name: str, dtype: str, shape: tuple[in
     return flops / (share * hardware.rate(dtype))
 
 
-def bandwidth_rate(hardware: Hardware, num_bytes: int) -> float:
+def compute_bandwidth(hardware: Hardware, num_bytes: int) -> float:
     """Bytes a second of a kernel that moves so many, of which it computes next to nothing."""
     rate = hardware.bandwidth * _BANDWIDTH.get(hardware.architecture, 0.8)
     cache = _LARGE_CACHE.get(hardware.rates_of or hardware.name, 0)
@@ -552,13 +573,13 @@ def bandwidth_rate(hardware: Hardware, num_bytes: int) -> float:
     return rate
 
 
-def adam_rate(hardware: Hardware, num_bytes: int) -> float:
+def compute_adam_bandwidth(hardware: Hardware, num_bytes: int) -> float:
     """Return the bytes a second of torch's fused Adam and AdamW, which are bound by memory or by
     their own loads.
     """
     multiprocessors = MULTIPROCESSORS.get(hardware.rates_of or hardware.name, 108)
     return min(
-        bandwidth_rate(hardware, num_bytes),
+        compute_bandwidth(hardware, num_bytes),
         _ADAM.get(hardware.architecture, math.inf) * multiprocessors,
     )
 
@@ -578,7 +599,7 @@ _OURS = "tune_recipes::"  # those of `recipe_lib.ops.grouped`, a loop everywhere
 _FIELDS = 5  # of a grouped matmul's shape; attention has as many
 
 
-def one_kernel(architecture: str) -> bool:
+def has_grouped_kernel(architecture: str) -> bool:
     """Whether such a GPU has one kernel for a grouped matmul in bf16."""
     return architecture in _ONE_KERNEL
 
@@ -590,18 +611,18 @@ def is_grouped(op: Op) -> bool:
     return "grouped" in op.name and len(op.shape) == _FIELDS
 
 
-def matmuls_issued(op: Op, architecture: str) -> int:
+def count_issued_matmuls(op: Op, architecture: str) -> int:
     """How many matmuls the host issues one by one for a grouped one, after it has waited for the
     numbers of their rows; 0 for any other operator, and where one kernel computes all of them.
     """
     if not is_grouped(op) or architecture == "cpu":
         return 0
-    if one_kernel(architecture) and op.dtype == "bf16" and not op.name.startswith(_OURS):
+    if has_grouped_kernel(architecture) and op.dtype == "bf16" and not op.name.startswith(_OURS):
         return 0
     return op.shape[0]
 
 
-def with_loads(op: Op, experts: int) -> Op:
+def set_loads(op: Op, experts: int) -> Op:
     """A grouped matmul whose rows are all of `experts` experts, each with as many: the weights of
     others are not read, and their gradients are 0. Any other operator as it is.
     """

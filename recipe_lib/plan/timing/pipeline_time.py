@@ -13,15 +13,19 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import Action
 from recipe_lib.parallel.pipeline.simulation import Timeline, simulate
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.timing.cost import Calibration, collective_seconds, launch_seconds
+from recipe_lib.plan.timing.cost import (
+    Calibration,
+    compute_collective_seconds,
+    compute_launch_seconds,
+)
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
-from recipe_lib.plan.trace import Trace
-from recipe_lib.plan.tracing.pipeline_actions import orders_of, stand_ins
+from recipe_lib.plan.tracing.pipeline_actions import find_stand_ins, get_orders
+from recipe_lib.plan.tracing.trace import Trace
 
 _Seconds = dict[Action, float]
 
 
-def pipeline_time(
+def compute_pipeline_time(
     parallel: ParallelConfig,
     count: int,
     traces: Mapping[int, Trace],
@@ -34,10 +38,10 @@ def pipeline_time(
     a whole step of `count` micro-batches. traces, timings: of a rank for each place in the
     pipeline, of one phase.
     """
-    parts = {place: parts_of(traces[place], timings[place]) for place in timings}
+    parts = {place: split_actions(traces[place], timings[place]) for place in timings}
     messages: dict[tuple[int, str], float] = {}
     for trace in traces.values():
-        messages |= messages_of(trace, phase, hardware, calibration)
+        messages |= time_messages(trace, phase, hardware, calibration)
     gaps = zip(*(found[0] for found in parts.values()), strict=True)
     step = sum(max(waits) for waits in gaps)
     trained: Timeline | None = None
@@ -45,9 +49,9 @@ def pipeline_time(
         training = any(action.kind in ("B", "I") for action in run)
         seconds: _Seconds = {}
         for place, found in parts.items():
-            seconds |= of_all(found[1][number], parallel, place, count, training)
+            seconds |= extend_to_all(found[1][number], parallel, place, count, training)
         timeline = simulate(
-            orders_of(parallel, count, training=training),
+            get_orders(parallel, count, training=training),
             parallel,
             seconds.__getitem__,
             lambda send: messages.get((send.stage, send.kind), 0.0),
@@ -59,7 +63,7 @@ def pipeline_time(
     return trained, step
 
 
-def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
+def split_actions(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
     """(seconds before the first run of actions, between runs, and after the last; by run those of
     each action).
     """
@@ -82,37 +86,37 @@ def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds
     return gaps, runs
 
 
-def of_all(
+def extend_to_all(
     run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool
 ) -> _Seconds:
     """Seconds of a rank's actions with all micro-batches, from those that were traced."""
     traced = len({action.micro_batch for action in run})
-    stands = stand_ins(parallel, place, traced, count, training=training)
+    stands = find_stand_ins(parallel, place, traced, count, training=training)
     if stands is None:
         raise ValueError(f"{traced} micro-batches cannot stand for {count}")
     return {action: run[known] for action, known in stands.items()}
 
 
-def messages_of(
+def time_messages(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
 ) -> dict[tuple[int, str], float]:
     """By stage and kind of sending the seconds that it takes; what a stage does not send is not in
     it.
     """
     seconds: dict[tuple[int, str], float] = {}
-    for action, _, op in trace.action_ops(phase):
+    for action, _, op in trace.iterate_action_ops(phase):
         if (
             action.kind in ("SF", "SB")
             and op.collective is not None
             and op.collective.operation == "send"
         ):
-            seconds[action.stage, action.kind] = collective_seconds(
+            seconds[action.stage, action.kind] = compute_collective_seconds(
                 op.collective, hardware, calibration
             )
     return seconds
 
 
-def whole_step(
+def scale_to_step(
     trace: Trace,
     timing: StepTime,
     phase: str,
@@ -124,11 +128,13 @@ def whole_step(
     """
     counted: dict[int, int] = {}
     transfers = launch = 0.0
-    for action, number, op in trace.action_ops(phase):
+    for action, number, op in trace.iterate_action_ops(phase):
         counted[number] = action.repeats
-        launch += op.repeats * launch_seconds(op, calibration, hardware.architecture)
+        launch += op.repeats * compute_launch_seconds(op, calibration, hardware.architecture)
         if op.collective is not None and is_transfer(op):
-            transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
+            transfers += op.repeats * compute_collective_seconds(
+                op.collective, hardware, calibration
+            )
     kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
     alone = sum(end - start for _, start, end in kernels)
     scale = (

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import (
     Calibration,
+    compute_launch_seconds,
+    compute_op_seconds,
+    count_issued_matmuls,
     is_attention,
     is_wait,
-    launch_seconds,
-    matmuls_issued,
-    op_seconds,
-    with_loads,
+    set_loads,
 )
-from recipe_lib.plan.trace import ACTION, HOST, OP, RECORD, WAIT, ActionMark, Op, Trace
+from recipe_lib.plan.tracing.trace import ACTION, HOST, OP, RECORD, WAIT, ActionMark, Op, Trace
 
 
 @dataclass
@@ -78,19 +78,19 @@ def schedule(
     actions: list[tuple[int, float]] = []
     action = ActionMark()
     in_turn = hardware.architecture == "cpu"  # what issues the operators computes them
-    for kind, number in trace.phase_events(phase):
+    for kind, number in trace.iterate_events(phase):
         if kind == OP:
             op = trace.ops[number]
             if action.kind and is_transfer(op):
                 continue
             repeats = op.repeats // action.repeats
-            issuing = launch_seconds(op, calibration, hardware.architecture) * repeats
-            matmuls = matmuls_issued(op, hardware.architecture)
+            issuing = compute_launch_seconds(op, calibration, hardware.architecture) * repeats
+            matmuls = count_issued_matmuls(op, hardware.architecture)
             if matmuls:  # of which the host reads the numbers of rows first
                 host = max(host, streams[op.stream])
             host, launch = host + issuing, launch + issuing
-            seconds = repeats * op_seconds(
-                with_loads(op, experts) if experts else op, hardware, calibration
+            seconds = repeats * compute_op_seconds(
+                set_loads(op, experts) if experts else op, hardware, calibration
             )
             if op.on_host or (in_turn and is_kernel(op) and not is_wait(op)):
                 host += seconds
@@ -104,7 +104,7 @@ def schedule(
             start = max(issued, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
-            occupied = _links(op, hardware)
+            occupied = _list_links(op, hardware)
             start = max([start, *(links[link] for link in occupied)])
             end = start + seconds
             timeline.append((number, start, end))
@@ -140,7 +140,7 @@ def is_kernel(op: Op) -> bool:
     return op.collective is None and not op.transfer
 
 
-def _links(op: Op, hardware: Hardware) -> tuple[str, ...]:
+def _list_links(op: Op, hardware: Hardware) -> tuple[str, ...]:
     """What an operator occupies: the links of one machine, the network, or one way of the bus to
     the host; where cards reach each other by that bus, a collective of one machine takes both of
     its ways.
@@ -204,7 +204,7 @@ COPIES, COMMUNICATION = "copies", "communication"
 KINDS = (MATMULS, ATTENTION, MEMORY_BOUND, COPIES, COMMUNICATION)
 
 
-def kind_of(op: Op) -> str:
+def classify_op(op: Op) -> str:
     """One of KINDS; "" for what takes no time by itself."""
     if op.collective is not None:
         return COMMUNICATION
@@ -217,19 +217,19 @@ def kind_of(op: Op) -> str:
     return MATMULS if op.flops else MEMORY_BOUND
 
 
-def time_by_kind(
+def sum_time_by_kind(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None
 ) -> dict[str, float]:
     """Seconds by kind, KINDS in order; ValueError if the phase was not traced."""
     found = dict.fromkeys(KINDS, 0.0)
-    for op in trace.phase_ops(phase):
-        if kind := kind_of(op):
-            found[kind] += op.repeats * op_seconds(op, hardware, calibration)
+    for op in trace.iterate_ops(phase):
+        if kind := classify_op(op):
+            found[kind] += op.repeats * compute_op_seconds(op, hardware, calibration)
     return found
 
 
-def operators_launched(trace: Trace, phase: str) -> int:
+def count_launched_operators(trace: Trace, phase: str) -> int:
     """How many operators the host issues, collectives and copies among them; ValueError if the
     phase was not traced.
     """
-    return sum(op.repeats for op in trace.phase_ops(phase) if not is_wait(op))
+    return sum(op.repeats for op in trace.iterate_ops(phase) if not is_wait(op))

@@ -15,8 +15,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.memory.budget import GROUPED, grouped_flops
-from recipe_lib.plan.trace import Collective
+from recipe_lib.memory.budget import GROUPED, count_grouped_flops
+from recipe_lib.plan.tracing.trace import Collective
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::")
 DTYPE_NAMES = {
@@ -29,7 +29,7 @@ DTYPE_NAMES = {
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def format_dtype(dtype: torch.dtype) -> str:
     """`bf16`, `uint8`: as a report writes it."""
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
@@ -54,7 +54,7 @@ class Cost:
     on_host: bool = False
 
 
-def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
+def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
     """The cost of one call."""
     schema = func._schema
     name = schema.name
@@ -66,36 +66,36 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     makes_memory = not is_view and any(value.alias_info is None for value in returns)
     if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
         makes_memory = True
-    outputs = tensors_in(result)
+    outputs = list_tensors(result)
     flops = size = 0
     shape: tuple[int, ...] = ()
-    inputs = tensors_in((args, tuple(kwargs.values())))
+    inputs = list_tensors((args, tuple(kwargs.values())))
     if not is_view:
-        size = sum(map(_bytes, inputs)) + (
-            sum(map(_bytes, outputs)) if outputs else _written(schema, args)
+        size = sum(map(_count_bytes, inputs)) + (
+            sum(map(_count_bytes, outputs)) if outputs else _count_written_bytes(schema, args)
         )
         shape = (
-            matmul_shape(name, args)
-            or grouped_shape(name, args)
-            or attention_shape(func, args, kwargs)
+            read_matmul_shape(name, args)
+            or read_grouped_shape(name, args)
+            or read_attention_shape(func, args, kwargs)
         )
         if name == "aten::embedding":  # reads rows, not the table
-            size = 2 * sum(map(_bytes, outputs))
+            size = 2 * sum(map(_count_bytes, outputs))
         elif name == "aten::copy_":  # writes what is in its arguments already
-            size = sum(map(_bytes, inputs))
+            size = sum(map(_count_bytes, inputs))
         elif name == "fsdp::all_gather_copy_in":  # the shards into their place among all ranks'
-            size = 2 * sum(map(_bytes, args[0]))
+            size = 2 * sum(map(_count_bytes, args[0]))
         elif (
             name == "tune_recipes::label_log_probs"
         ):  # once for each row's largest logit, once for the sum
-            size += _bytes(args[0])
+            size += _count_bytes(args[0])
         if name in _EMPTY:
             size = 0
-        flops = _flops(func, args, kwargs, result, shape)
-    of = outputs or tensors_in(args)
+        flops = _count_flops(func, args, kwargs, result, shape)
+    of = outputs or list_tensors(args)
     dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(of[0].dtype, "") if of else "")
     communicates = name.startswith(_COMMUNICATES)
-    transfer = _transfer(args, of) if name in _COPIES else ""
+    transfer = _find_transfer(args, of) if name in _COPIES else ""
     on_host = bool(inputs or outputs) and all(
         tensor.device.type == "cpu" for tensor in (*inputs, *outputs)
     )
@@ -104,7 +104,7 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     )
 
 
-def _flops(
+def _count_flops(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, shape: tuple[int, ...]
 ) -> int:
     """Operations of a matmul or attention, 0 of others. shape: of a matmul, where it is known."""
@@ -116,15 +116,15 @@ def _flops(
         )
         return (5 if name.endswith("_backward") else 2) * 2 * rows * queries * keys * width
     if name in GROUPED:
-        return grouped_flops(args, result)
-    if name in _VARLEN and any(tensor.dim() == 3 for tensor in tensors_in(args)):
-        return _VARLEN[name] * _varlen_products(args)
+        return count_grouped_flops(args, result)
+    if name in _VARLEN and any(tensor.dim() == 3 for tensor in list_tensors(args)):
+        return _VARLEN[name] * _count_varlen_flops(args)
     if count is not None:
         return int(count(*args, **kwargs, out_val=result))
     return 2 * math.prod(shape) if name == "aten::_int_mm" else 0
 
 
-def _written(schema: Any, args: Sequence[Any]) -> int:
+def _count_written_bytes(schema: Any, args: Sequence[Any]) -> int:
     """Bytes that an operator without results writes into its arguments; a fused optimizer's
     gradients, which its schema names for a scale that nobody gives it, are only read.
     """
@@ -135,7 +135,7 @@ def _written(schema: Any, args: Sequence[Any]) -> int:
         and argument.alias_info.is_write
         and argument.name != "grads"
     ]
-    return sum(map(_bytes, tensors_in(written)))
+    return sum(map(_count_bytes, list_tensors(written)))
 
 
 def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -143,11 +143,11 @@ def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return not kwargs.get("non_blocking", name == "aten::copy_" and len(args) > 2 and args[2])
 
 
-def _transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
+def _find_transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
     """Which way a copy goes, if between host and device; `copy_` has the tensor that it writes
     first.
     """
-    devices = [tensor.device.type for tensor in tensors_in(args)]
+    devices = [tensor.device.type for tensor in list_tensors(args)]
     source, target = devices[-1], results[0].device.type if results else devices[0]
     if (source == "cpu") == (target == "cpu") or "meta" in (source, target):
         return ""
@@ -165,7 +165,7 @@ _VARLEN = {
 }
 
 
-def _varlen_products(args: Sequence[Any]) -> int:
+def _count_varlen_flops(args: Sequence[Any]) -> int:
     """Operations of one product of queries and keys, documents taken to be equally long; counted
     whole, not causal.
     """
@@ -199,16 +199,16 @@ _EMPTY = frozenset(
 )
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
     """The tensors among an operator's arguments or results."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [tensor for entry in value for tensor in tensors_in(entry)]
+        return [tensor for entry in value for tensor in list_tensors(entry)]
     return []
 
 
-def _bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -219,7 +219,7 @@ _BATCHED = frozenset({"aten::bmm", "aten::baddbmm", "aten::baddbmm_"})
 _FLAT = frozenset({"aten::mm", "aten::addmm", "aten::addmm_", "aten::_int_mm", "aten::_scaled_mm"})
 
 
-def matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
+def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     """`(matrices, m, k, n)` of `[m, k] @ [k, n]`; () for an operator that is no matmul."""
     if name not in _FLAT and name not in _BATCHED:
         return ()
@@ -236,7 +236,7 @@ def matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     )
 
 
-def grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
+def read_grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     """`(matrices, m, k, n, place of rows)` of a matmul of many weights; () for any other operator.
 
     Rows `[r, k]` by weights `[E, k, n]`: m is r / E, the rows of each expert where all have as
@@ -250,19 +250,21 @@ def grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
         return ()
     if right.dim() == 3:
         rows, inner = left.shape
-        matrices, each = _shared(int(rows), int(right.shape[0]))
+        matrices, each = _share_rows(int(rows), int(right.shape[0]))
         return (matrices, each, int(inner), int(right.shape[2]), 1)
     outer = left.shape[1] if name == "tune_recipes::grouped_gradient_loop" else left.shape[0]
-    matrices, each = _shared(int(right.shape[0]), len(ends))
+    matrices, each = _share_rows(int(right.shape[0]), len(ends))
     return (matrices, int(outer), each, int(right.shape[1]), 2)
 
 
-def _shared(rows: int, experts: int) -> tuple[int, int]:
+def _share_rows(rows: int, experts: int) -> tuple[int, int]:
     """(experts that have rows, rows of each): shared out evenly, rounded up."""
     return max(1, min(rows, experts)), max(1, -(-rows // experts))
 
 
-def attention_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+def read_attention_shape(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, ...]:
     """`(rows times heads, queries, keys, keys that a query sees on average, width)` of an attention
     operator; () for any other. Documents of one flat list count as rows of equal length.
     """
@@ -288,10 +290,16 @@ def attention_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         ]
     left, right = window or (None, None)
     causal = bool(named.get("is_causal")) or right == 0
-    return (rows * heads, queries, keys, _seen(keys, causal, -1 if left is None else left), width)
+    return (
+        rows * heads,
+        queries,
+        keys,
+        _count_seen_keys(keys, causal, -1 if left is None else left),
+        width,
+    )
 
 
-def _seen(keys: int, causal: bool, window: int) -> int:
+def _count_seen_keys(keys: int, causal: bool, window: int) -> int:
     """Keys that a query sees on average. window: how many before itself it sees, -1 for all."""
     if not causal:
         return keys
@@ -310,7 +318,7 @@ def has_memory(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__")
 
 
-def plain_parts(tensor: Tensor) -> list[Tensor]:
+def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a tensor consists of: of a sharded one its local part, of a wrapper
     what it holds.
     """
@@ -318,7 +326,9 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     held = (getattr(tensor, name) for name in names)
-    return [part for value in held if isinstance(value, Tensor) for part in plain_parts(value)]
+    return [
+        part for value in held if isinstance(value, Tensor) for part in list_plain_tensors(value)
+    ]
 
 
 # Sums of gradients by autograd's engine, which are made in place where no mode looks on.
@@ -408,14 +418,14 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
     ):  # this rank and the other one, whose place in the group is the first number
         other = next(value for value in args if type(value) is int)
         ranks = sorted((dist.get_rank(), ranks[other]))
-    tensors = tensors_in(args[argument])
+    tensors = list_tensors(args[argument])
     return Collective(
         operation=operation,
         dim=groups.get(group.group_name, "world"),
         ranks=tuple(ranks),
-        bytes=(len(ranks) if grows else 1) * sum(map(_bytes, tensors)),
+        bytes=(len(ranks) if grows else 1) * sum(map(_count_bytes, tensors)),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        dtype=dtype_name(tensors[0].dtype) if tensors else "",
+        dtype=format_dtype(tensors[0].dtype) if tensors else "",
         waits=func.namespace == "c10d" and not _is_asynchronous(func, args),
     )
 

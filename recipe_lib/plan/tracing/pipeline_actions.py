@@ -27,9 +27,9 @@ from recipe_lib.parallel.pipeline.simulation import (
     taken_in,
     with_transfers,
 )
-from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
+from recipe_lib.plan.simulated_world.patches import Patch
+from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.patches import Patch
 
 # Without a pipeline the first micro-batch finds no gradients and the second does; all later ones
 # are like the second, but for the last one (`last_is_unlike`).
@@ -65,7 +65,7 @@ def follow_actions(tracer: Tracer) -> list[Patch]:
     return [(driver, "on_action", note)]
 
 
-def traced_micro_batches(cfg: Any, place: int = 0) -> int:
+def count_micro_batches_to_trace(cfg: Any, place: int = 0) -> int:
     """How many of a step's micro-batches have to be traced to see its peak, and every operator, at
     least once.
 
@@ -75,11 +75,11 @@ def traced_micro_batches(cfg: Any, place: int = 0) -> int:
     """
     count = compute_micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
-        return min(ALIKE_FROM + last_is_unlike(cfg), count)
-    return enough_micro_batches(cfg.parallel, place, count, evaluates=cfg.runs_reference)
+        return min(ALIKE_FROM + is_last_different(cfg), count)
+    return count_pipeline_micro_batches(cfg.parallel, place, count, evaluates=cfg.runs_reference)
 
 
-def last_is_unlike(cfg: Any) -> bool:
+def is_last_different(cfg: Any) -> bool:
     """Return whether the last micro-batch of a step does more than the others: it reduces the
     gradients of all, or sends to the host, behind the gradients, the numbers that are logged
     (`backward_each`).
@@ -87,7 +87,7 @@ def last_is_unlike(cfg: Any) -> bool:
     return reduces_once(cfg.parallel) or bool(cfg.memory.cpu_offload)
 
 
-def enough_micro_batches(
+def count_pipeline_micro_batches(
     parallel: ParallelConfig, place: int, count: int, *, evaluates: bool = False
 ) -> int:
     """See `traced_micro_batches`; place: of a rank in its pipeline. count: of a step. evaluates: a
@@ -98,13 +98,14 @@ def enough_micro_batches(
     kinds = (True, False) if evaluates else (True,)
     for fewer in range(1, min(count, _MOST_FOR_A_STAGE * count_stages(parallel))):
         if all(
-            stand_ins(parallel, place, fewer, count, training=kind) is not None for kind in kinds
+            find_stand_ins(parallel, place, fewer, count, training=kind) is not None
+            for kind in kinds
         ):
             return fewer
     return count
 
 
-def stand_ins(
+def find_stand_ins(
     parallel: ParallelConfig, place: int, traced: int, count: int, *, training: bool = True
 ) -> dict[Action, Action] | None:
     """For each action of a rank in a step of `count` micro-batches one that is like it in a step of
@@ -119,11 +120,11 @@ def stand_ins(
     there is not one for each.
     """
     if traced == count:
-        return {action: action for action in orders_of(parallel, count, training=training)[place]}
-    waiting = _states(_key(parallel), place, traced, training)
+        return {action: action for action in get_orders(parallel, count, training=training)[place]}
+    waiting = _find_states(_make_key(parallel), place, traced, training)
     found: dict[Action, Action] = {}
     used: dict[_State, int] = defaultdict(int)
-    for state, actions in _states(_key(parallel), place, count, training).items():
+    for state, actions in _find_states(_make_key(parallel), place, count, training).items():
         known = waiting.get(state, [])
         if not known or len(known) > len(actions):
             return None
@@ -133,12 +134,12 @@ def stand_ins(
     return found if len(used) == len(waiting) else None
 
 
-def orders_of(parallel: ParallelConfig, count: int, *, training: bool = True) -> Orders:
+def get_orders(parallel: ParallelConfig, count: int, *, training: bool = True) -> Orders:
     """The actions of all ranks, transfers included; not to be changed."""
-    return _orders(_key(parallel), count, training)
+    return _compute_orders(_make_key(parallel), count, training)
 
 
-def peers_of(parallel: ParallelConfig, place: int) -> set[int]:
+def list_peers(parallel: ParallelConfig, place: int) -> set[int]:
     """The places that one of a pipeline exchanges tensors with; none without a pipeline."""
     return {other for pair in pairs_of(parallel, tied=False) if place in pair for other in pair} - {
         place
@@ -148,7 +149,7 @@ def peers_of(parallel: ParallelConfig, place: int) -> set[int]:
 _Key = tuple[tuple[str, Any], ...]
 
 
-def _key(parallel: ParallelConfig) -> _Key:
+def _make_key(parallel: ParallelConfig) -> _Key:
     """What of it an order depends on, by name."""
     names = (
         "pipeline",
@@ -162,7 +163,7 @@ def _key(parallel: ParallelConfig) -> _Key:
 
 
 @cache
-def _orders(key: _Key, count: int, training: bool) -> Orders:
+def _compute_orders(key: _Key, count: int, training: bool) -> Orders:
     parallel = ParallelConfig(**dict(key))
     return with_transfers(
         (compute_orders if training else forward_orders)(parallel, count), parallel
@@ -170,10 +171,10 @@ def _orders(key: _Key, count: int, training: bool) -> Orders:
 
 
 @cache
-def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
+def _find_states(key: _Key, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
     """A rank's actions by the states in which it comes to them."""
     parallel = ParallelConfig(**dict(key))
-    orders = _orders(key, count, training)
+    orders = _compute_orders(key, count, training)
     order = orders[place]
     taken = taken_in(
         simulate(orders, parallel, lambda action: UNITS[action.kind]), order, place, parallel
@@ -251,12 +252,12 @@ def repeat_actions(
     """
     if count <= traced:
         return
-    for inside in _runs(trace):
+    for inside in _split_runs(trace):
         marks = [trace.actions[number] for number, _ in inside]
         if len({mark.micro_batch for mark in marks}) != traced:
             continue
         training = any(mark.kind in ("B", "I") for mark in marks)
-        stands = stand_ins(parallel, place, traced, count, training=training)
+        stands = find_stand_ins(parallel, place, traced, count, training=training)
         if stands is None:
             continue  # forwards alone in a step of the user's own
         times = Counter(stands.values())
@@ -266,7 +267,7 @@ def repeat_actions(
                 trace.ops[op].repeats *= mark.repeats
 
 
-def _runs(trace: Trace) -> Iterator[list[tuple[int, list[int]]]]:
+def _split_runs(trace: Trace) -> Iterator[list[tuple[int, list[int]]]]:
     """Each run of actions: (number of the action, numbers of the operators in it), in order."""
     inside: list[tuple[int, list[int]]] = []
     for kind, number in trace.events:

@@ -18,10 +18,15 @@ from unittest import mock
 from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import SHAPED_WORK
-from recipe_lib.plan.trace import ALLOC, FREE, OP
-from recipe_lib.plan.tracing.operator_costs import tensors_in
+from recipe_lib.plan.simulated_world.cached_fake_mode import (
+    CachedCall,
+    NotCacheable,
+    make_key,
+    remember,
+)
+from recipe_lib.plan.tracing.operator_costs import list_tensors
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
 from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.cached_fake_mode import CachedCall, NotSure, key_of, remember
 
 _LONGEST_LOOP = 48  # events in one turn
 
@@ -43,7 +48,7 @@ class _Notes:
 
 
 @contextmanager
-def repeating_shaped_work(tracer: Tracer) -> Iterator[None]:
+def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
     """Inside, functions that `follows_from_shapes` marks run once for each kind of arguments of a
     simulation.
     """
@@ -54,8 +59,8 @@ def repeating_shaped_work(tracer: Tracer) -> Iterator[None]:
             if tracer.muted:
                 return original(*args)
             try:
-                key = (original, key_of(decisive(*args) if decisive else args, []))
-            except NotSure:
+                key = (original, make_key(decisive(*args) if decisive else args, []))
+            except NotCacheable:
                 return original(*args)
             notes = known.get(key)
             if notes is not None:
@@ -93,7 +98,7 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
             notes.append((OP, trace.ops[number]))
         else:
             return None
-    numbers = [tracer.number_of(result) for result in tensors_in(returned)]
+    numbers = [tracer.find_number(result) for result in list_tensors(returned)]
     left = len(order) - sum(kind == FREE for kind, _ in notes)
     call = remember(returned, [])
     if (
@@ -114,12 +119,12 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
     Also by the number of each allocation that was cut out the number of the one in the second turn
     that it is like.
     """
-    tokens = _tokens(notes)
+    tokens = _make_tokens(notes)
     kept: list[Note] = []
     renamed: dict[int, int] = {}
     at = 0
     while at < len(notes):
-        length, turns = _loop_at(tokens, at)
+        length, turns = _find_loop(tokens, at)
         if turns < 3:
             length = turns = 1
         second = notes[at + length : at + 2 * length] if turns > 1 else []
@@ -137,7 +142,7 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
     ], renamed
 
 
-def _tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
+def _make_tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
     """What has to be the same for two notes to be alike; a release tells how many allocations ago
     its memory came.
     """
@@ -155,7 +160,7 @@ def _tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
     return tokens
 
 
-def _loop_at(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
+def _find_loop(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
     """(events of a turn, turns) of the longest loop that begins here and leaves no memory behind a
     turn.
     """
@@ -176,7 +181,7 @@ def _loop_at(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
 
 def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
     """Does it again, on paper."""
-    assert tracer.fast is not None
+    assert tracer.cached_mode is not None
     part, module = tracer.place()
     trace = tracer.trace
     numbers: dict[int, int] = {}
@@ -190,7 +195,7 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
             tracer.add(
                 replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream())
             )
-    result: Returned = notes.call.make([], tracer.fast.mode)
-    for tensor, output in zip(tensors_in(result), notes.outputs, strict=True):
+    result: Returned = notes.call.make([], tracer.cached_mode.mode)
+    for tensor, output in zip(list_tensors(result), notes.outputs, strict=True):
         tracer.hold(tensor.untyped_storage(), numbers[output])
     return result

@@ -14,8 +14,8 @@ from typing import Any
 from recipe_lib.config.mesh import compute_micro_batches
 from recipe_lib.config.registry import list_loaded_plugins
 from recipe_lib.data import Batch
-from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
-from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
+from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.units import format_bytes
 
 # Of a recipe that does not say so, so many are simulated at once; of more, how long one takes is
@@ -26,7 +26,7 @@ MAX_EVENTS = 300_000
 
 
 @dataclass(frozen=True)
-class Likeness:
+class MicroBatchComparison:
     """alike: all micro-batches that were simulated leave the same behind and, from the second on,
     do the same. growth: bytes that the last of them left beyond the one before. events: of one of
     them, in all steps.
@@ -38,7 +38,7 @@ class Likeness:
 
 
 @dataclass
-class Passes:
+class MicroBatchMarks:
     """Where the micro-batches of a step begin and end in a trace, each time that a recipe goes
     through them.
 
@@ -48,7 +48,7 @@ class Passes:
     now: Callable[[], tuple[int, int]]
     found: list[list[tuple[int, int]]] = field(default_factory=list)
 
-    def through(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def follow(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same micro-batches, with a mark before each and after the last."""
         marks: list[tuple[int, int]] = []
         self.found.append(marks)
@@ -58,7 +58,7 @@ class Passes:
         marks.append(self.now())
 
 
-def treats_all_alike(recipe_class: type) -> bool:
+def is_declared_uniform(recipe_class: type) -> bool:
     """Return whether a recipe says that it does the same for every layer and micro-batch, and no
     plugin is in the run.
 
@@ -67,18 +67,24 @@ def treats_all_alike(recipe_class: type) -> bool:
     return not list_loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
 
 
-def fewest_to_simulate(recipe_class: type, cfg: Any) -> int:
+def count_micro_batches_to_simulate(recipe_class: type, cfg: Any) -> int:
     """Micro-batches of a step that a plan goes through at the least."""
     return (
-        traced_micro_batches(cfg)
-        if treats_all_alike(recipe_class)
+        count_micro_batches_to_trace(cfg)
+        if is_declared_uniform(recipe_class)
         else compute_micro_batches(cfg)[1]
     )
 
 
-def likeness(
-    trace: Trace, passes: Passes, traced: int, steps: int, *, piped: bool = False, unlike: int = 0
-) -> Likeness:
+def compare_micro_batches(
+    trace: Trace,
+    passes: MicroBatchMarks,
+    traced: int,
+    steps: int,
+    *,
+    piped: bool = False,
+    unlike: int = 0,
+) -> MicroBatchComparison:
     """Of the micro-batches that were gone through. traced: of a step. steps: that were simulated.
     unlike: so many at the end are known to be unlike the others, and are left out.
 
@@ -86,19 +92,20 @@ def likeness(
     count as unlike; piped: a pipeline does, whose schedule says which of them are alike.
     """
     if piped:
-        return Likeness(alike=True, events=len(trace.events) // max(1, traced))
-    in_turn = goes_backward(trace, passes, traced)
+        return MicroBatchComparison(alike=True, events=len(trace.events) // max(1, traced))
+    in_turn = has_backward(trace, passes, traced)
     whole = [marks for marks in passes.found if len(marks) == traced + 1]
     # One that makes its result when it is asked for, as a reference's forwards do, is not asked for
     # an end.
     if len(whole) < steps or any(len(marks) < traced for marks in passes.found):
-        return Likeness(alike=False, events=len(trace.events) // max(1, traced))
+        return MicroBatchComparison(alike=False, events=len(trace.events) // max(1, traced))
     whole = [marks[: len(marks) - unlike] for marks in whole]
     left = [[alive for _, alive in marks[1:]] for marks in whole]
     alike = in_turn and all(len(set(alive)) <= 1 for alive in left)
     for marks in whole:
         done = [
-            _done(trace, begin[0], end[0]) for begin, end in zip(marks[1:], marks[2:], strict=False)
+            _list_work(trace, begin[0], end[0])
+            for begin, end in zip(marks[1:], marks[2:], strict=False)
         ]
         alike = alike and all(other == done[0] for other in done[1:])
     growth = max((alive[-1] - alive[-2] for alive in left if len(alive) > 1), default=0)
@@ -111,10 +118,10 @@ def likeness(
         if in_turn
         else len(trace.events) // max(1, traced)
     )
-    return Likeness(alike, max(0, growth), events)
+    return MicroBatchComparison(alike, max(0, growth), events)
 
 
-def _done(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
+def _list_work(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
     """What is the same for micro-batches alike: sizes in the order in which they come and go, and
     operators.
     """
@@ -128,7 +135,7 @@ def _done(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def goes_backward(trace: Trace, passes: Passes, traced: int) -> bool:
+def has_backward(trace: Trace, passes: MicroBatchMarks, traced: int) -> bool:
     """Return whether the marks enclose a backward.
 
     They do not where a recipe lists, sorts or numbers its micro-batches: those marks are all set
@@ -143,8 +150,8 @@ def goes_backward(trace: Trace, passes: Passes, traced: int) -> bool:
     return False
 
 
-def last_stand_for_all(
-    trace: Trace, passes: Passes, count: int, traced: int, unlike: int = 0
+def repeat_last_micro_batch(
+    trace: Trace, passes: MicroBatchMarks, count: int, traced: int, unlike: int = 0
 ) -> None:
     """The operators of the last micro-batch that was gone through count for all that were not too,
     `count` in all.
@@ -161,12 +168,12 @@ def last_stand_for_all(
         trace.ops[number].repeats *= count - traced + 1
 
 
-def last_stand_by_parts(trace: Trace, count: int, traced: int, unlike: int = 0) -> None:
+def repeat_last_by_parts(trace: Trace, count: int, traced: int, unlike: int = 0) -> None:
     """Do the same by the operators' parts, where marks do not tell: a micro-batch begins with a
     forward after a backward, and the last one ends with the last backward.
     """
     for phase in trace.phases:
-        ops = list(trace.phase_ops(phase))
+        ops = list(trace.iterate_ops(phase))
         begins: list[int] = []
         end = 0
         is_behind = False
@@ -183,12 +190,12 @@ def last_stand_by_parts(trace: Trace, count: int, traced: int, unlike: int = 0) 
                 op.repeats *= count - traced + 1
 
 
-def affordable(found: Likeness, count: int, fewest: int) -> int:
+def count_affordable(found: MicroBatchComparison, count: int, fewest: int) -> int:
     """How many of `count` micro-batches there is time for, `fewest` at least."""
     return max(fewest, min(count, MAX_EVENTS // max(1, found.events)))
 
 
-def estimate_text(found: Likeness, traced: int, count: int) -> str:
+def describe_estimate(found: MicroBatchComparison, traced: int, count: int) -> str:
     """Why figures that rest on `traced` of a step's `count` micro-batches are an estimate."""
     if found.growth:
         how = (

@@ -19,9 +19,32 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.memory.peaks import pinned_bytes
+from recipe_lib.memory.peaks import round_up_to_pinned
+from recipe_lib.plan.simulated_world.cached_fake_mode import CachedCall, CachedFakeMode
+from recipe_lib.plan.simulated_world.compiled_code import (
+    find_opaque_function,
+    run_higher_order_operator,
+)
+from recipe_lib.plan.simulated_world.patches import (
+    Patch,
+    apply_patches,
+    hide_propagation,
+    unwrap_shards,
+)
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import (
+from recipe_lib.plan.tracing.operator_costs import (
+    ADD_IN_PLACE,
+    PLAIN_TENSORS,
+    Cost,
+    compute_cost,
+    has_memory,
+    is_blocking,
+    is_summed_in_place,
+    list_plain_tensors,
+    list_tensors,
+    read_collective,
+)
+from recipe_lib.plan.tracing.trace import (
     ALLOC,
     FREE,
     HOST,
@@ -35,21 +58,6 @@ from recipe_lib.plan.trace import (
     Sync,
     Trace,
 )
-from recipe_lib.plan.tracing.operator_costs import (
-    ADD_IN_PLACE,
-    PLAIN_TENSORS,
-    Cost,
-    cost_of,
-    has_memory,
-    is_blocking,
-    is_summed_in_place,
-    plain_parts,
-    read_collective,
-    tensors_in,
-)
-from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
-from recipe_lib.plan.world.compiled_code import around_operator, inside_of
-from recipe_lib.plan.world.patches import Patch, apply_patches, hide_propagation, on_shards
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator
 # with arithmetic.
@@ -99,7 +107,7 @@ class Tracer(TorchDispatchMode):
         self.supports_higher_order_operators = True
         self.checker = checker
         self.trace = Trace()
-        self.device_type, self.fast, self.kernel_memory = device_type, fast, kernel_memory
+        self.device_type, self.cached_mode, self.kernel_memory = device_type, fast, kernel_memory
         self.stream: Callable[[], int] = lambda: 0
         self.vocabulary: set[int] = set()
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
@@ -114,7 +122,7 @@ class Tracer(TorchDispatchMode):
         # By the address of a storage that is alive: its numbers in the trace, one for each size it
         # had, and what hears of its end.
         self._held: dict[int, tuple[list[int], weakref.ref[Any]]] = {}
-        self._places = Places()
+        self._places = RunningModules()
         self.place = self._places.now  # the part of the step and the module that run now
         self.muted = 0  # what runs is no part of the program, where it is not 0
         self.is_compiling: Callable[[], bool] | None = (
@@ -148,7 +156,7 @@ class Tracer(TorchDispatchMode):
             module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
         }
 
-    def number_of(self, tensor: Tensor) -> int:
+    def find_number(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
         history = self._find_history(tensor)
         return history[-1] if history else -1
@@ -162,7 +170,7 @@ class Tracer(TorchDispatchMode):
 
     def numbers(self, value: Any) -> tuple[int, ...]:
         """Of the memory of the tensors in a value, as far as it is known."""
-        numbers = (self.number_of(tensor) for tensor in tensors_in(value) if has_memory(tensor))
+        numbers = (self.find_number(tensor) for tensor in list_tensors(value) if has_memory(tensor))
         return tuple(number for number in numbers if number >= 0)
 
     def alive(self, device: bool = True) -> int:
@@ -187,10 +195,10 @@ class Tracer(TorchDispatchMode):
         if self.is_compiling is not None and self.is_compiling():
             return func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.HigherOrderOperator):
-            return around_operator(self, func, args, kwargs or {})
+            return run_higher_order_operator(self, func, args, kwargs or {})
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if self.is_compiling is not None and (inside := inside_of(func)) is not None:
+        if self.is_compiling is not None and (inside := find_opaque_function(func)) is not None:
             with self:
                 return inside(*args, **(kwargs or {}))
         if id(func) in _MATMULS:  # inside of an operator no autograd takes them apart
@@ -198,11 +206,13 @@ class Tracer(TorchDispatchMode):
                 return func.decompose(*args, **(kwargs or {}))
         for kind in types:
             if kind not in PLAIN_TENSORS:
-                local = self.fast and on_shards(func, args, kwargs or {})
+                local = self.cached_mode and unwrap_shards(func, args, kwargs or {})
                 if local:
                     return self.__torch_dispatch__(func, (), *local)
                 return NotImplemented  # a wrapper's own operators come back here one by one
-        reads_any = self.fast is not None and (self.values_are_zero or self.checker is not None)
+        reads_any = self.cached_mode is not None and (
+            self.values_are_zero or self.checker is not None
+        )
         if (
             reads_any
             and func is _NUMBER
@@ -220,28 +230,28 @@ class Tracer(TorchDispatchMode):
             func is _PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
         )
         if (
-            self.fast is not None and func is _PIN
+            self.cached_mode is not None and func is _PIN
         ):  # the fake mode has no answer; it is a copy on the host
             func, kwargs = torch.ops.aten.empty_like.default, {}
             args = args[:1]
-        if self.fast is not None and func is _IS_PINNED:
+        if self.cached_mode is not None and func is _IS_PINNED:
             return False
         if (
-            self.fast is not None and id(func) in _PROFILER
+            self.cached_mode is not None and id(func) in _PROFILER
         ):  # no work of the device, and slow in the fake mode
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
         if (
-            self.fast is not None and func is _WAIT
+            self.cached_mode is not None and func is _WAIT
         ):  # the fake mode gives a copy, the real one what it waited for
             result = args[0]
-        elif self.fast is not None:
-            result, call = self.fast.call(func, args, kwargs)
+        elif self.cached_mode is not None:
+            result, call = self.cached_mode.call(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         cost = call.cost if call is not None else None
         if cost is None:
-            cost = cost_of(func, args, kwargs, result)
+            cost = compute_cost(func, args, kwargs, result)
             if call is not None:
                 call.cost = cost
         self.note(func, args, kwargs, result, cost)
@@ -268,7 +278,7 @@ class Tracer(TorchDispatchMode):
         return (
             func is _TO_COPY
             and bool(kwargs.get("non_blocking"))
-            and _device_of(args[0]) == self.device_type
+            and _get_device_type(args[0]) == self.device_type
         )
 
     def note(
@@ -280,7 +290,7 @@ class Tracer(TorchDispatchMode):
         part, module = self.place()
         name = cost.name
         if cost.makes_memory:
-            self.see(tensors_in(result), name)
+            self.see(list_tensors(result), name)
         if cost.is_view:
             return
         if name in _FSDP_KINDS:
@@ -307,7 +317,7 @@ class Tracer(TorchDispatchMode):
             )
         self.add(op)
         if name == "aten::copy_" and cost.transfer == "to_device" and part == "backward":
-            source = self.number_of(args[1])
+            source = self.find_number(args[1])
             if (
                 source >= 0 and trace.storages[source].part == "forward"
             ):  # kept there by forward for backward
@@ -327,7 +337,7 @@ class Tracer(TorchDispatchMode):
         did.
         """
         for tensor in tensors:
-            device = _device_of(tensor)
+            device = _get_device_type(tensor)
             if not has_memory(tensor) or device == "meta" or self._find_history(tensor):
                 continue
             kind = "temporary"
@@ -338,7 +348,7 @@ class Tracer(TorchDispatchMode):
             storage = tensor.untyped_storage()
             size = storage.nbytes()
             if self._pinned and device != self.device_type:
-                size = pinned_bytes(size)
+                size = round_up_to_pinned(size)
             self.hold(storage, self.new(size, device == self.device_type, name, kind))
 
     def hold(self, storage: Any, number: int) -> None:
@@ -421,34 +431,34 @@ class Tracer(TorchDispatchMode):
                         self.label(value, "optimizer", name)
 
     def _find_label(self, tensor: Tensor) -> str:
-        number = self.number_of(tensor)
+        number = self.find_number(tensor)
         return self.trace.storages[number].label if number >= 0 else ""
 
     def label(self, tensor: Tensor, kind: str, label: str) -> None:
         """Says what a tensor's memory is, now and in every size it had."""
-        for part in plain_parts(tensor):
+        for part in list_plain_tensors(tensor):
             for number in self._find_history(part):
                 storage = self.trace.storages[number]
                 if storage.kind == kind and storage.label not in ("", label):
-                    storage.label = common_label(storage.label, label)
+                    storage.label = find_common_label(storage.label, label)
                 else:
                     storage.kind, storage.label = kind, label
 
     def set_kind(self, value: Any, kind: str) -> None:
         """Says of what kind the memory of the tensors in a value is."""
-        for tensor in tensors_in(value):
+        for tensor in list_tensors(value):
             for number in self._find_history(tensor):
                 self.trace.storages[number].kind = kind
 
     def use_on(self, tensor: Tensor, stream: int) -> None:
         """A tensor's memory is used on another stream than its own (`record_stream`)."""
-        for part in plain_parts(tensor):
-            number = self.number_of(part)
+        for part in list_plain_tensors(tensor):
+            number = self.find_number(part)
             if number >= 0 and not self.muted:
                 self.trace.uses.append((number, stream))
                 self.trace.events.append((USE, len(self.trace.uses) - 1))
                 if self.checker is not None:
-                    self.checker.recorded_stream(number, stream)
+                    self.checker.note_record_stream(number, stream)
 
     def record(self, stream: int, event: int) -> None:
         """The device's stream passed a mark."""
@@ -475,7 +485,7 @@ class Tracer(TorchDispatchMode):
             self.trace.syncs.append(Sync(event, HOST))
             self.trace.events.append((WAIT, len(self.trace.syncs) - 1))
         if self.checker is not None:
-            self.checker.synchronized(what, stream, event)
+            self.checker.note_synchronize(what, stream, event)
 
     def _host_waits(self, stream: int) -> None:
         """The host waits for all that was issued on a stream: a mark there, which it waits for."""
@@ -491,11 +501,11 @@ _unwrapped = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_di
 Tracer.__torch_dispatch__ = _unwrapped  # type: ignore[method-assign]
 
 
-def _device_of(tensor: Tensor) -> str:
+def _get_device_type(tensor: Tensor) -> str:
     return str(tensor.fake_device.type if type(tensor) is FakeTensor else tensor.device.type)
 
 
-def common_label(first: str, second: str) -> str:
+def find_common_label(first: str, second: str) -> str:
     """The label of memory that two parameters share, such as the gradients of an FSDP unit:
     `model.layers.0.*`.
     """
@@ -509,7 +519,7 @@ def common_label(first: str, second: str) -> str:
 _NO_NODE = 2**63  # sequence numbers of nodes that accumulate gradients are the largest there are
 
 
-class Places:
+class RunningModules:
     """Follows modules and optimizers inside `with places.following(...)`; `now()` tells the place.
 
     Autograd numbers its nodes in the order in which forward makes them; so the number of the node

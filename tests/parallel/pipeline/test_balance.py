@@ -13,8 +13,8 @@ from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import build_meta, preset_config, spec_from_config
-from recipe_lib.optim.optimizers import optimizer_state_bytes
+from recipe_lib.models import build_meta, build_spec, read_preset_config
+from recipe_lib.optim.optimizers import count_optimizer_state_bytes
 from recipe_lib.parallel.pipeline.balance import (
     kept_of_layer,
     layer_weights,
@@ -23,7 +23,7 @@ from recipe_lib.parallel.pipeline.balance import (
     time_of,
 )
 
-LLAMA = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
+LLAMA = build_spec(read_preset_config("llama3/8B"), "llama3/8B")
 
 
 def config(
@@ -69,9 +69,7 @@ def test_layers_of_experts_weigh_what_they_have_and_take_the_time_of_what_comput
     """By the matrices of the model as it is built: of all experts in bytes, of a token's choices in
     time.
     """
-    spec = spec_from_config(
-        preset_config("qwen3_moe/30B" if name == "every second" else name), name
-    )
+    spec = build_spec(read_preset_config("qwen3_moe/30B" if name == "every second" else name), name)
     mixture = spec.mixture
     if name == "every second":
         mixture = replace(mixture, layers=(False, True) * (spec.num_layers // 2))
@@ -92,7 +90,7 @@ def test_layers_of_experts_weigh_what_they_have_and_take_the_time_of_what_comput
 
 
 def test_adapters_of_experts_weigh_more_than_others():
-    spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
+    spec = build_spec(read_preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
     alone, both = (config(length=0, recipe=LoraFinetuneConfig) for _ in range(2))
     both.lora.target_modules = ["all-linear", "experts"]
     numbers = []
@@ -292,7 +290,9 @@ def test_states_weigh_what_the_optimizer_keeps(settings):
     kept = {}
     for name, shape in matrices.items():
         parameter = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
-        kept[name] = optimizer_state_bytes(cfg.optimizer, [(name, parameter)]) / parameter.numel()
+        kept[name] = (
+            count_optimizer_state_bytes(cfg.optimizer, [(name, parameter)]) / parameter.numel()
+        )
     of_layer, of_head = kept.values()
     cost = memory_of(LLAMA, cfg)
     assert plain(1, {1: 3}) - cost(1, {1: 3}) == pytest.approx(

@@ -19,8 +19,8 @@ from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
-from recipe_lib.ops.attention import document_positions, make_attention_info
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.attention import compute_document_positions, make_attention_info
+from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import (
@@ -122,13 +122,13 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
             if "lora_B" in name:  # zeros would hide A's gradient
                 generator = torch.Generator().manual_seed(sum(name.encode()))
                 values = torch.randn(parameter.shape, generator=generator, dtype=case.dtype)
-                local_part(parameter)[0].data.copy_(own_part(parameter, 0.1 * values))
+                locate_local_part(parameter)[0].data.copy_(own_part(parameter, 0.1 * values))
     return model, divided
 
 
 def own_part(parameter: Tensor, of: Tensor) -> Tensor:
     """What this rank holds of `of`, if it lies as the parameter does."""
-    local, offset = local_part(parameter)
+    local, offset = locate_local_part(parameter)
     return of[
         tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
     ]
@@ -146,7 +146,10 @@ def batches(packed: bool) -> list[Batch]:
         batch = Batch(tokens, labels)
         if packed:
             parts = [(length // 4, length - length // 4), (length // 2, length // 2)]
-            positions, info = document_positions(parts, length), make_attention_info(parts, length)
+            positions, info = (
+                compute_document_positions(parts, length),
+                make_attention_info(parts, length),
+            )
             batch = replace(batch, positions=positions, attention=info)
         found.append(batch)
     return found
@@ -227,7 +230,7 @@ def differences(case: Case, world: World) -> list[str]:
             if gradient is not wanted:
                 faults.append(f"{name} has a gradient, or should have one")
             continue
-        part, right = local_part(gradient)[0], own_part(parameter, wanted)
+        part, right = locate_local_part(gradient)[0], own_part(parameter, wanted)
         if part.shape != right.shape or not bool(
             ((part - right).abs() <= tolerance * wanted.abs().max()).all()
         ):

@@ -10,7 +10,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
     OutOfMemory,
-    block_bytes,
+    round_size,
 )
 from recipe_lib.units import GIB, MIB
 from tests.plan.allocator_books import check_books
@@ -76,7 +76,7 @@ def test_one_allocation_in_an_expandable_segment(requested, allocated, reserved)
     ("requested", "rounded"), [(1, 512), (512, 512), (1200, 1536), (1200 * 1024, 1200 * 1024)]
 )
 def test_sizes_are_rounded(requested, rounded):
-    assert block_bytes(requested) == rounded
+    assert round_size(requested) == rounded
 
 
 def test_small_blocks_share_a_segment_and_the_next_one_takes_another():

@@ -48,7 +48,9 @@ def test_a_phase_that_comes_twice_keeps_its_largest_peaks():
 def test_requested_peaks_are_those_of_the_trace():
     trace = steps_of_training()
     found = replay(trace)
-    assert {name: peak.requested for name, peak in found.phases.items()} == trace.active_peaks()
+    assert {
+        name: peak.requested for name, peak in found.phases.items()
+    } == trace.find_active_peaks()
     for peak in found.phases.values():
         assert peak.requested < peak.allocated == peak.active < peak.reserved
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Advice
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.configs import load
@@ -26,20 +26,20 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     """(verdict, advice, active bytes of whole plans with the overrides `typed` and with none)."""
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search import advice as module
-    from recipe_lib.plan.search.trials import override_text
-    from recipe_lib.plan.world.shape_only_model import with_layers
+    from recipe_lib.plan.search.trials import format_overrides
+    from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
 
     active: dict[str, int] = {}
     for words in (*typed, ""):
         recipe_class, cfg, wanted = settings("demo/full", 2, *CONFIG, *words.split())
-        cfg = with_layers(cfg, 2)
+        cfg = limit_layers(cfg, 2)
         plan, _ = make_plan(recipe_class, cfg, wanted)
         active[words] = plan.heaviest.peak.active
     # Those and a few more are enough for this process, which is to be short.
     kept = {*typed, "parallel.reshard_after_forward=false"}
     every = module.list_levers(cfg, wanted)
     module.list_levers = lambda cfg, wanted: [
-        lever for lever in every if override_text(lever.changes) in kept
+        lever for lever in every if format_overrides(lever.changes) in kept
     ]
     return plan.verdict, module.advise(plan, *module.try_levers(recipe_class, cfg, wanted)), active
 
@@ -89,20 +89,21 @@ def test_what_makes_it_fit_comes_first():
 
 
 def test_levers_that_the_table_refuses_are_left_out():
-    from recipe_lib.plan.search.trials import changed, override_text
+    from recipe_lib.plan.search.trials import apply_changes, format_overrides
 
     cfg = load("demo/full", "optimizer.betas=[0.8,0.9]", "lr_scheduler.warmup_steps=0")
-    assert changed(cfg, {"optimizer.name": "sgd"}) is None
-    assert changed(cfg, {"memory.cpu_offload": True}) is None  # demo/full names the CPU
-    assert changed(cfg, {"lora.rank": 4}) is None
-    other: Any = changed(cfg, {"batch_size": 2, "memory.loss_chunks": 4})
+    assert apply_changes(cfg, {"optimizer.name": "sgd"}) is None
+    assert apply_changes(cfg, {"memory.cpu_offload": True}) is None  # demo/full names the CPU
+    assert apply_changes(cfg, {"lora.rank": 4}) is None
+    other: Any = apply_changes(cfg, {"batch_size": 2, "memory.loss_chunks": 4})
     assert (other.batch_size, other.memory.loss_chunks, cfg.batch_size) == (2, 4, 32)
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 
     offered = {
-        override_text(lever.changes) for lever in list_levers(cfg, wanted(4, Sequence(100, "")))
+        format_overrides(lever.changes)
+        for lever in list_levers(cfg, wanted(4, PlannedSequence(100, "")))
     }
     assert {
         "batch_size=16 gradient_accumulation_steps=2",
@@ -113,30 +114,38 @@ def test_levers_that_the_table_refuses_are_left_out():
 
 def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.search.trials import changed, override_text
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.search.trials import apply_changes, format_overrides
+    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(4, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        4, PlannedSequence(100, "")
+    )
     once = "parallel.reduce_gradients=step"
     both = f"{once} parallel.reshard_after_forward=false"
     for accumulation, fits in ((1, False), (4, True)):
         cfg = load("demo/full", f"gradient_accumulation_steps={accumulation}")
         offered = {
-            override_text(lever.changes): lever.changes for lever in list_levers(cfg, wanted)
+            format_overrides(lever.changes): lever.changes for lever in list_levers(cfg, wanted)
         }
-        assert [changed(cfg, offered[text]) is not None for text in (once, both)] == [fits, fits]
+        assert [apply_changes(cfg, offered[text]) is not None for text in (once, both)] == [
+            fits,
+            fits,
+        ]
     back = {
-        override_text(lever.changes) for lever in list_levers(changed(cfg, offered[both]), wanted)
+        format_overrides(lever.changes)
+        for lever in list_levers(apply_changes(cfg, offered[both]), wanted)
     }
     assert {"parallel.reduce_gradients=micro_batch", "parallel.reshard_after_forward=true"} <= back
 
 
 def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not() -> None:
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.search.trials import changed, override_text
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.search.trials import apply_changes, format_overrides
+    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        1, PlannedSequence(100, "")
+    )
     of_teachers = {
         f"distill.{text}"
         for text in ("quantize_teacher=nf4", "quantize_teacher=int8", "stream_teacher=true")
@@ -145,11 +154,11 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
     def offered(*overrides: str) -> set[str]:
         cfg = load("llama3_2/1B_distill", *overrides)
         assert all(
-            changed(cfg, lever.changes)
+            apply_changes(cfg, lever.changes)
             for lever in list_levers(cfg, wanted)
             if "teacher" in str(lever.changes)
         )
-        return {override_text(lever.changes) for lever in list_levers(cfg, wanted)} & of_teachers
+        return {format_overrides(lever.changes) for lever in list_levers(cfg, wanted)} & of_teachers
 
     assert offered("distill.quantize_teacher=none") == of_teachers
     assert offered() == of_teachers - {"distill.quantize_teacher=nf4"}
@@ -163,10 +172,12 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     None
 ):
     from recipe_lib.plan.search.trial_order import list_groups
-    from recipe_lib.plan.world.sequence_lengths import Sequence
-    from recipe_lib.plan.world.shape_only_model import plannable
+    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        1, PlannedSequence(100, "")
+    )
 
     def groups(cfg: Any, fixed: tuple[str, ...] = ()) -> list[list[dict[str, Any]]]:
         return list(list_groups(cfg, wanted, fixed))
@@ -187,7 +198,7 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     assert groups(cfg, ("distill.stream_teacher",))[1] == [stays | one for one in teacher[1:]]
     kept = [one for group in groups(cfg, ("memory.cpu_offload",)) for one in group]
     assert not any("memory.cpu_offload" in one or "memory.optimizer_offload" in one for one in kept)
-    adapters, _ = plannable(
+    adapters, _ = make_plannable(
         load("llama3_2/1B_distill", "distill.trainable=adapters")
     )  # a teacher in NF4 already
     assert groups(adapters)[1] == [stays | teacher[0]]
@@ -196,7 +207,7 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
 
 def test_overrides_are_typed_as_they_stand():
     from recipe_lib.config import load_config
-    from recipe_lib.plan.search.trials import override_text
+    from recipe_lib.plan.search.trials import format_overrides
 
     changes = {
         "memory.cpu_offload": False,
@@ -204,7 +215,7 @@ def test_overrides_are_typed_as_they_stand():
         "optimizer.betas": [0.5, 0.9],
         "batch_size": 3,
     }
-    cfg = load_config("demo/full", override_text(changes).split())
+    cfg = load_config("demo/full", format_overrides(changes).split())
     assert (cfg.memory.cpu_offload, cfg.parallel.reduce_dtype, cfg.optimizer.betas, cfg.batch_size) == (
         False, None, [0.5, 0.9], 3,
     )  # fmt: skip
@@ -221,9 +232,11 @@ def mixture_config(folder: Path, *typed: str) -> Any:
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
     """Whichever the config has, the other is tried."""
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 
-    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
+        1, PlannedSequence(100, "")
+    )
     cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
     assert (
@@ -253,24 +266,24 @@ def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
 
 
 def test_streaming_comes_with_what_trained_layers_need() -> None:
-    from recipe_lib.plan.search.trials import changed, streamed
+    from recipe_lib.plan.search.trials import apply_changes, stream_layers
 
     adapters, whole = (
         load("llama3/8B_qlora"),
         load("llama3/8B_full", "optimizer.name=sgd", "~optimizer.betas"),
     )
-    assert streamed(adapters) == {"memory.stream_layers": True}
+    assert stream_layers(adapters) == {"memory.stream_layers": True}
     stepped = {
         "memory.optimizer_in_backward": True,
         "clip_grad_norm": None,
         "gradient_accumulation_steps": 1,
     }
     assert (
-        streamed(whole)
+        stream_layers(whole)
         == {
             "memory.stream_layers": True,
             "memory.optimizer_offload": True,
         }
         | stepped
     )
-    assert changed(load("llama3/8B_full"), streamed(load("llama3/8B_full"))) is not None
+    assert apply_changes(load("llama3/8B_full"), stream_layers(load("llama3/8B_full"))) is not None

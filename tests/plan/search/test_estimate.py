@@ -28,13 +28,13 @@ CASES = {
 def measure(name: str) -> tuple[dict[str, float], dict[str, float]]:
     """(what `quick` says, what the whole plan has)."""
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.search.trials import quick
-    from recipe_lib.plan.world.shape_only_model import with_layers
+    from recipe_lib.plan.search.trials import estimate_run
+    from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
 
     kind, ranks, layers, overrides = CASES[name]
     recipe_class, cfg, wanted = settings(NAMES[kind], ranks, *SMALL, *overrides)
-    cfg = with_layers(cfg, layers)
-    estimate = quick(recipe_class, cfg, wanted)
+    cfg = limit_layers(cfg, layers)
+    estimate = estimate_run(recipe_class, cfg, wanted)
     plan = make_plan(recipe_class, cfg, wanted)[0]
     assert plan.time is not None
     planned = {

@@ -29,21 +29,21 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
     estimated.
     """
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.result import DOES_NOT_FIT, OutsideTorch
+    from recipe_lib.plan.plan_schema import DOES_NOT_FIT, OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trial_order import (
         list_groups,
-        micro_batch,
-        pipelines,
-        sharings,
-        sizes,
+        list_micro_batch_sizes,
+        list_pipelines,
+        list_sharings,
+        set_micro_batch,
     )
     from recipe_lib.plan.search.trials import (
         CHECKPOINTING,
-        changed,
-        checkpointing,
+        apply_changes,
         find_differing,
-        in_processes,
+        run_in_processes,
+        set_checkpointing,
         try_settings,
     )
 
@@ -56,14 +56,14 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
     hardware = dataclasses.replace(plain.hardware, memory=MEMORY)
     wanted = dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
     begun = [variant for group in list_groups(cfg, wanted, FIXED) for variant in group]
-    ways = [*sharings(cfg, RANKS, FIXED), *pipelines(cfg, wanted, FIXED)]
+    ways = [*list_sharings(cfg, RANKS, FIXED), *list_pipelines(cfg, wanted, FIXED)]
     every = [
-        variant | way | checkpointing(cfg, kind) | micro_batch(cfg, way, size)
+        variant | way | set_checkpointing(cfg, kind) | set_micro_batch(cfg, way, size)
         for variant, way, kind in product(begun, ways, CHECKPOINTING)
-        for size in sizes(cfg, way)
+        for size in list_micro_batch_sizes(cfg, way)
     ]
     result = search(recipe_class, cfg, wanted, want=1, fixed=FIXED)
-    tried = in_processes(
+    tried = run_in_processes(
         lambda changes: try_settings(recipe_class, cfg, wanted, changes, FIXED), every
     )
     fitting = sorted(
@@ -71,7 +71,7 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
     )
     for one in fitting:
         plan, _ = make_plan(
-            recipe_class, changed(cfg, one.changes), dataclasses.replace(wanted, timed=False)
+            recipe_class, apply_changes(cfg, one.changes), dataclasses.replace(wanted, timed=False)
         )
         if plan.verdict != DOES_NOT_FIT:
             break

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT
 from recipe_lib.plan.search import trials as trials_module
-from recipe_lib.plan.search.fastest_settings import Search, render_search
+from recipe_lib.plan.search.fastest_settings import SearchResult, render_search
 from recipe_lib.plan.search.trial_order import (
-    Trials,
-    key_of,
-    leanest,
-    run_ways,
-    sizes,
-    variant_key,
-    way,
+    SearchState,
+    list_micro_batch_sizes,
+    make_key,
+    make_leanest,
+    make_variant_key,
+    run_trials,
+    yield_micro_batches,
 )
 from recipe_lib.plan.search.trials import Candidate, Changes, Estimate
 from tests.plan.apart import apart, settings
@@ -35,14 +35,14 @@ ROOM = 35 * MIB  # of a card
 FEW_ROWS = ("batch_size=2", "gradient_accumulation_steps=4")
 
 
-def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
+def found(memory: int) -> tuple[SearchResult, list[tuple[str, int]]]:
     """What is found, and (verdict, active bytes) of plans made of it from its overrides as
     typed.
     """
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.result import OutsideTorch
+    from recipe_lib.plan.plan_schema import OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
-    from recipe_lib.plan.search.trials import override_text
+    from recipe_lib.plan.search.trials import format_overrides
 
     def wanted(*overrides: str):
         recipe_class, cfg, plain = settings("demo/full", 2, *CONFIG, *FEW_ROWS, *overrides)
@@ -56,7 +56,7 @@ def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
     fixed = ("memory.cpu_offload", "optimizer.state_bits", "parallel.data_replicate", "parallel.pipeline",
              "parallel.reshard_after_forward", "parallel.strategy")  # fmt: skip
     result = search(*wanted(), want=2, fixed=fixed)
-    plans = [make_plan(*wanted(*override_text(one.changes).split()))[0] for one in result.found]
+    plans = [make_plan(*wanted(*format_overrides(one.changes).split()))[0] for one in result.found]
     return result, [(plan.verdict, plan.heaviest.peak.active) for plan in plans]
 
 
@@ -94,7 +94,7 @@ def test_nothing_fits():
     assert "short of" in render_search(result)
 
 
-def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, list[Changes]]:
+def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[SearchState, list[Changes]]:
     """What a search of two ranks has before its first trial, and the list that its trials come in;
     none is made.
     """
@@ -109,7 +109,7 @@ def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, lis
         return future
 
     _, cfg, wanted = settings("demo/full", 2, *CONFIG, *overrides)
-    return Trials(cfg, wanted, fixed, submit, 1, Phase("", None, "")), made
+    return SearchState(cfg, wanted, fixed, submit, 1, Phase("", None, "")), made
 
 
 def candidate(
@@ -137,9 +137,9 @@ def test_what_was_typed_stays():
     """
     fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
     trials, made = trials_of(fixed=fixed)
-    run_ways(trials, [way(trials, {})])
+    run_trials(trials, [yield_micro_batches(trials, {})])
     assert len(made) == 3
-    assert not any(fixed & set(changes) for changes in [*made, leanest(trials, {})])
+    assert not any(fixed & set(changes) for changes in [*made, make_leanest(trials, {})])
 
     seen: list[tuple[int, int, str, int]] = []
 
@@ -154,7 +154,7 @@ def test_what_was_typed_stays():
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials_module, "try_quick", refuse)
+        patch.setattr(trials_module, "try_estimate", refuse)
         trials_module.try_settings(object, trials.cfg, trials.settings, {}, fixed)
     assert set(seen) == {(32, 2, "auto", 1)}
 
@@ -162,15 +162,15 @@ def test_what_was_typed_stays():
 def test_micro_batches_are_tried_until_one_does_not_fit():
     """From the smallest on; all sequences at once are tried in any case."""
     trials, _ = trials_of(fixed={"memory.activation_checkpointing"})
-    assert sizes(trials.cfg, {}) == [1, 2, 4, 8, 16, 32, 64]
-    looking = way(trials, {})
+    assert list_micro_batch_sizes(trials.cfg, {}) == [1, 2, 4, 8, 16, 32, 64]
+    looking = yield_micro_batches(trials, {})
     changes, tried = next(looking), []
     with contextlib.suppress(StopIteration):
         while True:
             tried.append(changes["batch_size"])
             changes = looking.send(candidate(changes, 2**30 * (2 + 2 * tried[-1]), 20 * 2**30))
     assert tried == [64, 1, 2, 4, 8, 16]
-    looking = way(trials, {})
+    looking = yield_micro_batches(trials, {})
     with pytest.raises(StopIteration):
         looking.send(candidate(next(looking), 2**30, 20 * 2**30))
 
@@ -186,21 +186,21 @@ def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCapt
     )
     for kind, kept, seconds in (("full", 2**27, 10.0), ("none", 2**33, 4.0)):
         changes = {"memory.activation_checkpointing": kind} | one
-        trials.tried[key_of(changes)] = candidate(
+        trials.tried[make_key(changes)] = candidate(
             changes, 2**31, room, 12.0, kept=kept, least_seconds=seconds
         )
     changes = {"memory.activation_checkpointing": "none"} | many
-    trials.leanest[variant_key(changes)] = candidate({}, 2**31, room)
-    run_ways(trials, [iter_of(changes)])
+    trials.leanest[make_variant_key(changes)] = candidate({}, 2**31, room)
+    run_trials(trials, [iter_of(changes)])
     assert made == []
     (said,) = trials.skipped.values()
     assert "at least" in said  # 64 times what one sequence keeps
     faster = {"batch_size": 64, "gradient_accumulation_steps": 1}
     trials.tried["faster"] = candidate(faster, 2**31, room, 9.0)
-    run_ways(trials, [iter_of({"memory.activation_checkpointing": "full", "batch_size": 2})])
+    run_trials(trials, [iter_of({"memory.activation_checkpointing": "full", "batch_size": 2})])
     assert made == []
     assert "100 tokens/s at most" in list(trials.skipped.values())[-1]
-    run_ways(trials, [iter_of({"memory.activation_checkpointing": "selective", "batch_size": 2})])
+    run_trials(trials, [iter_of({"memory.activation_checkpointing": "selective", "batch_size": 2})])
     assert len(made) == 1
 
 
@@ -228,6 +228,6 @@ def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(
         {"memory.activation_checkpointing": kind, "batch_size": 2} for kind in ("full", "none")
     ]
     with caplog.at_level("INFO"):
-        run_ways(trials, [iter_of(changes) for changes in kinds])
+        run_trials(trials, [iter_of(changes) for changes in kinds])
     assert made == kinds[::-1]
     assert [one.changes for one in trials.fitting()] == kinds[::-1]

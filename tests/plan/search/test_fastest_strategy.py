@@ -18,10 +18,10 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import BUCKET_ELEMENTS
 from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.search.advice import choose_strategy, decide
+from recipe_lib.plan.search.advice import choose_strategy, decide_strategy
 from recipe_lib.plan.search.trials import Estimate
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
-from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.plan import test_closed_forms as forms
@@ -180,7 +180,7 @@ def test_the_faster_that_fits_is_taken(
 ):
     copied = None if whole is None else estimate(*whole)
     wanted: Any = SimpleNamespace(ranks=2, hardware=SimpleNamespace(name="24GB"))
-    strategy, why = decide(estimate(*shards), copied, wanted, expandable=expandable)
+    strategy, why = decide_strategy(estimate(*shards), copied, wanted, expandable=expandable)
     assert strategy == chosen and why.startswith(reason)
 
 

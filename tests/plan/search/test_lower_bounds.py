@@ -23,8 +23,8 @@ STATES = "optimizer.implementation=single"
 
 def bounds(name: str, kind: str, ways: tuple[str, ...]) -> list[tuple[str, str, float, float]]:
     """Of every way by every other: bound over what a simulation says, of bytes and of seconds."""
-    from recipe_lib.plan.search.trial_order import least_bytes
-    from recipe_lib.plan.search.trials import quick
+    from recipe_lib.plan.search.trial_order import compute_least_bytes
+    from recipe_lib.plan.search.trials import estimate_run
 
     found: dict[str, Any] = {}
     for way in ways:
@@ -35,7 +35,7 @@ def bounds(name: str, kind: str, ways: tuple[str, ...]) -> list[tuple[str, str, 
             STATES,
         )
         recipe_class, cfg, wanted = settings(name, 4, *more, device="rtx4090")
-        found[way] = cfg, wanted, quick(recipe_class, cfg, wanted)
+        found[way] = cfg, wanted, estimate_run(recipe_class, cfg, wanted)
     rows = []
     for way, known in product(ways, ways):
         (cfg, wanted, quickly), (known_cfg, _, other) = found[way], found[known]
@@ -43,13 +43,13 @@ def bounds(name: str, kind: str, ways: tuple[str, ...]) -> list[tuple[str, str, 
             known_cfg.parallel.pipeline > 1
         ):  # a search begins with the others, and knows their layers
             continue
-        held = least_bytes(cfg, wanted, other, known_cfg, other) / quickly.active
+        held = compute_least_bytes(cfg, wanted, other, known_cfg, other) / quickly.active
         rows.append((way, known, held, other.least_seconds / quickly.seconds))
     return rows
 
 
 def test_a_backward_need_not_find_gradients_where_all_may_be_deferred():
-    from recipe_lib.plan.search.trial_order import least_bytes
+    from recipe_lib.plan.search.trial_order import compute_least_bytes
     from recipe_lib.plan.search.trials import Estimate
 
     known = Estimate(
@@ -64,7 +64,7 @@ def test_a_backward_need_not_find_gradients_where_all_may_be_deferred():
             "gradient_accumulation_steps=4",
         )
         _, cfg, wanted = settings("demo/full", 2, *more)
-        least[schedule] = least_bytes(cfg, wanted, known, alone, known) - 2**30
+        least[schedule] = compute_least_bytes(cfg, wanted, known, alone, known) - 2**30
     assert least == {
         "1f1b": 2**28 + 2**27 * cfg.batch_size,
         "zbv": max(2**28, 2**27 * cfg.batch_size),

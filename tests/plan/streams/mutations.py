@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from recipe_lib.plan.allocation.scratch import kernel_memory
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
+from recipe_lib.plan.simulated_world.simulated_device import NAME, Event, Stream
 from recipe_lib.plan.streams.code_line import Line
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.simulate import simulate
-from recipe_lib.plan.world.simulated_device import NAME, Event, Stream
+from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import settings
 
 _SMALL = ("device=auto", "max_seq_len=128")
@@ -201,7 +201,7 @@ def follow(case: Case) -> StreamChecker:
     """Two steps of a run's first rank."""
     recipe, cfg, wanted = settings(case.config, case.ranks, *case.overrides, *_SMALL)
     checker = StreamChecker(NAME)
-    kernels = kernel_memory("sm89")  # whose scratch comes and goes unused
+    kernels = make_kernel_memory("sm89")  # whose scratch comes and goes unused
     simulate(
         case.recipe(recipe),
         cfg,

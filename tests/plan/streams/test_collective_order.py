@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
+from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.collective_order import (
     CollectiveCall,
-    circles,
-    mismatches,
-    order_faults,
+    find_circles,
+    find_mismatches,
+    list_order_faults,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.simulate import simulate
-from recipe_lib.plan.world.shape_only_model import with_layers
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import apart, settings
 
 
@@ -34,17 +34,19 @@ def test_sends_meet_receives() -> None:
     pair = (0, 1)
     good = {0: [call("send", pair, pair=True)], 1: [call("recv", pair, pair=True)]}
     bad = {0: [call("send", pair, pair=True)], 1: [call("send", pair, pair=True)]}
-    assert order_faults(good) == []
-    assert len(mismatches(bad)) == 1
+    assert list_order_faults(good) == []
+    assert len(find_mismatches(bad)) == 1
 
 
 def test_sizes_types_and_counts_are_compared() -> None:
     ranks = (0, 1)
     assert (
         "rank 1 makes no such call"
-        in mismatches({0: [call("all_gather", ranks)] * 2, 1: [call("all_gather", ranks)]})[0]
+        in find_mismatches({0: [call("all_gather", ranks)] * 2, 1: [call("all_gather", ranks)]})[0]
     )
-    fault = mismatches({0: [call("all_gather", ranks)], 1: [call("all_gather", ranks, size=16)]})[0]
+    fault = find_mismatches(
+        {0: [call("all_gather", ranks)], 1: [call("all_gather", ranks, size=16)]}
+    )[0]
     assert "8 bytes" in fault and "16 bytes" in fault and "a.py:1" in fault
 
 
@@ -56,13 +58,13 @@ def test_a_circle_over_three_ranks_is_found() -> None:
         1: [call("all_reduce", b), call("all_reduce", a, 0)],
         2: [call("all_reduce", c), call("all_reduce", b, 0)],
     }
-    assert mismatches(calls) == []
-    assert circles(calls)[0].startswith("a circle of waits: ")
+    assert find_mismatches(calls) == []
+    assert find_circles(calls)[0].startswith("a circle of waits: ")
     unordered = {
         rank: [calls[rank][0], call("all_reduce", calls[rank][1].group[1])] for rank in calls
     }
     # Even so each rank's host waits in the first contact until the others are there.
-    assert circles(unordered)[0].count("communicator") >= 2
+    assert find_circles(unordered)[0].count("communicator") >= 2
 
 
 def with_step(recipe: type, step: Callable[[Any], None]) -> type:
@@ -97,7 +99,7 @@ def faults_of(
     overrides: tuple[str, ...], ranks: int, step: Callable[[Any], None] = none, *, layers: int = 4
 ) -> list[str]:
     recipe, cfg, wanted = settings("demo/full", ranks, *overrides)
-    cfg = with_layers(cfg, layers)
+    cfg = limit_layers(cfg, layers)
     calls = {}
     for rank in range(ranks):
         checker = StreamChecker(NAME)
@@ -108,7 +110,7 @@ def faults_of(
         assert not checker.faults()
         calls[rank] = checker.calls
         assert len(checker.calls) >= 4
-    return order_faults(calls)
+    return list_order_faults(calls)
 
 
 @pytest.mark.slow

@@ -128,9 +128,9 @@ def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
 
 def uncached() -> list[tuple[str, str, int]]:
     """With the table of NF4 made for each dequantizing, operator by operator."""
-    made = nf4._pairs
-    nf4._pairs = lambda *args: made.__wrapped__(*args)  # type: ignore[assignment]
-    nf4._pairs.cache_clear = lambda: None  # type: ignore[attr-defined]
+    made = nf4._make_pair_table
+    nf4._make_pair_table = lambda *args: made.__wrapped__(*args)  # type: ignore[assignment]
+    nf4._make_pair_table.cache_clear = lambda: None  # type: ignore[attr-defined]
     case = CASES["LoRA on NF4"]
     return waits_of(replace(case, overrides=(*case.overrides, "fused_kernels=false")))
 

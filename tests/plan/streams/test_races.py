@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.simulate import simulate
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import apart, settings
 
 

@@ -10,9 +10,9 @@ import torch
 from recipe_lib.plan.allocation import caching_allocator
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import make_plan
+from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
-from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.plan.apart import apart, settings
 
 SIZE, COUNT = 8 * 2**20, 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_streams
-from recipe_lib.plan.streams.code_line import text_of
+from recipe_lib.plan.streams.code_line import format_line
 from tests.plan.apart import apart
 from tests.plan.streams.mutations import CASES, check
 from tests.selection import slow_but
@@ -54,14 +54,14 @@ def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool
         faults += checker.faults()
         for line in waits:
             left_out = (
-                not text_of(line).startswith("recipe_lib/")
+                not format_line(line).startswith("recipe_lib/")
                 if only_ours
-                else is_needless(text_of(line))
+                else is_needless(format_line(line))
             )
             if noticed.get(line) or left_out:
                 continue
             noticed[line] = bool(check(name, line)[0].faults())
-    return faults, {text_of(line): found for line, found in noticed.items()}
+    return faults, {format_line(line): found for line, found in noticed.items()}
 
 
 def is_needless(place: str) -> bool:

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
-from recipe_lib.plan.timing import calibrate as module
-from recipe_lib.plan.timing.calibrate import calibrate
-from recipe_lib.plan.timing.calibration import TINY_MATMULS, read_calibration
-from recipe_lib.plan.timing.cost import op_seconds
-from recipe_lib.plan.trace import Op
+from recipe_lib.plan.measured import measure_rates as module
+from recipe_lib.plan.measured.measure_rates import calibrate
+from recipe_lib.plan.measured.rates_file import TINY_MATMULS, read_calibration
+from recipe_lib.plan.timing.cost import compute_op_seconds
+from recipe_lib.plan.tracing.trace import Op
 
 
 def good() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_a_dry_run_on_the_cpu_can_be_read_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        module, "_seconds", lambda work, device: (work(), 0.001)[1]
+        module, "_measure_seconds", lambda work, device: (work(), 0.001)[1]
     )  # one call each
     result = calibrate("cpu")
     path = written(tmp_path, result)
@@ -56,7 +56,7 @@ def test_a_dry_run_on_the_cpu_can_be_read_and_used(
     read = read_calibration(path, find_hardware("cpu"))
     assert read.matmul["bf16"][0] == ((32, 32, 32), 2 * 32**3 / 0.001)
     assert read.attention == 14 * 2 * 64 * 64 * 32 / 0.001
-    assert op_seconds(
+    assert compute_op_seconds(
         Op("aten::mm", flops=2 * 32**3, dtype="bf16"), find_hardware("cpu"), read
     ) == pytest.approx(0.001)
     assert read.host_seconds > 0 and read.torch.startswith("2.")
@@ -86,7 +86,7 @@ def test_a_time_is_that_of_one_call() -> None:
         calls += 1
         time.sleep(0.002)
 
-    seconds = module._seconds(work, "cpu")
+    seconds = module._measure_seconds(work, "cpu")
     assert seconds >= 0.002 and calls == 3 + 1 + 7
 
 
@@ -184,10 +184,10 @@ def test_the_share_that_steps_reach_is_of_the_operations_and_bytes_they_have(
             step()
         return 2 * moved.flops / rate + moved.bytes / bandwidth
 
-    monkeypatch.setattr(module, "_seconds", seconds)
-    assert module.step_share("cpu", [{"shape": shape, "rate": rate}], bandwidth) == pytest.approx(
-        0.5
-    )
+    monkeypatch.setattr(module, "_measure_seconds", seconds)
+    assert module.measure_step_share(
+        "cpu", [{"shape": shape, "rate": rate}], bandwidth
+    ) == pytest.approx(0.5)
 
 
 def test_the_optimizers_bytes_are_those_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +209,8 @@ def test_the_optimizers_bytes_are_those_of_its_tensors(monkeypatch: pytest.Monke
         ) == 2 * len(sizes)
         return sum(sizes) * (4 + 3) / 1e6
 
-    monkeypatch.setattr(module, "_seconds", seconds)
-    assert module.optimizer_rate("cpu") == pytest.approx(1e6)
+    monkeypatch.setattr(module, "_measure_seconds", seconds)
+    assert module.measure_optimizer_rate("cpu") == pytest.approx(1e6)
 
 
 @pytest.mark.parametrize("name", ["step_share", "optimizer", "memory"])

@@ -11,11 +11,11 @@ from recipe_lib.plan.timing.cost import (
     ATTENTION,
     MULTIPROCESSORS,
     Calibration,
-    bandwidth_rate,
-    op_seconds,
-    run_share,
+    compute_bandwidth,
+    compute_op_seconds,
+    get_run_share,
 )
-from recipe_lib.plan.trace import Op
+from recipe_lib.plan.tracing.trace import Op
 
 H100, A100, RTX4090 = HARDWARE["h100"], HARDWARE["a100-80gb"], HARDWARE["rtx4090"]
 LARGE, MIDDLE, SMALL = (4096, 14336, 4096), (512, 4096, 4096), (512, 2048, 2048)
@@ -44,7 +44,7 @@ def attention(name: str, width: int = 128) -> Op:
 
 
 def rate(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
-    return op.flops / op_seconds(op, hardware, calibration)
+    return op.flops / compute_op_seconds(op, hardware, calibration)
 
 
 def test_a_product_that_the_host_issued_no_faster_is_no_rate() -> None:
@@ -54,9 +54,9 @@ def test_a_product_that_the_host_issued_no_faster_is_no_rate() -> None:
     without = replace(MEASURED, matmul={"bf16": MEASURED.matmul["bf16"][1:]})
     assert rate(product(*SMALL), H100, MEASURED) == rate(product(*SMALL), H100, without)
     fast_host = replace(MEASURED, host_seconds=2e-6)
-    assert rate(product(*SMALL), H100, fast_host) == pytest.approx(run_share(H100) * 3e14)
+    assert rate(product(*SMALL), H100, fast_host) == pytest.approx(get_run_share(H100) * 3e14)
     slow_host = replace(MEASURED, host_seconds=1.0)  # the largest is kept in any case
-    assert rate(product(*LARGE), H100, slow_host) == pytest.approx(run_share(H100) * 7e14)
+    assert rate(product(*LARGE), H100, slow_host) == pytest.approx(get_run_share(H100) * 7e14)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_burst_is_taken_down_to_a_run_as_published_bursts_are(name: str, share
         if name == "h100"
         else replace(H100, name=name, architecture="cpu" if name == "cpu" else "sm90")
     )
-    assert run_share(hardware) == share
+    assert get_run_share(hardware) == share
     assert rate(product(*LARGE), hardware, MEASURED) == pytest.approx(share * 7e14)
 
 
@@ -88,7 +88,8 @@ def test_measured_attention_is_that_of_the_kernel_that_torch_takes(hardware: Har
             attention(VARLEN.replace("_forward", way or "_forward")),
         )
         ratio = [
-            op_seconds(op, hardware, MEASURED) / op_seconds(op, hardware) for op in (padded, packed)
+            compute_op_seconds(op, hardware, MEASURED) / compute_op_seconds(op, hardware)
+            for op in (padded, packed)
         ]
         assert ratio[0] != pytest.approx(1.0)
         assert ratio[1] == pytest.approx(1.0 if hardware is H100 else ratio[0])
@@ -98,9 +99,11 @@ def test_measured_attention_is_that_of_the_kernel_that_torch_takes(hardware: Har
     ("width", "cudnn"), [(64, True), (128, True), (120, True), (256, False), (100, False)]
 )
 def test_hopper_takes_cudnns_attention_for_the_widths_it_has(width: int, cudnn: bool) -> None:
-    padded, packed = (op_seconds(attention(name, width), H100) for name in (SDPA, VARLEN))
+    padded, packed = (compute_op_seconds(attention(name, width), H100) for name in (SDPA, VARLEN))
     assert (padded < 0.8 * packed) == cudnn
-    assert op_seconds(attention(SDPA, width), A100) == op_seconds(attention(VARLEN, width), A100)
+    assert compute_op_seconds(attention(SDPA, width), A100) == compute_op_seconds(
+        attention(VARLEN, width), A100
+    )
 
 
 def test_fused_adamw_moves_what_its_kernel_can() -> None:
@@ -108,19 +111,21 @@ def test_fused_adamw_moves_what_its_kernel_can() -> None:
     memory's.
     """
     step = Op("aten::_fused_adamw_", part="optimizer", bytes=14 * 6_738_415_616, dtype="bf16")
-    assert op_seconds(step, H100) == pytest.approx(0.0499, rel=0.01)
-    assert op_seconds(step, HARDWARE["h200"]) == op_seconds(step, H100)  # as many multiprocessors
-    assert op_seconds(step, H100, MEASURED) == op_seconds(step, H100)
-    assert op_seconds(step, H100, replace(MEASURED, optimizer=2.5e12)) == pytest.approx(
+    assert compute_op_seconds(step, H100) == pytest.approx(0.0499, rel=0.01)
+    assert compute_op_seconds(step, HARDWARE["h200"]) == compute_op_seconds(
+        step, H100
+    )  # as many multiprocessors
+    assert compute_op_seconds(step, H100, MEASURED) == compute_op_seconds(step, H100)
+    assert compute_op_seconds(step, H100, replace(MEASURED, optimizer=2.5e12)) == pytest.approx(
         step.bytes / 2.5e12
     )
     addition = replace(step, name="aten::add")
     for card in HARDWARE.values():
         seconds, bound = (
-            op_seconds(step, card),
-            bandwidth_rate(card, step.bytes) / MULTIPROCESSORS[card.name],
+            compute_op_seconds(step, card),
+            compute_bandwidth(card, step.bytes) / MULTIPROCESSORS[card.name],
         )
-        assert seconds >= op_seconds(addition, card)
-        assert (seconds > op_seconds(addition, card)) == (
+        assert seconds >= compute_op_seconds(addition, card)
+        assert (seconds > compute_op_seconds(addition, card)) == (
             card.architecture == "sm90" and bound > 14.4e9
         ), card.name

@@ -10,16 +10,16 @@ from recipe_lib.plan.timing.cost import (
     COLLECTIVE_SECONDS,
     KERNEL_SECONDS,
     Calibration,
-    collective_seconds,
-    error_text,
-    launch_seconds,
-    matmul_rate,
-    model_flops,
-    model_flops_utilization,
-    op_seconds,
-    wire_bytes,
+    compute_collective_seconds,
+    compute_launch_seconds,
+    compute_matmul_rate,
+    compute_model_flops_utilization,
+    compute_op_seconds,
+    count_model_flops,
+    count_wire_bytes,
+    describe_error,
 )
-from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
+from recipe_lib.plan.tracing.trace import OP, PHASE, Collective, Op, Trace
 
 RTX4090 = HARDWARE["rtx4090"]
 H100 = HARDWARE["h100"]
@@ -38,8 +38,12 @@ MEASURED = Calibration(
 
 def test_a_compiled_operator_takes_the_host_longer() -> None:
     plain, fused = Op("aten::mul"), Op("tune_recipes::rotate")
-    assert launch_seconds(plain) < launch_seconds(fused) == launch_seconds(fused, MEASURED)
-    assert launch_seconds(plain, MEASURED) == MEASURED.host_seconds
+    assert (
+        compute_launch_seconds(plain)
+        < compute_launch_seconds(fused)
+        == compute_launch_seconds(fused, MEASURED)
+    )
+    assert compute_launch_seconds(plain, MEASURED) == MEASURED.host_seconds
 
 
 def ring(operation: str, num_bytes: int, ranks: int, first: int = 0, stride: int = 1) -> Collective:
@@ -59,40 +63,44 @@ def ring(operation: str, num_bytes: int, ranks: int, first: int = 0, stride: int
     ],
 )
 def test_wire_bytes_of_four_ranks(operation: str, expected: int) -> None:
-    assert wire_bytes(operation, 1000, 4) == expected
-    assert wire_bytes(operation, 1000, 1) == 0
+    assert count_wire_bytes(operation, 1000, 4) == expected
+    assert count_wire_bytes(operation, 1000, 1) == 0
 
 
 def test_wire_bytes_of_messages_and_of_nonsense() -> None:
-    assert wire_bytes("send", 1000, 2) == wire_bytes("recv", 1000, 8) == 1000
+    assert count_wire_bytes("send", 1000, 2) == count_wire_bytes("recv", 1000, 8) == 1000
     with pytest.raises(ValueError, match="unknown collective barrier"):
-        wire_bytes("barrier", 1, 2)
+        count_wire_bytes("barrier", 1, 2)
 
 
 def test_an_all_reduce_sends_what_a_reduce_scatter_and_an_all_gather_do() -> None:
     for ranks in (2, 3, 4, 8, 64):
         size = 1024 * ranks
-        halves = wire_bytes("reduce_scatter", size, ranks) + wire_bytes("all_gather", size, ranks)
-        assert wire_bytes("all_reduce", size, ranks) == halves
+        halves = count_wire_bytes("reduce_scatter", size, ranks) + count_wire_bytes(
+            "all_gather", size, ranks
+        )
+        assert count_wire_bytes("all_reduce", size, ranks) == halves
 
 
 def test_latency_of_steps_plus_bandwidth() -> None:
     size = 4 * 10**9
     link = RTX4090.link
     expected = COLLECTIVE_SECONDS + 3 * link.latency + 3 * 10**9 / link.bandwidth
-    assert collective_seconds(ring("all_gather", size, 4), RTX4090) == pytest.approx(expected)
-    assert collective_seconds(ring("send", size, 2), RTX4090) == pytest.approx(
+    assert compute_collective_seconds(ring("all_gather", size, 4), RTX4090) == pytest.approx(
+        expected
+    )
+    assert compute_collective_seconds(ring("send", size, 2), RTX4090) == pytest.approx(
         COLLECTIVE_SECONDS + link.latency + size / link.bandwidth
     )
-    assert collective_seconds(ring("all_gather", size, 1), RTX4090) == 0
+    assert compute_collective_seconds(ring("all_gather", size, 1), RTX4090) == 0
 
 
 def test_a_small_all_reduce_takes_a_tree() -> None:
-    eight = collective_seconds(ring("all_reduce", 8, 8), H100)
+    eight = compute_collective_seconds(ring("all_reduce", 8, 8), H100)
     assert eight == pytest.approx(
         COLLECTIVE_SECONDS + 6 * H100.link.latency, rel=1e-4
     )  # up and down three levels
-    two = collective_seconds(ring("all_reduce", 8, 2), H100)
+    two = compute_collective_seconds(ring("all_reduce", 8, 2), H100)
     assert two == pytest.approx(COLLECTIVE_SECONDS + 2 * H100.link.latency, rel=1e-4)
 
 
@@ -102,7 +110,7 @@ def test_full_sharding_of_8b_without_p2p_is_bound_by_traffic() -> None:
     """
     size = 2 * 8_030_261_248
     step = sum(
-        collective_seconds(ring(name, size, 4), RTX4090)
+        compute_collective_seconds(ring(name, size, 4), RTX4090)
         for name in ["all_gather"] * 2 + ["reduce_scatter"]
     )
     assert step == pytest.approx(3 * 3 / 4 * size / 10e9, rel=1e-3)
@@ -110,58 +118,65 @@ def test_full_sharding_of_8b_without_p2p_is_bound_by_traffic() -> None:
 
 def test_groups_across_machines_use_the_cards_of_their_ranks() -> None:
     size = 16 * 10**9
-    everyone = collective_seconds(ring("all_gather", size, 16), H100)
-    one_each = collective_seconds(ring("all_gather", size, 2, stride=8), H100)
+    everyone = compute_collective_seconds(ring("all_gather", size, 16), H100)
+    one_each = compute_collective_seconds(ring("all_gather", size, 2, stride=8), H100)
     assert everyone == pytest.approx(
         size * 15 / 16 / min(8 * H100.inter_node_bandwidth, H100.link.bandwidth), rel=0.01
     )
     assert one_each == pytest.approx(size / 2 / H100.inter_node_bandwidth, rel=1e-3)
-    inside = collective_seconds(ring("all_gather", 2, 2), H100)
-    across = collective_seconds(ring("all_gather", 2, 2, stride=8), H100)
+    inside = compute_collective_seconds(ring("all_gather", 2, 2), H100)
+    across = compute_collective_seconds(ring("all_gather", 2, 2, stride=8), H100)
     assert across - inside == pytest.approx(H100.inter_node_latency - H100.link.latency, rel=1e-3)
     wide = replace(H100, ranks_per_node=16)
-    assert collective_seconds(ring("all_gather", size, 2, stride=8), wide) < one_each
+    assert compute_collective_seconds(ring("all_gather", size, 2, stride=8), wide) < one_each
 
 
 def test_roofline() -> None:
     matmul = Op("aten::mm", flops=10**15, bytes=10**6, dtype="bf16")
-    assert op_seconds(matmul, H100) == pytest.approx(1e15 / matmul_rate(H100, "bf16", ()))
-    assert op_seconds(replace(matmul, dtype="fp32"), H100) > 10 * op_seconds(matmul, H100)
-    assert op_seconds(replace(matmul, dtype=""), H100) == op_seconds(
+    assert compute_op_seconds(matmul, H100) == pytest.approx(
+        1e15 / compute_matmul_rate(H100, "bf16", ())
+    )
+    assert compute_op_seconds(replace(matmul, dtype="fp32"), H100) > 10 * compute_op_seconds(
+        matmul, H100
+    )
+    assert compute_op_seconds(replace(matmul, dtype=""), H100) == compute_op_seconds(
         replace(matmul, dtype="fp32"), H100
     )
     add = Op("aten::add", bytes=10**12, dtype="bf16")
-    assert op_seconds(add, H100) == pytest.approx(1e12 / (0.85 * H100.bandwidth))
-    assert op_seconds(Op("aten::add", bytes=8), H100) == KERNEL_SECONDS
-    assert op_seconds(Op("aten::empty"), H100) == 0
-    assert op_seconds(Op("_c10d_functional::wait_tensor", bytes=10**12), H100) == 0
+    assert compute_op_seconds(add, H100) == pytest.approx(1e12 / (0.85 * H100.bandwidth))
+    assert compute_op_seconds(Op("aten::add", bytes=8), H100) == KERNEL_SECONDS
+    assert compute_op_seconds(Op("aten::empty"), H100) == 0
+    assert compute_op_seconds(Op("_c10d_functional::wait_tensor", bytes=10**12), H100) == 0
     gather = ring("all_gather", 10**9, 4)
-    assert op_seconds(Op("c10d::gather", bytes=9, collective=gather), H100) == collective_seconds(
-        gather, H100
-    )
+    assert compute_op_seconds(
+        Op("c10d::gather", bytes=9, collective=gather), H100
+    ) == compute_collective_seconds(gather, H100)
 
 
 def test_measured_rates_replace_the_datasheets() -> None:
     def rate(size: int, dtype: str = "bf16") -> float:
         shape = (1, 4096, size // 4096, 4096)
         op = Op("aten::mm", flops=2 * 4096 * 4096 * (size // 4096), dtype=dtype, shape=shape)
-        return op.flops / op_seconds(op, H100, measured)
+        return op.flops / compute_op_seconds(op, H100, measured)
 
     square = (4096, 4096, 4096)
-    twice = 2 * matmul_rate(H100, "bf16", (1, *square))
+    twice = 2 * compute_matmul_rate(H100, "bf16", (1, *square))
     measured = replace(MEASURED, matmul={"bf16": ((square, twice),)}, step_share=1.0)
     assert rate(4096 * 4096) == pytest.approx(twice)  # the shape that was measured
     assert rate(4096 * 8192) == pytest.approx(
-        2 * matmul_rate(H100, "bf16", (1, 4096, 8192, 4096))
+        2 * compute_matmul_rate(H100, "bf16", (1, 4096, 8192, 4096))
     )  # others by as much
-    assert rate(4096 * 4096, "fp32") == pytest.approx(2 * matmul_rate(H100, "fp32", (1, *square)))
+    assert rate(4096 * 4096, "fp32") == pytest.approx(
+        2 * compute_matmul_rate(H100, "fp32", (1, *square))
+    )
     growing = replace(measured, matmul={"bf16": (((1, 1, 1000), 1.0), ((1, 1, 100_000), 3.0))})
     ends = [
-        one / matmul_rate(H100, "bf16", (1, 1, k, 1)) for one, k in ((1.0, 1000), (3.0, 100_000))
+        one / compute_matmul_rate(H100, "bf16", (1, 1, k, 1))
+        for one, k in ((1.0, 1000), (3.0, 100_000))
     ]
     half_way = Op("aten::mm", flops=20_000, dtype="bf16")  # on the logarithm of size
-    expected = 20_000 / (matmul_rate(H100, "bf16", ()) * sum(ends) / 2)
-    assert op_seconds(half_way, H100, growing) == pytest.approx(expected)
+    expected = 20_000 / (compute_matmul_rate(H100, "bf16", ()) * sum(ends) / 2)
+    assert compute_op_seconds(half_way, H100, growing) == pytest.approx(expected)
 
 
 def test_measured_attention_scales_the_datasheets() -> None:
@@ -169,18 +184,22 @@ def test_measured_attention_scales_the_datasheets() -> None:
     shape = (rows * heads, tokens, tokens, (tokens + 1) // 2, width)
     name = "aten::_scaled_dot_product_flash_attention"
     ops = [Op(name + way, flops=1, dtype="bf16", shape=shape) for way in ("", "_backward")]
-    together = sum(op_seconds(op, H100, MEASURED) for op in ops)
+    together = sum(compute_op_seconds(op, H100, MEASURED) for op in ops)
     # as torch's flop counter counts: every score, twice forward and five times backward
     assert 14 * rows * heads * tokens**2 * width / together == pytest.approx(MEASURED.attention)
 
 
 def test_measured_bandwidth_and_links() -> None:
-    assert op_seconds(Op("aten::add", bytes=2 * 10**12), H100, MEASURED) == pytest.approx(1.0)
-    assert op_seconds(Op("aten::add", bytes=1), H100, MEASURED) == 2e-6
+    assert compute_op_seconds(Op("aten::add", bytes=2 * 10**12), H100, MEASURED) == pytest.approx(
+        1.0
+    )
+    assert compute_op_seconds(Op("aten::add", bytes=1), H100, MEASURED) == 2e-6
     gather = ring("all_gather", 2 * 10**11, 2)
-    assert collective_seconds(gather, H100, MEASURED) == pytest.approx(1.0, rel=1e-3)
+    assert compute_collective_seconds(gather, H100, MEASURED) == pytest.approx(1.0, rel=1e-3)
     unmeasured = replace(MEASURED, link_bandwidth=None)
-    assert collective_seconds(gather, H100, unmeasured) == collective_seconds(gather, H100)
+    assert compute_collective_seconds(gather, H100, unmeasured) == compute_collective_seconds(
+        gather, H100
+    )
 
 
 def test_mfu_leaves_recomputation_out() -> None:
@@ -189,16 +208,21 @@ def test_mfu_leaves_recomputation_out() -> None:
     other = Op("aten::mm", part="forward", flops=10**20)
     events = [(PHASE, 0), *((OP, number) for number in range(4)), (PHASE, 1), (OP, 4)]
     trace = Trace(ops=[*ops, other], phases=["step", "validation"], events=events)
-    flops = model_flops(trace, "step")
+    flops = count_model_flops(trace, "step")
     assert flops == 6 * 10**14
-    assert model_flops_utilization(flops, 1.0, H100) == pytest.approx(6e14 / H100.flops["bf16"])
-    assert model_flops_utilization(flops, 0.0, H100) == 0.0
+    assert compute_model_flops_utilization(flops, 1.0, H100) == pytest.approx(
+        6e14 / H100.flops["bf16"]
+    )
+    assert compute_model_flops_utilization(flops, 0.0, H100) == 0.0
 
 
 def test_errors_are_told() -> None:
-    assert "25 %" in error_text(H100, None)
+    assert "25 %" in describe_error(H100, None)
     assert all(
-        words in error_text(find_hardware("24GB"), None) for words in ("rtx3090", "ranking only")
+        words in describe_error(find_hardware("24GB"), None)
+        for words in ("rtx3090", "ranking only")
     )
-    assert "15 %" in error_text(H100, MEASURED) and "links" not in error_text(H100, MEASURED)
-    assert "links were not measured" in error_text(H100, replace(MEASURED, link_bandwidth=None))
+    assert "15 %" in describe_error(H100, MEASURED) and "links" not in describe_error(
+        H100, MEASURED
+    )
+    assert "links were not measured" in describe_error(H100, replace(MEASURED, link_bandwidth=None))

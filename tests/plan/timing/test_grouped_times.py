@@ -10,15 +10,15 @@ from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.timing.cost import (
     HOST_SECONDS,
     KERNEL_SECONDS,
+    compute_launch_seconds,
+    compute_op_seconds,
+    compute_tile_share,
+    count_issued_matmuls,
     is_grouped,
-    launch_seconds,
-    matmuls_issued,
-    op_seconds,
-    tile_share,
-    with_loads,
+    set_loads,
 )
-from recipe_lib.plan.timing.stream_schedule import MATMULS, kind_of, schedule
-from recipe_lib.plan.trace import OP, PHASE, Op, Trace
+from recipe_lib.plan.timing.stream_schedule import MATMULS, classify_op, schedule
+from recipe_lib.plan.tracing.trace import OP, PHASE, Op, Trace
 
 EXPERTS, ROWS, WIDTH, INNER = 128, 128, 2048, 768
 ELEMENTS = ROWS * WIDTH + WIDTH * INNER + ROWS * INNER
@@ -31,41 +31,52 @@ CHOICES = 8
 
 
 def test_it_is_a_matmul_and_attention_is_none() -> None:
-    assert kind_of(FORWARD) == MATMULS and is_grouped(FORWARD)
+    assert classify_op(FORWARD) == MATMULS and is_grouped(FORWARD)
     assert not is_grouped(Op("aten::_flash_attention_forward", shape=(1, 2, 3, 4, 5)))
 
 
 def test_hopper_has_one_kernel_and_others_a_matmul_for_each_expert() -> None:
     hopper, ada = HARDWARE["h100"], HARDWARE["rtx4090"]
-    assert matmuls_issued(FORWARD, hopper.architecture) == 0 and matmuls_issued(FORWARD, "cpu") == 0
-    assert matmuls_issued(FORWARD, ada.architecture) == EXPERTS
+    assert (
+        count_issued_matmuls(FORWARD, hopper.architecture) == 0
+        and count_issued_matmuls(FORWARD, "cpu") == 0
+    )
+    assert count_issued_matmuls(FORWARD, ada.architecture) == EXPERTS
     for other in (
         replace(FORWARD, dtype="fp32"),
         replace(FORWARD, name="tune_recipes::grouped_matmul_loop"),
     ):
-        assert matmuls_issued(other, hopper.architecture) == EXPERTS
-    assert launch_seconds(FORWARD, None, hopper.architecture) == HOST_SECONDS
-    assert launch_seconds(FORWARD, None, ada.architecture) == (1 + EXPERTS) * HOST_SECONDS
+        assert count_issued_matmuls(other, hopper.architecture) == EXPERTS
+    assert compute_launch_seconds(FORWARD, None, hopper.architecture) == HOST_SECONDS
+    assert compute_launch_seconds(FORWARD, None, ada.architecture) == (1 + EXPERTS) * HOST_SECONDS
     one = Op(
         "aten::mm", flops=FORWARD.flops // EXPERTS, bytes=FORWARD.bytes // EXPERTS, dtype="bf16"
     )
-    assert op_seconds(FORWARD, ada) >= EXPERTS * op_seconds(one, ada) >= EXPERTS * KERNEL_SECONDS
+    assert (
+        compute_op_seconds(FORWARD, ada)
+        >= EXPERTS * compute_op_seconds(one, ada)
+        >= EXPERTS * KERNEL_SECONDS
+    )
 
 
 def test_weights_that_are_read_bound_a_kernel_of_few_rows() -> None:
     few = replace(FORWARD, flops=FORWARD.flops // ROWS, shape=(EXPERTS, 1, WIDTH, INNER, 1))
-    seconds = op_seconds(few, HARDWARE["h100"])
+    seconds = compute_op_seconds(few, HARDWARE["h100"])
     assert seconds == pytest.approx(few.bytes / (0.85 * HARDWARE["h100"].bandwidth))
 
 
 def test_few_rows_share_the_inner_dimension_among_multiprocessors() -> None:
-    alone, shared = (tile_share(1, ROWS, WIDTH, INNER, 128, splits) for splits in (False, True))
+    alone, shared = (
+        compute_tile_share(1, ROWS, WIDTH, INNER, 128, splits) for splits in (False, True)
+    )
     assert shared > 2 * alone
-    assert tile_share(1, 8192, 8192, 8192, 128, True) == tile_share(1, 8192, 8192, 8192, 128)
+    assert compute_tile_share(1, 8192, 8192, 8192, 128, True) == compute_tile_share(
+        1, 8192, 8192, 8192, 128
+    )
 
 
 def test_where_a_few_experts_have_all_rows_no_other_weights_are_read() -> None:
-    found = with_loads(FORWARD, CHOICES)
+    found = set_loads(FORWARD, CHOICES)
     assert found.flops == FORWARD.flops and found.shape == (
         CHOICES,
         ROWS * EXPERTS // CHOICES,
@@ -74,10 +85,10 @@ def test_where_a_few_experts_have_all_rows_no_other_weights_are_read() -> None:
         1,
     )
     assert found.bytes == FORWARD.bytes - 2 * (EXPERTS - CHOICES) * WIDTH * INNER
-    gradient = with_loads(WEIGHTS, CHOICES)  # all of which are written, those of the others as 0
+    gradient = set_loads(WEIGHTS, CHOICES)  # all of which are written, those of the others as 0
     assert gradient.bytes == WEIGHTS.bytes
     assert gradient.shape == (CHOICES, WIDTH, ROWS * EXPERTS // CHOICES, INNER, 2)
-    assert with_loads(FORWARD, EXPERTS) is FORWARD and with_loads(Op("aten::mm"), CHOICES) == Op(
+    assert set_loads(FORWARD, EXPERTS) is FORWARD and set_loads(Op("aten::mm"), CHOICES) == Op(
         "aten::mm"
     )
 
@@ -91,6 +102,8 @@ def test_the_host_waits_for_the_rows_that_a_loop_has_and_issues_meanwhile() -> N
     assert loop[1] - first[2] == pytest.approx(HOST_SECONDS)
     fast = schedule(trace, "step", HARDWARE["h100"]).timeline
     assert fast[1][1] == fast[0][2]
-    assert loop[2] - loop[1] == pytest.approx(op_seconds(FORWARD, card))
+    assert loop[2] - loop[1] == pytest.approx(compute_op_seconds(FORWARD, card))
     uneven = schedule(trace, "step", card, experts=CHOICES).timeline[1]
-    assert uneven[2] - uneven[1] == pytest.approx(op_seconds(with_loads(FORWARD, CHOICES), card))
+    assert uneven[2] - uneven[1] == pytest.approx(
+        compute_op_seconds(set_loads(FORWARD, CHOICES), card)
+    )

@@ -8,10 +8,10 @@ from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.timing.cost import (
     _MATMUL,
     MULTIPROCESSORS,
-    attention_seconds,
-    bandwidth_rate,
-    matmul_rate,
-    tile_share,
+    compute_attention_seconds,
+    compute_bandwidth,
+    compute_matmul_rate,
+    compute_tile_share,
 )
 
 FLASH, PACKED = "aten::_scaled_dot_product_flash_attention", "aten::_flash_attention_forward"
@@ -23,15 +23,15 @@ def test_every_card_has_multiprocessors_and_a_share() -> None:
 
 def test_tiles_in_full_and_begun_rounds() -> None:
     inner = 8192 / (8192 + 128)
-    assert tile_share(1, 256 * 9, 8192, 128 * 12, 108) == pytest.approx(
+    assert compute_tile_share(1, 256 * 9, 8192, 128 * 12, 108) == pytest.approx(
         inner
     )  # 108 tiles, one round
-    assert tile_share(1, 256 * 27, 8192, 128 * 4, 108) == pytest.approx(inner)
+    assert compute_tile_share(1, 256 * 27, 8192, 128 * 4, 108) == pytest.approx(inner)
     # 109 tiles of 256 x 128 would take two rounds, 218 of 128 x 128 three at 95 %, 436 of 128 x 64
     # five at 80 %
     rounds = 109 / 216, 0.95 * 218 / 324, 0.8 * 436 / 540
-    assert tile_share(1, 256 * 109, 8192, 128, 108) == pytest.approx(inner * max(rounds))
-    assert tile_share(8, 64, 8192, 64, 108) == pytest.approx(
+    assert compute_tile_share(1, 256 * 109, 8192, 128, 108) == pytest.approx(inner * max(rounds))
+    assert compute_tile_share(8, 64, 8192, 64, 108) == pytest.approx(
         inner * 0.6 * 8 / 108
     )  # eight small ones at once
 
@@ -67,7 +67,7 @@ SIMUMAX = (
 def test_matmuls_of_an_a100_by_shape() -> None:
     card = HARDWARE["a100-80gb-pcie"]
     errors = [
-        matmul_rate(card, "bf16", (1, m, k, n)) / card.flops["bf16"] / share - 1
+        compute_matmul_rate(card, "bf16", (1, m, k, n)) / card.flops["bf16"] / share - 1
         for m, k, n, share in SIMUMAX
     ]
     assert len(errors) == 78
@@ -93,7 +93,7 @@ SQUARES = [
 
 @pytest.mark.parametrize(("card", "size", "measured"), SQUARES)
 def test_square_matmuls_of_other_cards(card: str, size: int, measured: float) -> None:
-    rate = matmul_rate(HARDWARE[card], "bf16", (1, size, size, size)) / 1e12
+    rate = compute_matmul_rate(HARDWARE[card], "bf16", (1, size, size, size)) / 1e12
     # Sustained in a run, clocks fall below those of seconds; this A100 slows down within the
     # largest already.
     assert 0.78 * measured < rate < 1.12 * measured
@@ -114,13 +114,13 @@ def test_attention(
 ) -> None:
     shape = (64, tokens, tokens, tokens // 2, 128)
     product = 2.0 * 64 * tokens * (tokens // 2) * 128
-    rate = 2 * product / attention_seconds(HARDWARE[card], name, "bf16", shape) / 1e12
+    rate = 2 * product / compute_attention_seconds(HARDWARE[card], name, "bf16", shape) / 1e12
     assert rate == pytest.approx(forward, rel=0.1)
     if backward:
         rate = (
             5
             * product
-            / attention_seconds(HARDWARE[card], name + "_backward", "bf16", shape)
+            / compute_attention_seconds(HARDWARE[card], name + "_backward", "bf16", shape)
             / 1e12
         )
         assert rate == pytest.approx(backward, rel=0.1)
@@ -129,8 +129,10 @@ def test_attention(
 def test_memory() -> None:
     a100, ada = HARDWARE["a100-80gb"], HARDWARE["rtx4090"]
     assert (
-        bandwidth_rate(a100, 10**6) == bandwidth_rate(a100, 10**9) == pytest.approx(0.85 * 2039e9)
+        compute_bandwidth(a100, 10**6)
+        == compute_bandwidth(a100, 10**9)
+        == pytest.approx(0.85 * 2039e9)
     )
-    large, small = bandwidth_rate(ada, 10**9), bandwidth_rate(ada, 34 * 10**6)
+    large, small = compute_bandwidth(ada, 10**9), compute_bandwidth(ada, 34 * 10**6)
     assert large == pytest.approx(915e9, rel=0.02)  # 905 to 922 GB/s
     assert large < small < 3868e9  # what is in the cache whole

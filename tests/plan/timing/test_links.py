@@ -11,10 +11,10 @@ import pytest
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
-from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate
-from recipe_lib.plan.timing.calibration import read_calibration, with_links
-from recipe_lib.plan.timing.cost import Links, collective_seconds, wire_bytes
-from recipe_lib.plan.trace import Collective
+from recipe_lib.plan.measured.measure_rates import measure_copy_rates, measure_matmul_rate
+from recipe_lib.plan.measured.rates_file import add_links, read_calibration
+from recipe_lib.plan.timing.cost import Links, compute_collective_seconds, count_wire_bytes
+from recipe_lib.plan.tracing.trace import Collective
 from tests.plan.timing.test_calibrate import good, written
 
 CARD = replace(HARDWARE["rtx4090"], ranks_per_node=4)
@@ -45,13 +45,13 @@ def test_a_plan_takes_measured_links_inside_a_machine() -> None:
         "backend": "nccl",
         "points": [*rows, {**rows[0], "operation": "reduce_scatter"}],
     }
-    values = with_links(measured, links, {"int8": 2e14})
+    values = add_links(measured, links, {"int8": 2e14})
     assert (
         values["link_bandwidth"] == 400 / 1e-3
     )  # an all-gather of 800 bytes sends 400 of each of two ranks
 
     def seconds(ranks: tuple[int, ...], read: Any, operation: str = "all_gather") -> float:
-        return collective_seconds(Collective(operation, "world", ranks, 1600), CARD, read)
+        return compute_collective_seconds(Collective(operation, "world", ranks, 1600), CARD, read)
 
     read = read_values(values)
     assert read.matmul["int8"] == (((4096, 14336, 4096), 2e14),)
@@ -88,7 +88,7 @@ def test_no_message_takes_less_than_a_smaller_one(tmp_path: Path) -> None:
     read = read_values(good() | {"links": links}).links
     assert read.ranks == 4 and read.backend == "gloo"
     assert read.points["all_gather"] == ((300, 3e-4), (3000, 3e-4), (30000, 4e-4))
-    assert read.points["all_reduce"][0][0] == wire_bytes("all_reduce", 400, 4) == 600
+    assert read.points["all_reduce"][0][0] == count_wire_bytes("all_reduce", 400, 4) == 600
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,18 @@ def test_rates_of_copies_are_read_and_may_be_absent() -> None:
 
 
 def test_rates_can_be_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe_lib.plan.timing import calibrate as module
+    from recipe_lib.plan.measured import measure_rates as module
 
     monkeypatch.setattr(
-        module, "_seconds", lambda work, device: (work(), 0.001)[1]
+        module, "_measure_seconds", lambda work, device: (work(), 0.001)[1]
     )  # one call each
     assert (
-        matmul_rate("cpu", "bf16") == matmul_rate("cpu", "int8") == pytest.approx(2 * 96**3 / 0.001)
+        measure_matmul_rate("cpu", "bf16")
+        == measure_matmul_rate("cpu", "int8")
+        == pytest.approx(2 * 96**3 / 0.001)
     )
-    assert copy_rates("cpu") == {"copy_to_device": 2**20 / 0.001, "copy_to_host": 2**20 / 0.001}
+    assert measure_copy_rates("cpu") == {
+        "copy_to_device": 2**20 / 0.001,
+        "copy_to_host": 2**20 / 0.001,
+    }
     assert find_hardware("cpu").link.kind == "host"

@@ -14,7 +14,7 @@ from recipe_lib.plan.hardware import (
 )
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
-from recipe_lib.plan.trace import (
+from recipe_lib.plan.tracing.trace import (
     ACTION,
     HOST,
     OP,

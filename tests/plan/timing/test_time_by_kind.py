@@ -3,17 +3,17 @@
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.timing.cost import op_seconds
+from recipe_lib.plan.timing.cost import compute_op_seconds
 from recipe_lib.plan.timing.stream_schedule import (
     ATTENTION,
     COMMUNICATION,
     COPIES,
     MATMULS,
     MEMORY_BOUND,
-    operators_launched,
-    time_by_kind,
+    count_launched_operators,
+    sum_time_by_kind,
 )
-from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
+from recipe_lib.plan.tracing.trace import OP, PHASE, Collective, Op, Trace
 
 CARD = HARDWARE["h100"]
 
@@ -39,12 +39,14 @@ def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
     more = Op("aten::silu", bytes=2 * 10**9, module="model.layers.2.mlp", repeats=2)
     nothing = Op("_c10d_functional::wait_tensor"), Op("aten::empty")
     trace = traced(*ops.values(), more, *nothing, Op("aten::add_", bytes=10**8, part="optimizer"))
-    found = time_by_kind(trace, "step", CARD)
+    found = sum_time_by_kind(trace, "step", CARD)
     for kind in (MATMULS, ATTENTION, COPIES, COMMUNICATION):
-        assert found[kind] == pytest.approx(ops[kind].repeats * op_seconds(ops[kind], CARD))
+        assert found[kind] == pytest.approx(ops[kind].repeats * compute_op_seconds(ops[kind], CARD))
     # 1, 2 and 2 GB, and 0.1 GB of the optimizer's, at 0.85 of 3350 GB/s.
     assert found[MEMORY_BOUND] == pytest.approx(5.1 / (0.85 * 3350))
-    assert operators_launched(trace, "step") == 3 + 1 + 1 + 1 + 1 + 2 + 1 + 1  # waits are none
+    assert (
+        count_launched_operators(trace, "step") == 3 + 1 + 1 + 1 + 1 + 2 + 1 + 1
+    )  # waits are none
     # 30 TFLOP of matmuls, 1 TFLOP of attention whose shape is not known.
     useful = (30 / 0.73 + 1) / 989.4
     assert found[MATMULS] + found[ATTENTION] == pytest.approx(useful, rel=1e-6)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tracing import simulated_micro_batches
-from recipe_lib.plan.tracing.simulate import STEADY, simulate
+from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import alike, lists_them, made
 from tests.plan.test_real_runs import BASE, TIED
@@ -25,7 +25,7 @@ def config(count: int, *overrides: str) -> Any:
 
 def count_operators(trace: Trace) -> Counter[tuple[Any, ...]]:
     counts: Counter[tuple[Any, ...]] = Counter()
-    for op in trace.phase_ops(STEADY):
+    for op in trace.iterate_ops(STEADY):
         counts[op.name, op.part, op.module, op.bytes, op.transfer, op.on_host] += op.repeats
     return counts
 

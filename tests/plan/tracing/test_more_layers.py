@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from recipe_lib.models import preset_config
+from recipe_lib.models import read_preset_config
 from recipe_lib.plan import build_plan
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
-from recipe_lib.plan.tracing import simulate_deep as module
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
-from recipe_lib.plan.world.shape_only_model import with_layers
+from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
+from recipe_lib.plan.tracing import trace_deep_model as module
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated
 from tests.plan.apart import apart, settings
 
 RANKS = 4
@@ -81,13 +81,13 @@ def compared(
     wanted = replace(wanted, phases=build_plan.PHASES)
     if more is not None:
         module._WORTHWHILE = 0.0
-        short, long = module.few_layers(recipe, cfg) or (0, 0)
-        cfg = with_layers(cfg, long + more * (long - short))
+        short, long = module.choose_depths(recipe, cfg) or (0, 0)
+        cfg = limit_layers(cfg, long + more * (long - short))
     deeper: list[Simulated | None] = []
-    original = module._deeper
-    module._deeper = lambda *args: deeper.append(original(*args)) or deeper[-1]  # type: ignore[func-returns-value]
+    original = module._extend_simulation
+    module._extend_simulation = lambda *args: deeper.append(original(*args)) or deeper[-1]  # type: ignore[func-returns-value]
     found = build_plan.simulate_rank(recipe, cfg, wanted, 0, steps)
-    module._deeper = original
+    module._extend_simulation = original
     if not deeper or deeper[-1] is None:
         return "whole", "", []
     build_plan.simulate_deep = lambda recipe, cfg, run: run(cfg)  # type: ignore[assignment]
@@ -130,7 +130,7 @@ def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(
 ) -> None:
     preset, changes, (config, *overrides) = PATTERNS[name]
     file = tmp_path / "shape.json"
-    file.write_text(json.dumps(preset_config(preset) | changes), encoding="utf-8")
+    file.write_text(json.dumps(read_preset_config(preset) | changes), encoding="utf-8")
     overrides += [*UNREAD, f"model.preset={file}"]
     assert apart(lambda: compared(config, *overrides, more=1, steps=(STEADY,))) == SAME
 
@@ -149,7 +149,7 @@ def test_settings_that_speak_of_single_layers_are_simulated_whole(
     overrides: tuple[str, ...],
 ) -> None:
     recipe, cfg, _ = settings(FULL, RANKS, *overrides)
-    assert module.few_layers(recipe, cfg) is None
+    assert module.choose_depths(recipe, cfg) is None
 
 
 def test_recipes_that_do_not_say_it_are_simulated_whole() -> None:
@@ -157,8 +157,8 @@ def test_recipes_that_do_not_say_it_are_simulated_whole() -> None:
     recipe, cfg, _ = settings(FULL, RANKS)
     own = type("Own", (recipe,), {})
     alike = type("Own", (recipe,), {"treats_all_alike": True})
-    assert module.few_layers(recipe, cfg) == module.few_layers(alike, cfg) == (5, 6)
-    assert module.few_layers(own, cfg) is None
+    assert module.choose_depths(recipe, cfg) == module.choose_depths(alike, cfg) == (5, 6)
+    assert module.choose_depths(own, cfg) is None
 
 
 def freeze_the_tenth(model: Any) -> None:
@@ -189,7 +189,7 @@ def test_recipes_that_say_it_and_do_not_are_simulated_whole(
 ) -> None:
     file = tmp_path / "shape.json"
     file.write_text(
-        json.dumps(preset_config("demo/0.5M") | {"num_hidden_layers": 16}), encoding="utf-8"
+        json.dumps(read_preset_config("demo/0.5M") | {"num_hidden_layers": 16}), encoding="utf-8"
     )
 
     def planned() -> tuple[list[str], bool]:
@@ -200,7 +200,7 @@ def test_recipes_that_say_it_and_do_not_are_simulated_whole(
             freeze(self.model)
 
         own = type("Own", (recipe,), {"treats_all_alike": True, "setup_model": setup_model})
-        assert module.few_layers(own, cfg) is not None
+        assert module.choose_depths(own, cfg) is not None
         found = build_plan.simulate_rank(own, cfg, wanted, 0)
         build_plan.simulate_deep = lambda recipe, cfg, run: run(cfg)  # type: ignore[assignment]
         whole = build_plan.simulate_rank(own, cfg, wanted, 0)

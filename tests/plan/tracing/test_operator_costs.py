@@ -3,13 +3,13 @@
 import torch
 import torch.distributed.fsdp
 
-from recipe_lib.plan.allocation.scratch import kernel_memory
-from recipe_lib.plan.tracing.operator_costs import Cost, cost_of
+from recipe_lib.plan.allocation.scratch import make_kernel_memory
+from recipe_lib.plan.tracing.operator_costs import Cost, compute_cost
 
 
 def cost(operator: torch._ops.OpOverload, *args: object) -> Cost:
     """On the meta device."""
-    return cost_of(operator, args, {}, operator(*args))
+    return compute_cost(operator, args, {}, operator(*args))
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -54,8 +54,10 @@ def test_scales_of_nf4_are_scratch_of_its_numbers() -> None:
         [0, 0, 48, 48],
         16,
     )
-    assert kernel_memory("sm90")("tune_recipes::dequantize_nf4", arguments, 0) == [(48 * 2, False)]
-    assert kernel_memory("cpu")("tune_recipes::dequantize_nf4", arguments, 0) == []
+    assert make_kernel_memory("sm90")("tune_recipes::dequantize_nf4", arguments, 0) == [
+        (48 * 2, False)
+    ]
+    assert make_kernel_memory("cpu")("tune_recipes::dequantize_nf4", arguments, 0) == []
 
 
 def ends(count: int) -> torch.Tensor:
@@ -97,7 +99,7 @@ def test_flash_attention_over_documents_counts_as_attention_of_variable_lengths(
     arguments = (q, k, k, ends(5), ends(5), 40, 40, 0.0, True, False)
     operator = torch.ops.aten._flash_attention_forward.default
     whole, near = (
-        cost_of(
+        compute_cost(
             operator,
             arguments,
             {"window_size_left": left, "window_size_right": 0},
@@ -109,5 +111,5 @@ def test_flash_attention_over_documents_counts_as_attention_of_variable_lengths(
     assert whole.shape == (32, 25, 25, 13, 64) and near.shape == (32, 25, 25, 5, 64)
     backward = torch.ops.aten._flash_attention_backward.default
     given = (q, q, k, k, q, meta(8, 100), ends(5), ends(5), 40, 40, 0.0, True, meta(2), meta(0))
-    back = cost_of(backward, given, {"window_size_left": 4, "window_size_right": 0}, (q, k, k))
+    back = compute_cost(backward, given, {"window_size_left": 4, "window_size_right": 0}, (q, k, k))
     assert (back.flops, back.shape) == (10 * 8 * 64 * 100 * 25, near.shape)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.plan.trace import ALLOC, FREE, OP, Op, Storage, Trace
-from recipe_lib.plan.tracing import simulate as module
+from recipe_lib.plan.tracing import trace_rank as module
 from recipe_lib.plan.tracing.repeated_calls import Note, shorten
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Op, Storage, Trace
+from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import LORA, PLAIN, ROOT, recipe_class, recipe_module
 
@@ -122,7 +122,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
         return figures(folder)
 
     def without_notes() -> dict[str, Any]:
-        module.repeating_shaped_work = lambda tracer: nullcontext()
+        module.repeat_shaped_work = lambda tracer: nullcontext()
         return figures(folder)
 
     return tuple(run_ranks(run, 1, process_group=False)[0] for run in (with_notes, without_notes))
@@ -146,7 +146,7 @@ def figures(folder: Path) -> dict[str, Any]:
     cfg = load_config(PLAIN, overrides, module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
     trace = simulate(recipe_class(module), cfg, shape, ranks=4, phases=()).trace
-    return {"peaks": trace.active_peaks(), "events": len(trace.events)} | sums(trace)
+    return {"peaks": trace.find_active_peaks(), "events": len(trace.events)} | sums(trace)
 
 
 def sums(trace: Trace) -> dict[str, Any]:

@@ -4,7 +4,7 @@ hand.
 
 import pytest
 
-from recipe_lib.plan.tracing.simulate_deep import LoopItems, continue_items
+from recipe_lib.plan.tracing.trace_deep_model import LoopItems, continue_items
 
 
 def program(turns: int, *, every_other: bool = False) -> LoopItems:

@@ -1,0 +1,113 @@
+"""Which files of a checkpoint folder hold its weights, unopened; and the forms of an export. No
+torch.
+"""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.spec import describe_other_weights, list_weight_files
+from recipe_lib.reading import read_json, suggest_remedy
+from recipe_lib.units import MIB
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_INDEX_BYTES = 64 * MIB
+_MANIFEST = "manifest.json"  # of a state
+# The forms that a model is exported in for other programs.
+GGUF_KINDS = ("f16", "bf16", "f32", "q8_0", "q4_k_m")
+ADAPTER_KINDS = ("f16", "bf16", "f32")  # of a GGUF file with an adapter alone
+QUANTIZED_KINDS = ("int4", "int8")
+GROUP_SIZE = 32  # weights of a row that share a scale in int4
+
+
+def find_weights(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the folder's index, all of them there; empty where `SINGLE` alone
+    has the weights.
+
+    Raises CheckpointError: no weights, or an index that cannot be read or names files that are
+    missing or elsewhere.
+    """
+    if (folder / SINGLE).is_file():
+        return {}
+    if not (folder / INDEX).is_file():
+        nothing = (
+            f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+        )
+        raise CheckpointError(describe_other_weights(folder, SINGLE) or nothing)
+    index = _read_index(folder / INDEX)
+    for name in sorted(set(index.values())):
+        # The name has to be a plain one: an index may not name files elsewhere. Links are the
+        # user's own.
+        if (
+            name != Path(name).name
+            or "\\" in name
+            or "\0" in name
+            or not name.endswith(".safetensors")
+        ):
+            raise CheckpointError(
+                f"{folder / INDEX}: names the file {show(name)!r}; expected plain names of"
+                " .safetensors files in its own folder; take the checkpoint from a source you"
+                " trust"
+            )
+        if not os.path.exists(folder / name):
+            raise CheckpointError(
+                f"{folder / INDEX}: names {show(name)}, which is missing; download it with `tune"
+                " download`"
+            )
+    return index
+
+
+def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
+    """Return the names of files with weights, of this or other formats, besides those that are
+    read.
+    """
+    return [name for name in list_weight_files(folder) if name not in read]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index: Any = read_json(path, MAX_INDEX_BYTES)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); {suggest_remedy(error)}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if (
+        not isinstance(weights, dict)
+        or not weights
+        or not all(isinstance(name, str) for name in weights.values())
+    ):
+        raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
+    return weights
+
+
+def find_exported_folder(folder: Path) -> Path:
+    """The folder itself, or what the run whose output_dir it is has written: its model or its
+    adapter, the newer one.
+
+    A model that was merged from an adapter is newer, unless the run was gone on with since.
+    """
+    if (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return folder
+    both = (folder / MODEL_FOLDER / "config.json", folder / ADAPTER_FOLDER / ADAPTER_CONFIG)
+    written = [path for path in both if path.is_file()]
+    if written:
+        return max(written, key=lambda path: path.stat().st_mtime_ns).parent
+    write = "write one from its states with `tune export` (--hf, or --adapter)"
+    if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; {write}"
+        )
+    if (folder / _MANIFEST).is_file():
+        raise CheckpointError(
+            f"{show(str(folder))}: is a state to resume from, no model; write one with `tune"
+            " export` (--hf, --adapter)"
+        )
+    return folder

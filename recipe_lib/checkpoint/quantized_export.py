@@ -1,0 +1,182 @@
+"""A Hugging Face folder with the linears of its layers in 4 or 8 bits, by torchao, as transformers
+and vLLM load it.
+
+    int4   symmetric, a scale for each `group_size` weights of a row
+    int8   symmetric, a scale for each row
+
+Codes of 4 bits have a byte each in the file: torchao 0.18 packs two into one for GPUs only, and by
+other rounding. Embedding and output head stay as they are.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from recipe_lib import files
+from recipe_lib.checkpoint.model_card import CARD
+from recipe_lib.checkpoint.model_export import SideFiles, spell_config, stage_folder
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.tensor_matching import read_headers
+from recipe_lib.checkpoint.tokenizer_export import GENERATION, list_tokenizer_files
+from recipe_lib.checkpoint.verify import compute_logits, open_model, silence_transformers
+from recipe_lib.checkpoint.weight_loading import make_unknown_extras_error
+from recipe_lib.config.local_files import format_install_line
+from recipe_lib.errors import CheckpointError, SetupError, StorageError, get_first_line
+from recipe_lib.logs import silence_torchao
+from recipe_lib.memory.qat import build_torchao_config
+from recipe_lib.models import read_config, read_trained_spec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.report.phases import phase
+from recipe_lib.units import MIB
+
+_LENGTH = 32  # of the prompt that both models are compared on
+
+
+@dataclass(frozen=True)
+class QuantizedReport:
+    """How many linears were quantized; and on a fixed prompt, of random tokens, the mean divergence
+    of the quantized model's next tokens from the model's (in nats), the largest difference of
+    logits, and the largest logit.
+    """
+
+    linears: int
+    divergence: float
+    difference: float
+    largest: float
+
+    @property
+    def check(self) -> str:
+        """The line that says so."""
+        return (
+            f"transformers opens it and computes what was quantized, {self.linears} linears; next"
+            f" tokens diverge from the model's by {self.divergence:.2g} nats, logits by"
+            f" {self.difference:.2g} at most (the largest is {self.largest:.3g})"
+        )
+
+
+def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> QuantizedReport:
+    """Writes the folder `out`, opens it again and compares logits. The model is in host memory,
+    twice for a moment.
+
+    folder: a Hugging Face model, not quantized. Raises CheckpointError, StorageError, or SetupError
+    without transformers; then there is no `out`, but where the check of the whole folder fails.
+    """
+    transformers = _import_transformers()
+    spec = check_quantizable(folder, kind, group_size)
+    list_tokenizer_files(folder)  # transformers reads some of them too, whatever they are
+    needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
+    with files.report_storage_faults(), silence_transformers():
+        files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
+        files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
+        with phase("quantizing"):
+            expected = _compute_logits(_open(folder))
+            model = _open(
+                folder,
+                quantization_config=transformers.TorchAoConfig(
+                    build_torchao_config(kind, group_size)
+                ),
+            )
+        quantized = _compute_logits(model)
+        plain = (torch.Tensor, nn.Parameter)
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        num_quantized = sum(type(linear.weight.data) not in plain for linear in linears)
+        config: dict[str, Any] = {}  # filled once transformers has written its own
+        with stage_folder(
+            out.absolute(), {}, {"config.json": config}, SideFiles(folder), SingleRank()
+        ) as temporary:
+            try:
+                model.save_pretrained(temporary)
+            except SafetensorError as error:  # which says in words of its own what the disk refuses
+                raise StorageError(
+                    f"{out}: the weights cannot be written ({error}); free some space"
+                ) from error
+            del model, linears
+            config |= spell_config(
+                read_config(temporary), spec
+            )  # for readers of other releases too
+            for name in ("config.json", GENERATION):  # which transformers writes in its own way
+                files.remove_file(temporary / name)
+            if (folder / CARD).is_file():
+                files.copy_file(folder / CARD, temporary / CARD)
+            for path in temporary.iterdir():
+                files.before_operation("flush", path)
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        reopened = _compute_logits(_open(out))
+    if not torch.equal(reopened, quantized):
+        raise CheckpointError(
+            f"{out}: does not compute what was quantized: logits differ by "
+            f"{float((reopened - quantized).abs().max()):.2g}; do not use it, and report this"
+        )
+    before = expected.double().log_softmax(-1)
+    divergence = (before.exp() * (before - reopened.double().log_softmax(-1))).sum(-1).mean()
+    return QuantizedReport(
+        linears=num_quantized,
+        divergence=float(divergence),
+        difference=float((expected - reopened).abs().max()),
+        largest=float(expected.abs().max()),
+    )
+
+
+def _import_transformers() -> Any:
+    silence_torchao()
+    try:
+        import transformers
+    except ImportError:
+        raise SetupError(
+            f"--quantize: found no package transformers; {format_install_line('transformers')}"
+        ) from None
+    return transformers
+
+
+def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
+    """Return the spec of a model. Raises CheckpointError for one that torchao would leave as it is,
+    or fail at.
+    """
+    config = read_config(folder)
+    spec = read_trained_spec(config, str(folder))
+    extras = [name for name, tensor in read_headers(folder).items() if tensor.extra]
+    if extras:
+        raise make_unknown_extras_error(
+            folder, extras
+        )  # transformers would drop them without a word
+    if isinstance(spec, DecoderSpec) and spec.mixture is not None:
+        raise CheckpointError(
+            f"{folder}: is a mixture of experts, whose weights are stacked and no linears to"
+            " torchao; serve it as it is"
+        )
+    if kind != "int4":
+        return spec
+    for name, tensor in read_headers(folder).items():
+        shape = tensor.entry.shape
+        if (
+            ".layers." in name
+            and name.endswith("proj.weight")
+            and len(shape) == 2
+            and shape[1] % group_size
+        ):
+            raise CheckpointError(
+                f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights,"
+                " expected a divisor of them; choose one, or --quantize int8, which takes rows as"
+                " they are"
+            )
+    return spec
+
+
+def _open(folder: Path, **more: Any) -> Any:
+    try:
+        return open_model(folder, "auto", **more)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}: transformers does not open it ({get_first_line(error)})"
+        ) from error
+
+
+def _compute_logits(model: Any) -> Tensor:
+    """Return logits `[2, 32, v]` of random tokens, in fp32."""
+    return compute_logits(model, model.config.get_text_config().vocab_size, _LENGTH).float()

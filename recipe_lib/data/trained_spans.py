@@ -1,0 +1,578 @@
+"""Finds answers as they are generated: the prompt that generation is given, and what a model must
+write after it.
+
+Both are renderings of the chat template: of the conversation before the answer, with the prompt for
+the next one, and of the conversation in which the answer comes last.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.chat_templates import RenderedChat, require_text
+from recipe_lib.data.messages import parse_arguments
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
+from recipe_lib.data.thinking import (
+    CLOSED,
+    OPENED,
+    THOUGHT_KEYS,
+    Habits,
+    after_opening,
+    thought_of,
+    under_its_name,
+    without_thought,
+)
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import RenderRequest
+
+# Which messages are trained, where those that are no answers stand in a rendering, and what a
+# rendering leaves out.
+#
+# Such a message is found by writing a private-use letter in its place. `recipe_lib.data.trained_spans`
+# finds answers.
+
+
+ROLES = ("system", "user", "assistant", "tool")
+CHOICES = ("assistant", "last", "all")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters [start, end) of the whole rendering: a message's text and, if it has one, its
+    end-of-turn token.
+    """
+
+    start: int
+    end: int
+
+
+def check_train_on(train_on: str | Sequence[str]) -> None:
+    """Raise DataError for a value of data.train_on that says nothing."""
+    faulty = (
+        []
+        if train_on in CHOICES
+        else [train_on]
+        if isinstance(train_on, str)
+        else list(train_on) or [""]
+    )
+    for value in faulty:
+        if isinstance(train_on, str) or value not in ROLES:
+            raise DataError(
+                f"data.train_on: found {value!r}, expected {', '.join(CHOICES)}, or a list of the"
+                f" roles {', '.join(ROLES)}{did_you_mean(str(value), (*CHOICES, *ROLES))}"
+            )
+
+
+def pick_trained(
+    messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces
+) -> list[bool]:
+    """Return which messages are trained: by role, unless a message says `train` itself. Raises
+    SampleFault.
+
+    An answer that the conversation begins with is not: no prompt asks for it.
+    """
+    roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
+    chosen = [message["role"] in roles for message in messages]
+    if messages[0]["role"] == "assistant":
+        chosen[0] = False
+    if train_on == "all":
+        chosen = [True] * len(messages)
+    elif train_on == "last":
+        last = max((number for number, is_answer in enumerate(chosen) if is_answer), default=-1)
+        chosen = [number == last for number in range(len(messages))]
+    for number, message in enumerate(messages):
+        own = message.get("train")
+        if own is not None and not isinstance(own, bool):
+            raise SampleFault(
+                "train is no switch",
+                f"{places.at(number, '.train')}: found {format_value(own)}, expected true or false",
+            )
+        chosen[number] = chosen[number] if own is None else own
+    return chosen
+
+
+def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
+    """Return where the messages with these numbers, none of them an answer, stand in the rendering
+    of all.
+
+    Raises SampleFault: the template objects, or does not write one of them once and by its text.
+    """
+    if not numbers:
+        return []
+    requests = [RenderRequest(len(chat.messages))]
+    for number in numbers:
+        requests += _list_requests(chat, number)
+    chat.fetch(requests)
+    return [_find_span(chat, number) for number in numbers]
+
+
+def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
+    """Return the renderings that tell where a message stands: with a letter in its place; and,
+    unless it is the last, up to the answer after it, or with a second letter in the place of the
+    next message.
+    """
+    count = len(chat.messages)
+    first, second = chat.letters
+    alone = RenderRequest(count, replacements=((number, first),))
+    if number + 1 == count:
+        return [alone]
+    if chat.messages[number + 1]["role"] == "assistant":
+        return [alone, RenderRequest(number + 1, add_generation_prompt=True)]
+    return [alone, RenderRequest(count, replacements=((number, first), (number + 1, second)))]
+
+
+def _find_span(chat: RenderedChat, number: int) -> Span:
+    """Return where a message stands: between what is written around a letter in its place."""
+    whole = chat.whole
+    first, second = chat.letters
+    alone, *after = _list_requests(chat, number)
+    around = chat.get_text(alone).split(first)
+    if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
+        raise SampleFault(
+            "message not found",
+            f"{chat.places.at(number)}: found that the chat template writes it {len(around) - 1}"
+            " times or differently by its text, expected once; it cannot be trained"
+            f" ({chat.messages[number]['role']} in data.train_on)",
+        )
+    start = len(around[0])
+    end = len(whole) - len(around[1])
+    while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
+        start -= 1
+    limit = len(whole)
+    if after and after[0].add_generation_prompt:
+        before = chat.get_text(after[0])
+        limit = len(before) if whole.startswith(before) else end
+    elif after:
+        next_at = chat.get_text(after[0]).find(second)
+        between = next_at - len(around[0]) - len(first)
+        limit = end + between if next_at >= 0 and between >= 0 else end
+    special = chat.template.special.pattern
+    token = special.search(whole, end, limit) if special else None
+    return Span(start, token.end() if token else end)
+
+
+def check_written(message: Message, written: str, where: str) -> None:
+    """Raise SampleFault if the template leaves out text or a call: the model would learn to say
+    nothing in its place. where: the message is.
+    """
+    squeezed = _remove_white_space(written)
+    for key in ("content", *THOUGHT_KEYS):
+        text = message.get(key)
+        if isinstance(text, str) and _remove_white_space(text) not in squeezed:
+            raise SampleFault(
+                "part of an answer left out",
+                f"{where}: found a {key} that the chat template does not write in full"
+                f" ({text.strip()[:24]!r}), expected a template that does; set"
+                " tokenizer.chat_template to one",
+            )
+    for call in message.get("tool_calls") or ():
+        name = get_function_name(call)
+        if name is None or name not in written:
+            raise SampleFault(
+                "tool call left out",
+                f"{where}: found a tool call that the chat template does not write, expected a"
+                " template that knows tool calls; set tokenizer.chat_template to one",
+            )
+
+
+def count_left_out(messages: Sequence[Message], whole: str) -> int:
+    """Return how many messages of the system and the user the template does not write: the model is
+    never shown them.
+
+    No fault of a sample: there are templates for models that were trained without a system message.
+    """
+    squeezed, count = "", 0
+    for message in messages:
+        text = message.get("content")
+        if message["role"] not in ("system", "user") or not isinstance(text, str) or text in whole:
+            continue
+        squeezed = squeezed or _remove_white_space(whole)  # templates strip, and indent
+        count += _remove_white_space(text) not in squeezed
+    return count
+
+
+def check_system(chat: RenderedChat) -> None:
+    """Raise SampleFault for a system message that the template does not write where one comes after
+    the first message.
+
+    One alone at the start is counted by `count_left_out`: there are templates that know none.
+    """
+    messages = chat.messages
+    system = [number for number, message in enumerate(messages) if message["role"] == "system"]
+    if not any(system):
+        return
+    letter = chat.letters[0]
+    for number in system:
+        request = RenderRequest(len(messages), replacements=((number, letter),))
+        if messages[number]["content"].strip() and letter not in chat.get_text(request):
+            raise SampleFault(
+                "system message left out",
+                f"{chat.places.at(number)}: found a system message that the chat template does not"
+                " write, expected one at most, as the first message; set tokenizer.chat_template"
+                " to one that writes others",
+            )
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
+    """Raise SampleFault if the template leaves out a tool: the model would call what it was never
+    shown. where: they are.
+    """
+    for number, tool in enumerate(tools or ()):
+        name = get_function_name(tool)
+        if name is not None and name not in whole:
+            raise SampleFault(
+                "tools left out",
+                f"{where}[{number}]: found {name!r}, which the chat template does not write,"
+                " expected a template that shows tools; set tokenizer.chat_template to one, or"
+                " leave the tools out of the samples",
+            )
+
+
+def get_function_name(described: Any) -> str | None:
+    """Return the function's name in a tool call or a tool's description; None: there is none."""
+    function = described.get("function", described) if isinstance(described, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, Any]:
+    """Return the message without `train`, and with thoughts and tool calls as the template reads
+    them.
+
+    Most templates write arguments as JSON themselves. where: the message is. Raises SampleFault for
+    text that is no JSON object.
+    """
+    changed = under_its_name(
+        {key: value for key, value in message.items() if key != "train"}, habits
+    )
+    if not message.get("tool_calls"):
+        return changed
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            given = function["arguments"]
+            arguments = parse_arguments(given) if isinstance(given, str) else given
+            if arguments is None and isinstance(given, str):
+                raise SampleFault(
+                    "tool call's arguments are no JSON",
+                    f"{where}: found the arguments {format_value(given)} of a tool call, expected a JSON"
+                    " object",
+                )
+            if habits.text_arguments:
+                arguments = (
+                    given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                )
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return changed | {"tool_calls": calls}
+
+
+def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
+    """Return the first token in which two texts differ, in words."""
+    same = 0
+    while same < min(len(found), len(expected)) and found[same] == expected[same]:
+        same += 1
+    left, right = (
+        repr(tokens[same]) if same < len(tokens) else "the end" for tokens in (found, expected)
+    )
+    return f"at token {same + 1} found {left}, expected {right}"
+
+
+def _remove_white_space(text: str) -> str:
+    return "".join(text.split())
+
+
+_THINKING = {"variables": {"enable_thinking": True}}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Holds an answer of a conversation as text."""
+
+    number: int  # of its message
+    prompt: str  # what generation is given
+    text: str  # the prompt and what is generated, to the end of the turn
+    spans: tuple[Span, ...]  # what is trained of it
+    added: str  # the end of the text that the template does not write where the answer comes last
+    ends: bool  # generation stops at its last token
+
+
+def list_requests(numbers: Sequence[int]) -> list[RenderRequest]:
+    """Return the renderings that finding the answers with these numbers asks for."""
+    prompts = [RenderRequest(number, add_generation_prompt=True) for number in numbers]
+    return [*prompts, *(RenderRequest(number + 1) for number in numbers)]
+
+
+def find_answer(chat: RenderedChat, number: int) -> Answer:
+    """Return the answer with this number.
+
+    Raises SampleFault: the template does not go on from its own prompt, or leaves a part out.
+    Raises DataError: it ends answers with nothing.
+    """
+    message = chat.messages[number]
+    prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
+    alone = chat.get_text(RenderRequest(number + 1))
+    if not alone.startswith(prompt):
+        prompt, alone = _go_on_from_thought(chat, number, prompt, alone)
+    text, added = _take_to_end(chat, number, alone, len(prompt))
+    begun = OPENED.search(prompt)
+    check_written(message, text[begun.start() if begun else len(prompt) :], chat.places.at(number))
+    span = Span(len(prompt), len(text))
+    ends = bool(added) or ends_with_stop(chat, text)
+    return Answer(number, prompt, text, spans=(span,), added=added, ends=ends)
+
+
+def ends_with_stop(chat: RenderedChat, text: str) -> bool:
+    """Return whether generation stops at the last token of a text, white space left out."""
+    return any(text.rstrip().endswith(stop) for stop in chat.template.stops if stop)
+
+
+def _build_difference(
+    chat: RenderedChat, what: str, number: int, expected: str, found: str, remedy: str
+) -> SampleFault:
+    """Return the fault of a rendering that is not as expected.
+
+    what: `the past` or `an answer`. remedy: what to set.
+    """
+    is_past = what == "the past"
+    then = (
+        "what stands before it differently once it is there" if is_past else "it otherwise later on"
+    )
+    when = "as when generating" if is_past else "as when the answer comes last"
+    difference = describe_difference(chat.show_tokens(found), chat.show_tokens(expected))
+    return SampleFault(
+        f"template writes {what} anew",
+        f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set"
+        f" {remedy}",
+    )
+
+
+def _go_on_from_thought(
+    chat: RenderedChat, number: int, prompt: str, alone: str
+) -> tuple[str, str]:
+    """Return (prompt, prompt and answer) where the prompt ends in a thought that the rendered
+    answer does not go on from: the model has to end the thought that was begun for it, or is not
+    asked for one.
+    """
+    message = chat.messages[number]
+    thought, _ = thought_of(message)
+    closed = CLOSED.search(prompt)
+    if closed and thought:  # the template has another prompt for answers with a thought
+        request = RenderRequest(number, add_generation_prompt=True)
+        (rendering,) = chat.render([request], options=_THINKING)
+        prompt = require_text(rendering)
+        if alone.startswith(prompt):
+            return prompt, alone
+    elif closed and alone.startswith(prompt[: closed.start()]):
+        return prompt, prompt + without_thought(alone[closed.start() :])
+    opened = OPENED.search(prompt)
+    if opened is None or not alone.startswith(prompt[: opened.start()]):
+        return prompt, prompt + _take_after_turn_begins(chat, number, prompt, alone)
+    letter, begin = chat.letters[0], prompt[: opened.start()]
+
+    def render_with(other: Message) -> str:
+        (rendering,) = chat.render([RenderRequest(number + 1)], [*chat.messages[:number], other])
+        return "" if isinstance(rendering, DataError) else rendering
+
+    return prompt, prompt + after_opening(
+        alone, begin, message, habits=chat.template.features, letter=letter, render=render_with
+    )
+
+
+def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone: str) -> str:
+    """Return what is written after the beginning of the answer's turn, where what stands before
+    that differs (a system message that goes into the last question, and is left out once the answer
+    is there).
+    """
+    special = chat.template.special.pattern
+    tokens = list(special.finditer(prompt)) if special else []
+    begins = prompt[tokens[-1].start() :] if tokens else ""
+    at = alone.rfind(begins) if begins else -1
+    if at < 0:
+        remedy = "tokenizer.chat_template to one that does not"
+        raise _build_difference(
+            chat, "the past", number, expected=prompt, found=alone, remedy=remedy
+        )
+    rest = alone[at + len(begins) :]
+    check_written(chat.messages[number], rest, chat.places.at(number))
+    return rest
+
+
+def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tuple[str, str]:
+    """Return the text up to the last token that a model must write, and what of it had to be added:
+    where the template does not end the turn itself, it is over once the next one begins.
+    """
+    template = chat.template
+    special = template.special.pattern
+    closing = template.end.closing
+    is_call = bool(chat.messages[number].get("tool_calls"))
+    body = alone.removesuffix(closing) if len(alone) - len(closing) >= start else alone
+    tokens = list(special.finditer(body, start)) if special else []
+    end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
+    begins = template.features.after_call if is_call else template.end.next_turn
+    if end is not None and (tokens[-1].group() in template.stops or begins not in template.stops):
+        return body[:end], ""
+    if begins:
+        return body + begins, begins
+    if is_call:
+        raise SampleFault(
+            "tool call without an end",
+            f"{chat.places.at(number)}: found a tool call that the chat template writes no end of"
+            " turn after, expected one that teaches the model to stop; set tokenizer.chat_template"
+            " to one that does",
+        )
+    raise DataError(
+        f"{template.tokenizer.chat_template_place}: the chat template puts no special token after"
+        " an answer, so nothing would teach the model to stop; set tokenizer.chat_template to one"
+        " that does, or data.template to plain"
+    )
+
+
+@dataclass(frozen=True)
+class RenderedSequence:
+    """Holds one sequence as text, to the end of its last answer."""
+
+    text: str
+    answers: Sequence[Answer]  # those that are trained in it, in order
+
+    @property
+    def spans(self) -> list[Span]:
+        """Return what is trained, characters of the text."""
+        return [span for answer in self.answers for span in answer.spans]
+
+
+def split_sequences(
+    chat: RenderedChat, answers: Sequence[Answer], history: str
+) -> list[RenderedSequence]:
+    """Return the sequences of a conversation, in the order of their last answers.
+
+    history: `auto`: as few as can be; `split`: one for each answer; `refuse`: one, or a
+    SampleFault.
+    """
+    if history == "split":
+        return [RenderedSequence(answer.text, [answer]) for answer in answers]
+    if history == "refuse":
+        for answer in answers:
+            check_in_whole(
+                chat,
+                answer,
+                "data.history to auto, or tokenizer.chat_template to one that does not",
+            )
+        return [RenderedSequence(answers[-1].text, answers)]
+    sequences = list[RenderedSequence]()
+    left = list(answers)
+    while left:
+        text = left[-1].text
+        sequences.append(
+            RenderedSequence(text, [answer for answer in left if text.startswith(answer.text)])
+        )
+        left = [answer for answer in left if not text.startswith(answer.text)]
+    return sequences[::-1]
+
+
+def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
+    """Raise SampleFault if the rendering of the whole conversation does not hold the answer as it
+    is generated.
+
+    remedy: what to set.
+    """
+    written = answer.text[: len(answer.text) - len(answer.added)]
+    for what, expected in (("the past", answer.prompt), ("an answer", written)):
+        if not chat.whole.startswith(expected):
+            raise _build_difference(
+                chat, what, answer.number, expected=expected, found=chat.whole, remedy=remedy
+            )
+
+
+@dataclass(frozen=True)
+class MarkedAnswers:
+    """answers: with the template's marks for spans. whole: the rendering and all marks in it.
+    differing: a line for each answer that would be trained otherwise without marks, by more than
+    white space after its end.
+    """
+
+    answers: list[Answer]
+    whole: tuple[str, list[Span]]
+    differing: list[str]
+
+
+def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAnswers:
+    """Return the answers with these numbers as the template marks them. Raises SampleFault: one has
+    no mark.
+    """
+    everything = RenderRequest(len(chat.messages))
+    requests = [everything, *(RenderRequest(number + 1) for number in numbers)]
+    renderings = chat.render(requests, options={"marks": list(chat.letters)})
+    by_request = dict(zip(requests, renderings, strict=True))
+    closing = chat.template.end.closing  # it comes with the last answer of a conversation alone
+    answers = list[Answer]()
+    differing = list[str]()
+    for number in numbers:
+        prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
+        text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
+        before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
+        written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
+        own_spans = [
+            Span(span.start, min(span.end, written))
+            for span in spans
+            if span.end > before and span.start < written
+        ]
+        if not own_spans:
+            raise SampleFault(
+                "answer without a mark",
+                f"{chat.places.at(number)}: found nothing that the chat template marks with"
+                " generation, expected the answer; set tokenizer.chat_template to one that marks"
+                " every answer, or none",
+            )
+        check_written(chat.messages[number], text[before:], chat.places.at(number))
+        marked = text[: own_spans[-1].end]
+        ends = ends_with_stop(chat, marked)
+        prompt = text[: own_spans[0].start]
+        answer = Answer(number, prompt, marked, spans=tuple(own_spans), added="", ends=ends)
+        answers.append(answer)
+        differing += _list_differences(chat, answer)
+    return MarkedAnswers(
+        answers, whole=_remove_marks(by_request[everything], chat.letters), differing=differing
+    )
+
+
+def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
+    """Return a line where the marks are not what generation is asked for."""
+    marks = " and ".join(_quote_ends(marked.text[one.start : one.end]) for one in marked.spans)
+    line = f"{chat.places.at(marked.number)}: the template marks {marks}"
+    try:
+        found = find_answer(chat, marked.number)
+    except (SampleFault, DataError) as fault:
+        return [f"{line}, which is not what generation is asked for ({fault})"]
+    (span,) = found.spans
+    if marked.text.rstrip() == found.text.rstrip() and [one.start for one in marked.spans] == [
+        span.start
+    ]:
+        return []
+    return [f"{line}, and what is generated is {_quote_ends(found.text[span.start : span.end])}"]
+
+
+def _quote_ends(text: str) -> str:
+    """Return a text in quotes, of a long one both ends: most marks differ in where they end."""
+    return repr(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}")
+
+
+def _remove_marks(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
+    """A rendering without the letters around marks, and where these are."""
+    begin, end = letters
+    parts: list[str] = []
+    spans: list[Span] = []
+    length = 0
+    for number, part in enumerate(require_text(rendered).split(begin)):
+        held, closed, rest = part.partition(end) if number else ("", "", part)
+        if closed and spans and spans[-1].end == length:
+            spans[-1] = Span(spans[-1].start, length + len(held))
+        elif closed:
+            spans.append(Span(length, length + len(held)))
+        parts += [held, rest.replace(end, "")]
+        length += len(parts[-2]) + len(parts[-1])
+    return "".join(parts), spans

@@ -1,0 +1,327 @@
+"""Measures the rates of this machine's device for the planner.
+
+On a CPU the shapes are tiny: a dry run that shows the file, not a figure to use.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, MATMULS, TINY_MATMULS, VERSION
+from recipe_lib.plan.timing.cost import ATTENTION, OPERATIONS, TINY_ATTENTION
+from recipe_lib.units import MIB, format_bytes
+
+# Seconds of steps before the ones that are timed: clocks fall, and the first step is shorter than
+# those after it (docs/measurements/gpu-times-nvidia-h200.md).
+_LOADED_SECONDS = 3.0
+
+
+def calibrate(device: str | None = None) -> dict[str, Any]:
+    """Measures matmuls, attention, an elementwise operator and issuing; `tune doctor` measures
+    links.
+
+    device: `cuda` or `cpu`; None: a GPU if there is one. Takes some seconds on a GPU. Returns what
+    is written as JSON; its `dry_run` is true on a CPU.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.device(device).type != "cpu"
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    bandwidth = _measure_bandwidth(device)
+    matmul = {name: _measure_matmuls(dtype, device) for name, dtype in dtypes.items()}
+    result: dict[str, Any] = {
+        "version": VERSION,
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "dry_run": not on_gpu,
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+        "matmul": matmul,
+        "attention": _measure_attention(device),
+        "bandwidth": bandwidth,
+        **_measure_issuing(device),
+        "link_bandwidth": None,
+    }
+    if on_gpu:
+        result |= measure_copy_rates(device)
+        result["memory"] = torch.cuda.mem_get_info(device)[1]
+        result["optimizer"] = measure_optimizer_rate(device)
+        result["step_share"] = measure_step_share(device, matmul["bf16"], bandwidth)
+    return result
+
+
+def _measure_seconds(work: Callable[[], Any], device: str) -> float:
+    """Device time of one call: the median of seven, each of enough calls to last 20 ms (on a CPU, 1
+    ms).
+    """
+    on_gpu = torch.device(device).type != "cpu"
+    synchronize = torch.get_device_module(device).synchronize
+
+    def run(calls: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        synchronize()
+        return time.perf_counter() - start
+
+    run(3)  # kernels are loaded and chosen, clocks rise
+    calls = max(1, math.ceil((0.02 if on_gpu else 0.001) / max(run(1), 1e-7)))
+    return sorted(run(calls) / calls for _ in range(7))[3]
+
+
+def measure_copy_rates(device: str) -> dict[str, float]:
+    """copy_to_device, copy_to_host: bytes a second between the device and pinned memory of the
+    host, one way at a time; 256 MiB, on a CPU 1 MiB of ordinary memory.
+    """
+    on_gpu = torch.device(device).type != "cpu"
+    count = (256 if on_gpu else 1) * MIB
+    host = torch.ones(count, dtype=torch.uint8, pin_memory=on_gpu)
+    there = torch.ones(count, dtype=torch.uint8, device=device)
+    return {
+        "copy_to_device": count
+        / _measure_seconds(lambda: there.copy_(host, non_blocking=True), device),
+        "copy_to_host": count
+        / _measure_seconds(lambda: host.copy_(there, non_blocking=True), device),
+    }
+
+
+def measure_matmul_rate(device: str, dtype: str) -> float:
+    """Operations a second of one large matmul in bf16, int8 or fp8 (rows of e4m3, one scale each
+    way).
+
+    torch raises what it likes where a device cannot: fp8 needs compute capability 8.9.
+    """
+    m, n, k = LARGE_MATMUL if torch.device(device).type != "cpu" else TINY_MATMULS[-1]
+    if dtype == "int8":
+        left, right = (
+            torch.randint(-8, 8, (size, k), dtype=torch.int8, device=device) for size in (m, n)
+        )
+        work = partial(torch._int_mm, left, right.t())
+    elif dtype == "fp8":
+        left, right = (
+            torch.randn(size, k, device=device).to(torch.float8_e4m3fn) for size in (m, n)
+        )
+        one = torch.ones((), device=device)
+        work = partial(
+            torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+        )
+    else:
+        left, right = (torch.randn(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
+        work = partial(torch.nn.functional.linear, left, right)
+    return 2 * m * n * k / _measure_seconds(work, device)
+
+
+def _measure_matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
+    """Rates, in operations a second, of `[m, k] @ [k, n]` as a linear layer has them."""
+    measured = []
+    for m, n, k in MATMULS if torch.device(device).type != "cpu" else TINY_MATMULS:
+        left, right = (
+            torch.randn(m, k, dtype=dtype, device=device),
+            torch.randn(n, k, dtype=dtype, device=device),
+        )
+        seconds = _measure_seconds(partial(torch.nn.functional.linear, left, right), device)
+        measured.append({"shape": [m, n, k], "rate": 2 * m * n * k / seconds})
+    return measured
+
+
+def _measure_attention(device: str) -> float:
+    """Operations a second of causal attention, forward and backward together, counted as torch's
+    flop counter does.
+
+    It counts every score, also those that causality leaves out: 4 a score and head element forward,
+    10 backward.
+    """
+    shape = ATTENTION if torch.device(device).type != "cpu" else TINY_ATTENTION
+    q, k, v = (
+        torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for _ in range(3)
+    )
+    grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    def work() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    return (4 + 10) * math.prod(shape) * shape[2] / _measure_seconds(work, device)
+
+
+def _measure_bandwidth(device: str) -> float:
+    """Bytes a second of `a + b` in bf16: two read, one written."""
+    elements = 64 * MIB if torch.device(device).type != "cpu" else MIB // 8
+    first, second, out = (
+        torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(3)
+    )
+    return 3 * 2 * elements / _measure_seconds(lambda: torch.add(first, second, out=out), device)
+
+
+def measure_optimizer_rate(device: str) -> float:
+    """Return the bytes a second of fused AdamW in bf16: weights, gradients and two states read, all
+    but gradients written.
+    """
+    tensors, elements = (16, 16 * MIB) if torch.device(device).type != "cpu" else (2, 1024)
+    weights = [torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(tensors)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    return 7 * 2 * tensors * elements / _measure_seconds(optimizer.step, device)
+
+
+def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
+    """Return the share of the bf16 rate of LARGE_MATMUL that such products reach in steps that
+    follow each other.
+
+    matmuls: as `_matmuls` returns them. bandwidth: bytes a second of an addition, at which what a
+    step's operators move between the products is taken off. A step is forward and backward of three
+    gated MLPs with residuals.
+    """
+    on_gpu = torch.device(device).type != "cpu"
+    tokens, inner, width = LARGE_MATMUL if on_gpu else TINY_MATMULS[-1]
+    layers = 3
+    shapes = [(inner, width), (inner, width), (width, inner)] * layers
+    weights = [
+        torch.randn(shape, dtype=torch.bfloat16, device=device).div_(shape[1]) for shape in shapes
+    ]
+    hidden, gradient = (
+        torch.randn(tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2)
+    )
+    for tensor in (hidden, *weights):
+        tensor.requires_grad_()
+
+    def step() -> None:
+        output = hidden
+        for gate, up, down in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
+            output = output + F.linear(F.silu(F.linear(output, gate)) * F.linear(output, up), down)
+        torch.autograd.grad(output, [hidden, *weights], gradient)
+
+    until = time.perf_counter() + (_LOADED_SECONDS if on_gpu else 0.0)
+    while time.perf_counter() < until:
+        _measure_seconds(step, device)
+    # Each product has one forward and two backward. Of the inner width: silu 2, its product 3,
+    # their gradients 9; of the outer one: the residual 3, its gradient's sum with those of gate and
+    # up 6.
+    flops = layers * 3 * 3 * 2 * tokens * inner * width
+    moved = layers * 2 * tokens * (14 * inner + 9 * width)
+    seconds = _measure_seconds(step, device) - moved / bandwidth
+    alone = next(point["rate"] for point in matmuls if point["shape"] == [tokens, inner, width])
+    return flops / max(seconds, 1e-9) / alone
+
+
+def _measure_issuing(device: str) -> dict[str, float]:
+    """host_seconds: for the host to issue an operator with autograd; kernel_seconds: of the
+    smallest kernel.
+    """
+    small = torch.ones(16, device=device)
+    tracked = torch.ones(16, device=device, requires_grad=True)
+    on_gpu = torch.device(device).type != "cpu"
+    calls = 2000 if on_gpu else 50
+    _measure_seconds(partial(torch.mul, tracked, small), device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        torch.mul(tracked, small)
+    host = (time.perf_counter() - start) / calls
+    kernel = host
+    if on_gpu:  # events on the device do not see the host
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(1000):
+                small.mul_(1.0)
+        kernel = _measure_seconds(graph.replay, device) / 1000
+    return {"host_seconds": host, "kernel_seconds": kernel}
+
+
+# Collectives timed by size among the ranks of a machine.
+#
+# Measured with NCCL on GPUs and with gloo on a CPU; the first has not run so far
+# (docs/measurements/on_a_gpu.md).
+
+
+# Bytes of the whole tensor: a norm, a small weight, a layer of 1B, of 8B, an embedding.
+GPU_SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 512 * MIB)
+CPU_SIZES = (4096, 65536, MIB, 8 * MIB)
+FEW, MANY = 3, 20  # calls between two looks at the clock, of large and of small messages
+ROUNDS = 5
+
+
+def list_collective_steps(
+    rank: int, ranks: int, folder: Path, *, on_gpu: bool, sizes: tuple[int, ...], seconds: float
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The steps of one rank: joining the others, then every collective at every size.
+
+    folder: shared by the ranks, where they meet. seconds: how long one may take before the backend
+    gives up. Each step gives {"operation", "bytes", "seconds" (the median, of one call), "wrong"
+    (numbers that are not what they should be)}.
+    """
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+
+    def meet() -> str:
+        if on_gpu:
+            torch.get_device_module(device).set_device(device)
+        backend = "nccl" if on_gpu else "gloo"
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=max(1.0, seconds)),
+        )
+        dist.all_reduce(torch.ones(1, device=device))
+        return backend
+
+    yield "meet", meet
+    for size in sizes:
+        for operation in OPERATIONS:
+            work = partial(measure_collective, operation, size, rank, ranks, device)
+            yield f"{operation} of {format_bytes(size)}", work
+
+
+def measure_collective(
+    operation: str, size: int, rank: int, ranks: int, device: Any
+) -> dict[str, Any]:
+    """One collective of fp32 numbers, `size` bytes in all: its time, and whether the numbers are
+    right before and after; small whole numbers, so that sums are exact.
+    """
+    synchronize = torch.get_device_module(device).synchronize
+    part = max(1, size // 4 // ranks)
+    pattern = torch.arange(part * ranks, device=device).remainder(251).float()
+    summed = pattern * ranks + ranks * (ranks - 1) / 2
+    own = slice(rank * part, (rank + 1) * part)
+    given = pattern + rank
+    if operation == "all_gather":
+        result = torch.full_like(pattern, -1.0)
+        expected = pattern
+        call = partial(dist.all_gather_into_tensor, result, pattern[own].clone())
+    elif operation == "all_reduce":
+        result = given
+        expected = summed
+        call = partial(dist.all_reduce, given)
+    else:
+        result = torch.full_like(pattern[own], -1.0)
+        expected = summed[own]
+        call = partial(dist.reduce_scatter_tensor, result, given)
+    call()
+    synchronize()
+    wrong = int((result != expected).sum())
+    calls, times = MANY if size <= MIB else FEW, []
+    for _ in range(ROUNDS):  # as many on every rank
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize()
+        times.append((time.perf_counter() - start) / calls)
+    if operation != "all_reduce":  # which adds in place, over and over
+        wrong += int((result != expected).sum())
+    return {
+        "operation": operation,
+        "bytes": 4 * part * ranks,
+        "seconds": sorted(times)[ROUNDS // 2],
+        "wrong": wrong,
+    }

@@ -1,0 +1,214 @@
+"""Reads a file of measured rates, which `calibrate` and `tune doctor` write. No torch in here."""
+
+import math
+from dataclasses import fields
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.suggest import quote
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.hardware import Hardware, find_hardware, find_reported_hardware
+from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, count_wire_bytes
+from recipe_lib.reading import describe_fault, read_json
+
+VERSION = 1
+# What may be None, where nothing was there to measure, and what a file need not hold.
+_UNKNOWN = (
+    "link_bandwidth",
+    "copy_to_device",
+    "copy_to_host",
+    "step_share",
+    "optimizer",
+    "memory",
+)
+_OPTIONAL = ("links", *_UNKNOWN[1:])
+
+# (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three
+# tiny ones.
+MATMULS = (
+    (512, 2048, 2048),
+    (512, 4096, 4096),
+    (2048, 4096, 4096),
+    (4096, 14336, 4096),
+    (8192, 28672, 8192),
+)
+TINY_MATMULS = ((32, 32, 32), (64, 64, 64), (96, 96, 96))
+LARGE_MATMUL = MATMULS[3]  # long enough to show what a device sustains
+
+
+def add_links(
+    measured: dict[str, Any], links: dict[str, Any] | None, low_precision: dict[str, float]
+) -> dict[str, Any]:
+    """A calibration as `calibrate` makes it, with what was measured next to it.
+
+    links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None.
+    low_precision: dtype -> operations a second of the matmul of `matmul_rate`.
+    """
+    on_cpu = measured["device"] == "cpu"
+    shape = list(TINY_MATMULS[-1] if on_cpu else LARGE_MATMUL)
+    matmul = {dtype: [{"shape": shape, "rate": rate}] for dtype, rate in low_precision.items()}
+    result = measured | {"matmul": measured["matmul"] | matmul}
+    if links is None:
+        return result
+    points = {
+        operation: [
+            {"bytes": point["bytes"], "seconds": point["seconds"]}
+            for point in links["points"]
+            if point["operation"] == operation
+        ]
+        for operation in OPERATIONS
+    }
+    largest = max(points["all_gather"], key=lambda point: point["bytes"])
+    return result | {
+        "link_bandwidth": (
+            count_wire_bytes("all_gather", largest["bytes"], links["ranks"]) / largest["seconds"]
+        ),
+        "links": {"ranks": links["ranks"], "backend": links["backend"], **points},
+    }
+
+
+def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
+    """Return the device that a file's rates were measured on, and what is assumed of it; "" for
+    nothing.
+
+    ConfigError as for `read_calibration`, and for a card that neither the table nor the file knows
+    the memory of.
+    """
+    place, values = _read_values(path)
+    name = values["device"]
+    memory = values["memory"]
+    if memory is not None:
+        return find_reported_hardware(name, int(memory)), ""
+    memory_from = "this machine's" if name == "cpu" else "not in the file, so it is the table's"
+    try:
+        return find_hardware(name), f"its memory is {memory_from}"
+    except ConfigError:
+        raise ConfigError(
+            f"{place} was measured on {quote(name)}, which is not known, and does not have its"
+            " memory; add the size, such as --device 48GB"
+        ) from None
+
+
+def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
+    """Return the rates in a file that `calibrate` wrote, to plan for `hardware`.
+
+    ConfigError if it cannot be read, lacks a key, holds no positive number where one is due, or is
+    of another device (a size of memory, such as 24GB, takes a card of that size).
+    """
+    place, values = _read_values(path)
+    _check_device(place, values["device"], values["memory"], hardware)
+    measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
+    measured["matmul"] = _read_matmuls(place, values["matmul"])
+    measured["links"] = _read_links(place, values["links"])
+    return Calibration(**measured)
+
+
+def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return (how errors name the file, its values); those that it need not hold are None."""
+    place = f"calibration: {quote(str(path))}"
+    remedy = "measure again with --calibrate"
+    values: Any
+    try:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{place} cannot be read ({describe_fault(error)}); expected a file, {remedy}"
+        ) from None
+    if not isinstance(values, dict) or values.get("version") != VERSION:
+        raise ConfigError(f"{place} is no calibration of version {VERSION}; {remedy}")
+    values = {**dict.fromkeys(_OPTIONAL), **values}
+    missing = [field.name for field in fields(Calibration) if field.name not in values]
+    if missing:
+        raise ConfigError(f"{place} lacks {', '.join(missing)}; {remedy}")
+    for name in ("device", "torch", "date"):
+        if not isinstance(values[name], str):
+            raise ConfigError(f"{place}: {name} is no text; {remedy}")
+    for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *_UNKNOWN):
+        if not (_is_positive(values[name]) or (name in _UNKNOWN and values[name] is None)):
+            raise ConfigError(
+                f"{place}: {name} is {quote(str(values[name]))}; expected a positive number,"
+                f" {remedy}"
+            )
+    return place, values
+
+
+def _read_links(place: str, values: Any) -> Links | None:
+    """Collectives by size, as `tune doctor` writes them; None where there are none."""
+    if values is None:
+        return None
+    points: dict[str, tuple[tuple[float, float], ...]] = {}
+    try:
+        ranks, backend = values["ranks"], values["backend"]
+        for operation in OPERATIONS:
+            sent = [
+                (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
+                for point in values[operation]
+            ]
+            if not sent or not all(_is_positive(number) for pair in sent for number in pair):
+                raise ValueError(operation)
+            sizes = sorted(sent)
+            slowest = accumulate(
+                (seconds for _, seconds in sizes), max
+            )  # noise: no message takes less than a smaller one
+            points[operation] = tuple(zip((size for size, _ in sizes), slowest, strict=True))
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{place}: links is no list of bytes and seconds by collective; measure again with"
+            " `tune doctor --write`"
+        ) from None
+    return Links(ranks, str(backend), points)
+
+
+def _read_matmuls(
+    place: str, matmul: Any
+) -> dict[str, tuple[tuple[tuple[int, int, int], float], ...]]:
+    """By dtype the shape (m, n, k) and operations a second, small ones first."""
+    try:
+        read = {
+            dtype: tuple(
+                sorted(
+                    (((*point["shape"],), point["rate"]) for point in points),
+                    key=lambda one: math.prod(one[0]),
+                )
+            )
+            for dtype, points in matmul.items()
+        }
+    except (AttributeError, KeyError, TypeError):
+        read = {}
+    if not read or not all(
+        points
+        and all(
+            len(shape) == 3 and all(map(_is_positive, (*shape, rate))) for shape, rate in points
+        )
+        for points in read.values()
+    ):
+        raise ConfigError(
+            f"{place}: matmul is no list of shapes and rates by dtype; measure again with"
+            " --calibrate"
+        )
+    return read
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_device(place: str, device: str, memory: float | None, hardware: Hardware) -> None:
+    """ConfigError unless rates of `device`, with `memory` bytes if the file has them, may be used
+    for `hardware`.
+    """
+    name = device
+    try:
+        measured = find_hardware(device)
+        name = measured.name
+        memory = memory or measured.memory
+    except ConfigError:  # a card that the table lacks: its rates serve for a size of memory only
+        pass
+    # A size is that of cards without error correction; with it they report 6 % less.
+    of_its_size = memory is None or 0.9 < hardware.memory / memory < 1.1
+    if name != hardware.name and not (hardware.generic and name != "cpu" and of_its_size):
+        raise ConfigError(
+            f"{place} was measured on {quote(device)}, the plan is for {hardware.name}; "
+            "leave --device out to plan for what was measured, or leave the file out"
+        )

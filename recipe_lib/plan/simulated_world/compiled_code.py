@@ -1,0 +1,307 @@
+"""torch.compile on the simulated device: its own code for a graph, with kernels that do nothing.
+
+Dynamo, AOTAutograd's partitioner and inductor's scheduler run as in a real run, so that what is
+kept for backward, what is fused and which buffers there are is what they decide. Of inductor's
+result the module that it writes in Python is taken, before a compiler for C++ or Triton is asked:
+it takes its buffers, calls kernels, and frees or reuses them. Here the buffers are the simulated
+device's and a kernel is noted with the tensors that it is given.
+
+The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor
+fuses by the same rules but for reductions, which it can split otherwise. All of torch's private
+parts that this takes are in here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from recipe_lib.plan.simulated_world.cached_fake_mode import wrap
+from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME
+from recipe_lib.plan.simulated_world.simulated_ranks import dispatch_attention
+from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype
+from recipe_lib.plan.tracing.trace import Op
+from recipe_lib.units import pluralize
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.tracing.tracer import Tracer
+
+_MATMULS = {
+    "mm": torch.ops.aten.mm.out,
+    "addmm": torch.ops.aten.addmm.out,
+    "bmm": torch.ops.aten.bmm.out,
+    "baddbmm": torch.ops.aten.baddbmm.out,
+}
+
+
+_OPAQUE = (
+    "tune_recipes::quantized_linear",
+    "tune_recipes::quantized_experts",
+    "tune_recipes::gather_linears",
+    "tune_recipes::gated_linear",
+)
+# What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than
+# once.
+_written: dict[tuple[str, str, bool], str] = {}
+
+
+class NotCompiled(Exception):  # noqa: N818 - not an error: the run is planned without
+    """A graph that inductor has no code for here; the message says why."""
+
+
+@dataclass
+class CompiledCode:
+    """What was compiled in a simulation. graphs: that dynamo found. faults: why there is no code
+    for one.
+    """
+
+    graphs: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """In a line of a report."""
+        where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
+        graphs = pluralize(self.graphs, "graph")
+        return (
+            f"compiled code: {graphs}, fused and with the buffers of inductor's code for a"
+            f" CPU{where}"
+        )
+
+
+def find_opaque_function(operator: Any) -> Callable[..., Any] | None:
+    """What an operator of ours does that compiled code calls so that the compiler does not look
+    into it; else None.
+    """
+    name = operator._schema.name
+    return OPDEFS[name]._init_fn if name.removesuffix("_backward") in _OPAQUE else None
+
+
+@contextmanager
+def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
+    """Inside, what torch.compile compiles with inductor runs in the trace; what it does meanwhile
+    is no part of it.
+
+    NotCompiled for what inductor has no code for.
+    """
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes import joint_graph
+
+    done = CompiledCode()
+    original, lazy_init = compile_fx.compile_fx, joint_graph.lazy_init
+
+    def compile_graph(
+        graph: GraphModule, inputs: Sequence[Any], *_: Any, **__: Any
+    ) -> Callable[..., Any]:
+        done.graphs += 1
+        with _disable_current_modes(), noting_faults():
+            fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            with fake:
+                given = [_make_cpu_input(one) if isinstance(one, Tensor) else one for one in inputs]
+            _move_to_cpu(graph)
+            with tracing(TracingContext(fake)):
+                return original(graph, given, inner_compile=inner)
+
+    def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        with _disable_current_modes(), noting_faults():
+            return _load_code(_generate_code(graph, inputs, options), tracer)
+
+    @contextmanager
+    def noting_faults() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            done.faults.append(
+                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            )
+            raise
+
+    torch._dynamo.reset()
+    tracer.is_compiling = lambda: TracingContext.try_get() is not None
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_graph))
+        # Patterns of attention are made once, on the device that is asked for first, with tensors
+        # of it.
+        stack.enter_context(
+            mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu")))
+        )
+        try:
+            yield done
+        except Exception as error:
+            if done.faults:  # dynamo and autograd wrap what is raised in them
+                raise NotCompiled(done.faults[0]) from error
+            raise
+        finally:
+            tracer.is_compiling = None
+            torch._dynamo.reset()
+
+
+def _make_cpu_input(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="cpu",
+        requires_grad=tensor.requires_grad,
+    )
+
+
+def _move_to_cpu(graph: GraphModule) -> None:
+    """In place: devices in its calls, and attention as the planned device has it."""
+    for part in graph.modules():
+        if not isinstance(part, GraphModule):
+            continue
+        for node in part.graph.nodes:
+            node.meta.pop("example_value", None)
+            if node.target is F.scaled_dot_product_attention and MODULE.kernels != "cpu":
+                node.target = dispatch_attention
+            node.args, node.kwargs = (
+                tree_map(_replace_device, node.args),
+                tree_map(_replace_device, node.kwargs),
+            )
+        part.recompile()
+
+
+def _replace_device(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
+
+
+def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> str:
+    """The module that inductor writes for a graph of aten's operators."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.graph import GraphLowering
+
+    given = [
+        (one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in inputs
+    ]
+    key = (str(graph.graph), str(given), bool(options.get("is_backward")))
+    if key in _written:
+        return _written[key]
+    found: list[str] = []
+
+    def keep_code(lowering: Any) -> Any:
+        code = lowering.codegen()[0]
+        found.append(getattr(code, "value", code))
+        # Never called, but torch 2.11's inductor asserts that it is not None.
+        return SimpleNamespace(call=lambda args: None, runner=None)
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", keep_code),
+        config.patch(force_disable_caches=True),
+    ):
+        compile_fx.compile_fx_inner(graph, inputs, **options)
+    return _written.setdefault(key, found[-1])
+
+
+@dataclass
+class _Binding:
+    """A kernel as the code binds it. types: of its arguments in C++."""
+
+    types: Sequence[str]
+
+
+def _load_code(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
+    """The module's `call`, which takes its buffers from the simulated device."""
+    scope: dict[str, Any] = {}
+    compiles_nothing = SimpleNamespace(
+        cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None
+    )
+    with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
+        exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
+    for name, value in list(scope.items()):
+        if isinstance(value, _Binding):
+            scope[name] = _make_kernel(name.removeprefix("cpp_"), value, tracer)
+    scope["extern_kernels"] = SimpleNamespace(
+        _grouped_mm=torch._grouped_mm,  # into a tensor of its own, which it notes as any operator
+        **{name: partial(_note_matmul, tracer, operator) for name, operator in _MATMULS.items()},
+    )
+    scope["empty_strided_cpu"] = partial(_take_buffer, tracer)
+    scope["reinterpret_tensor"] = _reinterpret_tensor
+    scope["assert_size_stride"] = scope["assert_alignment"] = lambda *_: None
+    call = scope["call"]
+
+    def run(args: list[Any]) -> Any:
+        return call(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # it empties its list of arguments
+    return run
+
+
+def _take_buffer(
+    tracer: "Tracer", shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    assert tracer.cached_mode is not None
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    tensor = wrap(meta, tracer.cached_mode.mode, torch.device(tracer.device_type, 0))
+    tracer.see([tensor], "inductor::buffer")
+    return tensor
+
+
+def _make_kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., None]:
+    """Notes a call; what C++ takes as const it does not write."""
+    constant = [kind.startswith("const") for kind in binding.types]
+
+    def call(*args: Any) -> None:
+        tensors = [
+            (one, is_read)
+            for one, is_read in zip(args, constant, strict=False)
+            if isinstance(one, Tensor)
+        ]
+        written = [one for one, is_read in tensors if not is_read]
+        moved = sum(one.numel() * one.element_size() for one, _ in tensors)
+        dtype = format_dtype(written[0].dtype) if written else ""
+        op = Op(
+            f"inductor::{name}", tracer.stream(), *tracer.place(), tracer.phase, 0, moved, dtype
+        )
+        op.reads = tracer.numbers([one for one, is_read in tensors if is_read])
+        op.makes = tracer.numbers(written)
+        tracer.add(op)
+
+    return call
+
+
+def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
+    kwargs = {**options, "out": out}
+    tracer.note(operator, args, kwargs, out, compute_cost(operator, args, kwargs, out))
+
+
+def run_higher_order_operator(
+    tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What compiled code wraps around an operator that draws numbers, so that it can be computed
+    again.
+    """
+    if func.name() == "run_and_save_rng_state":
+        state = torch.get_device_module(tracer.device_type).get_rng_state()
+        with tracer:
+            return state, args[0](*args[1:], **kwargs)
+    if func.name() == "run_with_rng_state":
+        with tracer:
+            return args[1](*args[2:], **kwargs)
+    raise RuntimeError(f"{func.name()}: not known on a simulated device")
+
+
+def _reinterpret_tensor(
+    tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> Tensor:
+    """The same memory by another shape; no view of the tensor, as compiled code has none."""
+    first = tensor.storage_offset() + offset
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
+            tensor.untyped_storage(), first, shape, stride
+        )
+    return wrap(meta, tensor.fake_mode, tensor.fake_device)

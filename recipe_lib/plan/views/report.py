@@ -1,0 +1,526 @@
+"""A plan as sections, for a terminal of 80 columns and more and for one HTML page. No torch in
+here.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
+from recipe_lib.plan.views.tables import (
+    build_advice_table,
+    build_alive_tree,
+    build_alone_table,
+    build_communication_table,
+    build_groups_table,
+    build_layer_table,
+    build_outside_table,
+    build_phase_table,
+    build_rank_table,
+    build_stage_ranks_table,
+    build_stage_table,
+    build_volume_table,
+    draw_tree,
+    fold_small,
+    format_layers,
+    group_by_dim,
+    sum_traffic,
+)
+from recipe_lib.plan.views.verdict_text import (
+    compute_planned_reserved,
+    describe_next_step,
+    format_host,
+    format_planning_time,
+    format_rank,
+    format_running,
+    format_verdict,
+    format_verdict_line,
+    format_versions,
+    list_run_facts,
+    list_step_facts,
+    list_time_facts,
+)
+from recipe_lib.report import terminal
+from recipe_lib.report.chart import (
+    Chart,
+    Scale,
+    compute_ticks,
+    format_short,
+    render_page,
+    render_svg,
+)
+from recipe_lib.report.terminal import HEADING, open_console, put, put_section, read_console
+from recipe_lib.report.view import Figure, Section, Table, show_table
+from recipe_lib.units import (
+    Bytes,
+    Count,
+    Seconds,
+    Unit,
+    choose_unit,
+    count_hundredths,
+    format_change,
+    format_duration,
+    format_hundredths,
+)
+
+# A branch of the tree has a line on a terminal if it is this share of the one above it, and at most
+# so many have.
+_SMALLEST_SHARE, _MOST_BRANCHES = 0.01, 12
+_MOST_ON_PAGE = 60
+
+
+def render(
+    plan: Plan,
+    *,
+    full: bool = False,
+    depth: int | None = None,
+    width: int | None = None,
+    color: bool = False,
+) -> str:
+    """Return the report. Short: verdict, what was planned, memory by phase, what is live at the
+    peak; full: communication, layers, time, host memory and assumptions as well. Both end with the
+    verdict and what to change next.
+
+    depth: levels of the tree; 1: kinds, 2: layers too, and so on; by default 1, in the full report
+    2. width: columns, by default those of the terminal between 80 and 120. color: styles of a
+    terminal; `wants_color` says whether a stream should get them.
+    """
+    console = terminal.open_console(width or terminal.get_terminal_width(), color)
+    style = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING)
+    put(console, format_verdict(plan), style)
+    console.print()
+    terminal.put_pairs(console, [*list_run_facts(plan), *([] if full else list_step_facts(plan))])
+    sections = [
+        show_table(build_phase_table(plan)),
+        _build_tree(plan, depth, sums_up=depth is None),
+        show_table(build_advice_table(plan)),
+        Section("notes", items=plan.notes),
+    ]
+    for section in _describe_all(plan, _build_tree(plan, max(depth or 2, 1))) if full else sections:
+        terminal.put_section(console, section)
+    console.print()
+    more = "--full shows the other tables, times, and what was assumed"
+    put(
+        console,
+        format_versions(plan) if full else f"{format_planning_time(plan)}; {more}",
+        terminal.SOFT,
+    )
+    if plan.receipt:
+        put(console, f"receipt: {plan.receipt}")
+    console.print()
+    put(console, format_verdict_line(plan), style)
+    put(console, f"next: {describe_next_step(plan)}")
+    return terminal.read_console(console)
+
+
+def render_html(plan: Plan, trace: Trace | None = None) -> str:
+    """Return the page. trace: of the heaviest rank, for the memory timeline; without it the page
+    has none.
+    """
+    receipt = [("receipt", plan.receipt)] if plan.receipt else []
+    lines = draw_tree(
+        build_alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE
+    )
+    tree = Section(_format_tree_title(plan), tree=lines)
+    return render_page(
+        "plan",
+        f"{plan.config}: {plan.verdict}",
+        f"{plan.config} on {plan.ranks} x {plan.device.name}",
+        format_verdict(plan),
+        [
+            Section(
+                "run", facts=[*list_run_facts(plan), *receipt, ("next", describe_next_step(plan))]
+            ),
+            *_describe_all(plan, tree, trace),
+        ],
+        style={FITS: "good", DOES_NOT_FIT: "bad"}.get(plan.verdict, "risky"),
+        footer=format_versions(plan),
+    )
+
+
+def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list[Section]:
+    timeline = draw_timeline(plan, trace) if trace is not None else None
+    schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
+    return [
+        show_table(build_phase_table(plan)),
+        Section("memory of one rank", figures=[timeline] if timeline else []),
+        Section("schedule of the pipeline", figures=[schedule] if schedule else []),
+        show_table(build_stage_table(plan)),
+        show_table(build_rank_table(plan)),
+        tree,
+        show_table(build_outside_table(plan)),
+        Section("host memory", text=format_host(plan)),
+        show_table(build_alone_table(plan)),
+        show_table(build_layer_table(plan)),
+        show_table(build_communication_table(plan)),
+        show_table(build_volume_table(plan)),
+        show_table(build_groups_table(plan)),
+        show_table(build_stage_ranks_table(plan)),
+        Section("time of a step", facts=list_time_facts(plan)),
+        show_table(build_advice_table(plan)),
+        Section("assumed", items=plan.assumptions),
+        Section("not modeled", items=plan.not_modeled),
+    ]
+
+
+def _format_tree_title(plan: Plan) -> str:
+    peak = plan.heaviest.peak
+    return (
+        f"live at the peak of {format_rank(plan, plan.heaviest)}: phase {peak.phase},"
+        f" {format_running(peak)}"
+    )
+
+
+def _build_tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
+    """Return the tree for a terminal. sums_up: kinds that are small are one line, and deeper levels
+    are not named.
+    """
+    root, depth = build_alive_tree(plan.heaviest), max(depth or 1, 1)
+    if sums_up:
+        root.children = fold_small(
+            root.children, smallest=root.bytes * _SMALLEST_SHARE, most=len(root.children)
+        )
+    lines = draw_tree(root, depth=depth, smallest=_SMALLEST_SHARE, most=_MOST_BRANCHES)
+    is_cut = not sums_up and any(line.opens and line.level == depth for line in lines)
+    return Section(
+        _format_tree_title(plan),
+        tree=lines,
+        text=f"--depth {depth + 1} opens the next level" if is_cut else "",
+    )
+
+
+# Pictures of a plan: memory over a trace, stacked by kind, and a pipeline's step. No torch in here.
+
+
+MOST_POINTS = 2000
+_WIDTH, _RIGHT = 1000, 12
+_HEIGHT, _LEFT, _TOP, _BOTTOM = 376, 64, 60, 40  # of the timeline
+# A limit that is more times the highest point would flatten the picture: the note says it instead
+_LIMIT_ABOVE = 3.0
+_LETTER = 7.0
+
+
+@dataclass
+class Point:
+    """What is live on the device at a time."""
+
+    at: int  # allocations and frees before it
+    total: int  # bytes
+    kinds: tuple[int, ...]  # bytes of each of STORAGE_KINDS
+
+
+def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
+    """Return at most `most` points of the trace, and at which event each phase begins.
+
+    Where there are more events, neighboring ones of a phase make a group that keeps its highest and
+    its lowest point, so that no phase loses its peak. A phase that comes again counts on.
+    """
+    taken = sum(
+        1
+        for event, number in trace.events
+        if event in (ALLOC, FREE) and trace.storages[number].device
+    )
+    phases = max(1, sum(1 for event, _ in trace.events if event == PHASE))
+    size = 1 if taken <= most else math.ceil(taken / max(1, most // 2 - phases - 1))
+    number_of_kind = {kind: number for number, kind in enumerate(STORAGE_KINDS)}
+    alive, at = [0] * len(STORAGE_KINDS), 0
+    begins: dict[str, int] = {}
+    shown: list[Point] = []
+    group: list[Point] = []
+    for event, number in [*trace.events, (PHASE, -1)]:
+        if group and (event == PHASE or len(group) == size):
+            lowest, highest = (
+                choose(group, key=lambda point: point.total) for choose in (min, max)
+            )
+            shown += [point for point in group if point is lowest or point is highest]
+            group = []
+        if event == PHASE and number >= 0:
+            begins.setdefault(trace.phases[number], at)
+        elif event in (ALLOC, FREE) and trace.storages[number].device:
+            storage = trace.storages[number]
+            kind = number_of_kind.get(storage.kind, len(STORAGE_KINDS) - 1)
+            alive[kind] += storage.bytes if event == ALLOC else -storage.bytes
+            at += 1
+            group.append(Point(at, sum(alive), tuple(alive)))
+    return shown, begins
+
+
+def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
+    """The chart with its key; None if the trace takes no memory on the device."""
+    shown, begins = sample_points(trace)
+    highest = max(shown, key=lambda point: point.total, default=None)
+    if highest is None or not highest.total:
+        return None
+    usable = max(0, plan.device.usable)
+    on_axis = usable <= _LIMIT_ABOVE * highest.total
+    unit = choose_unit(highest.total)
+    top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
+    chart = Chart(_WIDTH, _HEIGHT, "memory live on the device", _LEFT, _RIGHT, _TOP, _BOTTOM)
+    last = shown[-1].at
+    counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
+    chart.x = Scale("allocations and releases, in their order", 0, last, counts)
+    chart.y = Scale(
+        f"live on the device ({unit[1]})",
+        0,
+        top,
+        [(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
+    )
+    _draw_areas(chart, shown, unit)
+    _draw_phase_marks(chart, [(phase, chart.compute_x(at)) for phase, at in begins.items()])
+    said = format_hundredths(count_hundredths(usable, unit), unit)
+    if on_axis:
+        y = chart.compute_y(usable / unit[0])
+        chart.put(
+            "line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y
+        )
+        chart.put("text", "limit-name", f"usable {said}", x=_LEFT + 24, y=y + 14)
+        limit = f"Dashed across: the {said} that the allocator may use."
+    else:
+        limit = (
+            f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point:"
+            " above this axis."
+        )
+    most = f"highest: {format_hundredths(count_hundredths(highest.total, unit), unit)}"
+    chart.put(
+        "circle",
+        "peak",
+        title=most,
+        cx=chart.compute_x(highest.at),
+        cy=chart.compute_y(highest.total / unit[0]),
+        r=3.5,
+    )
+    peak = plan.heaviest.peak
+    at_peak = f"{most}, {format_running(peak)}" if highest.total == peak.requested else most
+    return Figure(
+        render_svg(chart),
+        _list_kind_keys(highest, unit),
+        f"{at_peak}. {_CAPTION} {limit}",
+        wide=True,
+    )
+
+
+_CAPTION = (
+    "Requested bytes of tensors, on one rank; from left to right every allocation and release, in"
+    " their order."
+)
+
+
+def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
+    """The highest sum first, each lower one over it: what stays to be seen of an area is its own
+    kind.
+    """
+    base = f"{chart.compute_y(0):.1f}"
+    for place in reversed(range(len(STORAGE_KINDS))):
+        if any(point.kinds[place] for point in shown):
+            tops = [
+                (
+                    chart.compute_x(point.at),
+                    chart.compute_y(sum(point.kinds[: place + 1]) / unit[0]),
+                )
+                for point in shown
+            ]
+            steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
+            path = f"M{chart.compute_x(0):.1f},{base}{steps}V{base}Z"
+            chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
+
+
+def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
+    """A line where each phase begins, its name above it in the first of three rows that has
+    room.
+    """
+    ends = [0.0, 0.0, 0.0]
+    for phase, x in begins:
+        chart.put("line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
+        width = _LETTER * len(phase)
+        begin = min(
+            x, _WIDTH - width
+        )  # a phase that begins near the right edge has its name left of it
+        row = next((row for row, end in enumerate(ends) if end <= begin), None)
+        if row is not None:
+            chart.put("text", text=phase, x=begin, y=14 + 16 * row)
+            ends[row] = begin + width + 8
+
+
+def _list_kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
+    """Color, name and bytes at the highest point of each kind."""
+    return [
+        (
+            f"k{place}",
+            f"{STORAGE_KINDS[place]} {format_hundredths(count_hundredths(num_bytes, unit), unit)}",
+        )
+        for place, num_bytes in enumerate(highest.kinds)
+        if num_bytes
+    ]
+
+
+# Of an action of a pipeline: what it is, the color.
+_ACTIONS = {
+    "F": ("forward", "k0"),
+    "B": ("backward", "k5"),
+    "I": ("backward: gradient of the input", "k3"),
+    "W": ("backward: gradients of the weights", "k2"),
+}
+_NAMES, _AXIS = 150, 8  # at the left and above the boxes of a pipeline
+_ROW, _GAP = 30, 8
+_DIGIT = 6.0  # a number is left out where its box is narrower than its digits
+
+
+def draw_pipeline(plan: PipelinePlan) -> Figure | None:
+    """A row for each rank, a box for each forward and backward, gaps where it waits; None if times
+    are not known.
+    """
+    if not plan.spans or not plan.seconds:
+        return None
+    height = _AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM
+    chart = Chart(
+        _WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM
+    )
+    times = [
+        (value, format_duration(value) if value else "0")
+        for value in compute_ticks(0, plan.seconds, 6)
+    ]
+    chart.x = Scale("planned time of the step", 0, plan.seconds, times)
+    rows = {place.place: _AXIS + at * (_ROW + _GAP) for at, place in enumerate(plan.places)}
+    for place in plan.places:
+        y = rows[place.place]
+        chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
+        chart.put("text", text=f"layers {format_layers(place)}", x=0, y=y + 27)
+        chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
+    turns = {stage: turn for place in plan.places for turn, stage in enumerate(place.stages)}
+    for span in plan.spans:
+        _draw_box(chart, span, rows[span.place], turns.get(span.stage, 0))
+    kinds = {span.kind for span in plan.spans}
+    keys = [(style, what) for kind, (what, style) in _ACTIONS.items() if kind in kinds]
+    note = (
+        f"{plan.schedule}, {plan.micro_batches} micro-batches, planned times. Numbers:"
+        " micro-batches."
+    )
+    if plan.stages_per_rank > 1:
+        note += " A rank's later stages have lower boxes."
+    note += " The optimizer and what else a step does outside the pipeline are not here."
+    return Figure(render_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
+
+
+def _draw_box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
+    """A box with the number of its micro-batch; those of a rank's later stages are lower, to tell
+    them apart.
+    """
+    what, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
+    x = chart.compute_x(span.start)
+    width = chart.compute_x(span.end) - x
+    top = y + 4 * min(turn, 3)
+    title = (
+        f"micro-batch {span.micro_batch}, stage {span.stage}, {what},"
+        f" {format_duration(span.end - span.start)}"
+    )
+    chart.put(
+        "rect",
+        f"box {style}",
+        title=title,
+        x=x,
+        y=top,
+        width=max(width, 0.1),
+        height=_ROW - (top - y),
+    )
+    number = str(span.micro_batch)
+    if width >= _DIGIT * len(number) + 1:
+        chart.put("text", "mark", number, x=x + width / 2, y=y + 23)
+
+
+# Two plans side by side, each difference with its sign. No torch in here.
+
+
+# By the title of a section: the name of a figure, and it as a cell; None where it was not planned.
+Figures = dict[str, dict[str, Any]]
+_COMMUNICATION = "communication of a step, one rank"
+_SUMS = ("active", "all, one rank: wire", "all, all ranks: wire")  # stand last
+_PHASE_COLUMNS = {
+    "active": "active",
+    "allocated": "allocated",
+    "reserved": "reserved",
+    "reserved_expandable": "expandable",
+    "host": "host",
+}
+_TIMES = {
+    "step": "step",
+    "compute": "kernels",
+    "communication": "communication, alone",
+    "exposed": "communication, exposed",
+    "launch": "kernel launches (CPU)",
+}
+
+
+def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
+    """Return what the second plan takes compared with the first: verdict, phases, kinds at the
+    peak, communication, time.
+
+    A difference is the second's figure less the first's; `-` where one of them was not planned.
+    """
+    console = open_console(width, color)
+    for letter, plan in (("a", first), ("b", second)):
+        words = [plan.recipe, plan.config, *plan.overrides, f"({plan.ranks} x {plan.device.name})"]
+        put(console, f"{letter}  {' '.join(words)}", HEADING)
+    both = (_collect_figures(first), _collect_figures(second))
+    for title in both[0]:
+        a, b = (figures[title] for figures in both)
+        names = sorted(dict.fromkeys([*a, *b]), key=_SUMS.__contains__)
+        rows = [[name, *_compare(a.get(name), b.get(name), title)] for name in names]
+        table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
+        put_section(console, Section(title, table=table if rows else None))
+    return read_console(console)
+
+
+def _compare(a: Any, b: Any, title: str) -> list[Any]:
+    """Return both cells and their difference. What is not there takes nothing; of phases and times
+    it is not known.
+    """
+    if title in ("live at the peak", _COMMUNICATION):
+        a, b = (type(b)(0) if a is None else a), (type(a)(0) if b is None else b)
+    if isinstance(a, str) or isinstance(b, str):
+        return [a or "not planned", b or "not planned", "none" if a == b else "changed"]
+    change = "-" if a is None or b is None else format_change(type(a)(b - a))
+    return ["-" if a is None else a, "-" if b is None else b, change]
+
+
+def _collect_figures(plan: Plan) -> Figures:
+    """Return all figures of a plan that are compared."""
+    reserved, outside = compute_planned_reserved(plan), plan.outside.total
+    sizes = {
+        "reserved": reserved,
+        "outside torch": outside,
+        "together": reserved + outside,
+        "margin": plan.margin,
+    }
+    tree = build_alive_tree(plan.heaviest)
+    figures: Figures = {
+        "verdict": {"verdict": plan.verdict, **{name: Bytes(size) for name, size in sizes.items()}},
+        "peaks by phase, heaviest rank": {
+            f"{peak.phase}: {name}": Bytes(getattr(peak, field))
+            for peak in plan.heaviest.peaks
+            for field, name in _PHASE_COLUMNS.items()
+        },
+        "live at the peak": {node.name: Bytes(node.bytes) for node in [*tree.children, tree]},
+        _COMMUNICATION: {},
+        "time of a step": {},
+    }
+    for (dim, size), inside in group_by_dim(plan.communication).items():
+        for operation in dict.fromkeys(row.operation for row in inside):
+            count, _, wire, _ = sum_traffic(row for row in inside if row.operation == operation)
+            name = f"{operation}, {dim}[{size}]"
+            figures[_COMMUNICATION] |= {f"{name}: count": Count(count), f"{name}: wire": wire}
+    if plan.communication:
+        wire = sum_traffic(plan.communication)[2]
+        figures[_COMMUNICATION] |= {
+            "all, one rank: wire": wire,
+            "all, all ranks: wire": Bytes(wire * plan.ranks),
+        }
+    if time := plan.time:
+        figures["time of a step"] = {
+            **{name: Seconds(getattr(time, field)) for field, name in _TIMES.items()},
+            "tokens a step": Count(time.tokens_per_step),
+            "tokens a second": Count(time.tokens_per_second),
+            "run": None if time.total is None else Seconds(time.total),
+            "rates": "calibrated" if time.calibrated else "not calibrated",
+        }
+    return figures
