@@ -1,17 +1,16 @@
-"""`tune`, and `python -m recipe_lib`: the entry point, which imports nothing before it answers
-Ctrl-C.
-"""
+"""The entry point of `tune` and `python -m recipe_lib`."""
 
 import sys
 
 
 def start() -> int:
-    """Runs `tune` with the process's arguments; returns the exit code."""
+    """Run `tune` with the process's arguments; return the exit code."""
     try:
+        # Here, so that Ctrl-C while it is imported is answered as well.
         from recipe_lib.cli.main import main
 
         return main()
-    except KeyboardInterrupt:  # while it imports
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 

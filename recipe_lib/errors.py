@@ -1,8 +1,8 @@
 """Errors that a user can cause, and the exit codes a run ends with.
 
 A user error is one line: the place (file, line or key), what was found, what was expected and what
-to do. `exit_code_of` turns it into standard error and an exit code; anything else is our own bug
-and keeps its traceback.
+to do. `run_for_exit_code` turns it into standard error and an exit code; anything else is our own
+bug and keeps its traceback.
 """
 
 import atexit
@@ -28,15 +28,18 @@ FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
 # Lies in it when a rank has said why the run ends on this machine, in place of the launcher.
 SAID_FILE = "said_why_all_end"
 
+# Exit codes. 1 is Python's own, of a traceback.
 DONE = 0
 USER_ERROR = 2
 STOPPED_AND_SAVED = 3
 DIVERGED = 4
 OUT_OF_MEMORY = 5
 STORAGE = 6
-PEER_FAILED = 7  # of a rank that ends because another one has failed or hangs
+# Of a rank that ends because another one has failed or hangs.
+PEER_FAILED = 7
 
-# Letters to Unicode that show nothing: Hangul fillers, and the supplementary variation selectors.
+# Printable to str.isprintable(), though they show nothing: Hangul fillers, and the supplementary
+# variation selectors.
 _BLANKS = re.compile("[\u115f\u1160\u3164\uffa0\U000e0100-\U000e01ef]")
 # Format characters with their own shape (Arabic, Syriac and Kaithi number and verse signs).
 _SIGNS = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd]")
@@ -44,13 +47,11 @@ _JOINERS = "\u200c\u200d"
 
 
 def escape_invisible(text: str, keep: str = "") -> str:
-    """The text with all that a terminal would obey or not show, except what is in `keep`, written
-    out: `\\x1b`, `\\n`.
+    """Return the text with all that a terminal would obey or not show written out: `\\x1b`, `\\n`.
 
     Control and format characters (also those that turn the direction of writing), line and
-    paragraph separators, letters of private use, not in Unicode yet, or blank. A joiner (ZWJ, ZWNJ)
-    stays between two characters beyond ASCII, where Persian, the scripts of India and emoji need
-    it.
+    paragraph separators, letters of private use, not in Unicode yet, or blank. keep: characters
+    that stay.
     """
     hidden = "".join(
         letter
@@ -59,57 +60,52 @@ def escape_invisible(text: str, keep: str = "") -> str:
     )
     if not hidden:
         return text
-    return re.sub(f"[{re.escape(hidden)}]", lambda found: _shown(text, found.start()), text)
+    return re.sub(f"[{re.escape(hidden)}]", lambda match: _escape_at(text, match.start()), text)
 
 
-def _shown(text: str, at: int) -> str:
-    """The letter at a place of the text, written out unless it has to stay there."""
-    letter = text[at]
+def _escape_at(text: str, index: int) -> str:
+    """Return the letter at a place of the text, written out unless it has to stay there."""
+    letter = text[index]
     if letter in _JOINERS:
-        around = text[max(0, at - 1) : at + 2]
-        stays = len(around) == 3 and not any(
-            other.isascii() or other in _JOINERS for other in (around[0], around[2])
+        # Between two characters beyond ASCII Persian, the scripts of India and emoji need it.
+        neighbors = text[max(0, index - 1) : index] + text[index + 1 : index + 2]
+        stays = len(neighbors) == 2 and not any(
+            neighbor.isascii() or neighbor in _JOINERS for neighbor in neighbors
         )
     else:
         is_wide_space = letter.isspace() and letter > "\x9f" and letter not in "\u2028\u2029"
         stays = is_wide_space or _SIGNS.match(letter) is not None
-    return letter if stays else _escape(letter)
+    return letter if stays else _escape_letter(letter)
 
 
-def _escape(letter: str) -> str:
+def _escape_letter(letter: str) -> str:
     escaped = repr(letter)[1:-1]
     return escaped if escaped != letter else letter.encode("unicode_escape").decode("ascii")
 
 
 def get_first_line(error: BaseException, most: int = 200) -> str:
-    """Return the first line of what an error says, so many letters of it; its kind where it says
-    nothing.
-    """
+    """Return the first line of an error's text, so many letters of it; its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def find_lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
-    """The lines of a Python file that an error came through, outermost first, however the file's
-    path was written.
-    """
-    wanted = os.path.abspath(file)
-    found = traceback.extract_tb(error.__traceback__)
+    """Return the lines of a Python file that an error came through, outermost first."""
+    # By absolute paths: a frame has the file's path as it was written when it was run.
+    path = os.path.abspath(file)
     return [
         frame.lineno
-        for frame in found
-        if frame.lineno and os.path.abspath(frame.filename) == wanted
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.lineno and os.path.abspath(frame.filename) == path
     ]
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; `str(error)` is one line, or one line a fault, without
-    secrets.
-    """
+    """A mistake that the user can correct; `str(error)` is a line a fault, without secrets."""
 
     exit_code = USER_ERROR
 
     def __init__(self, *faults: str):
-        """faults: one line each; several are reported together."""
+        """Take faults, one line each; several are reported together."""
         self.faults = [redact(escape_invisible(fault)) for fault in faults]
         super().__init__("\n".join(self.faults))
 
@@ -149,25 +145,21 @@ class StorageError(UserError):
 
 
 class StoppedAndSaved(Exception):  # noqa: N818  (an outcome, not an error)
-    """A stop signal came; the state was saved at the step boundary and the run ends with exit code
-    3.
-    """
+    """A stop signal came, the state was saved at the step boundary, and the run ends."""
 
 
 def raise_faults(kind: type[UserError], faults: Iterable[str | None]) -> None:
-    """Raise one error with all faults, a line each; None is no fault, and without any nothing is
-    raised.
-    """
+    """Raise one error with all faults, a line each, if there are any; None is no fault."""
     lines = [fault for fault in faults if fault is not None]
     if lines:
         raise kind(*lines)
 
 
 def run_for_exit_code(main: Callable[[], int | None]) -> int:
-    """Runs `main`; user errors become lines on standard error and their exit code, without a
-    traceback.
+    """Run `main` and return the exit code of the process.
 
-    The traceback of anything else carries no secret either.
+    User errors become lines on standard error and their exit code, without a traceback. The
+    traceback of anything else carries no secret either.
     """
     sys.excepthook = _show_uncaught
     threading.excepthook = _show_uncaught_of_thread
@@ -179,20 +171,18 @@ def run_for_exit_code(main: Callable[[], int | None]) -> int:
     except OSError as error:
         # A name that no file can have, or links in a circle: the user's own value, wherever it was
         # first used.
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or not isinstance(
-            error.filename, str
-        ):
+        is_name_fault = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+        if not is_name_fault or not isinstance(error.filename, str):
             raise
-        name = (
-            error.filename
-            if len(error.filename) <= 80
-            else f"{error.filename[:60]}...{error.filename[-17:]}"
-        )
+        name = error.filename
+        if len(name) > 80:
+            name = f"{name[:60]}...{name[-17:]}"
         _say_once(f"error: {escape_invisible(name)}: {error.strerror}; choose another name\n")
         return USER_ERROR
     except SystemExit as error:
         if error.code != STOPPED_AND_SAVED:
             raise
+        # Its code would be taken for that of a run that can be resumed.
         _say_once(
             "error: a part of the run called SystemExit(3), the code of a run that has stopped and"
             " saved\n"
@@ -215,23 +205,20 @@ def _show_uncaught_of_thread(failed: threading.ExceptHookArgs) -> None:
         _show_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
+# `end_process` calls them itself: os._exit runs nothing of atexit's.
 _at_end: list[Callable[[], None]] = []
 
 
 def call_at_end(callback: Callable[[], None]) -> None:
-    """Has it called when the process ends, by `end_process` or as Python does; not when it is
-    killed.
-    """
+    """Have it called when the process ends, by `end_process` or as Python does, unless killed."""
     _at_end.append(callback)
     atexit.register(callback)
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends a rank at once with `code`, its output flushed, what `at_end` was given called.
-
-    Without Python's own shutdown, during which a thread of gloo may still drop its last tensor, and
-    abort.
-    """
+    """End a rank at once with `code`, its output flushed, what `call_at_end` was given called."""
+    # Without Python's own shutdown, during which a thread of gloo may still drop its last tensor,
+    # and abort.
     for callback in _at_end:
         callback()
     logging.shutdown()
@@ -241,17 +228,16 @@ def end_process(code: int) -> NoReturn:
 
 
 def _say_once(lines: str) -> None:
-    """Writes to standard error, unless another rank that `tune run` launched on this machine has
-    said the same.
-    """
-    folder, lines = os.environ.get(FOLDER_VARIABLE), redact(lines)
+    """Write to standard error, unless another rank on this machine has said the same."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    lines = redact(lines)
     if not lines:
         return
     if folder and os.path.isdir(folder):
+        digest = hashlib.sha256(lines.encode()).hexdigest()
         try:
-            open(
-                os.path.join(folder, f"said_{hashlib.sha256(lines.encode()).hexdigest()}"), "x"
-            ).close()
+            # Exclusive: of all ranks one makes the file, and speaks.
+            open(os.path.join(folder, f"said_{digest}"), "x").close()
         except FileExistsError:
             return
         except OSError:
@@ -260,9 +246,8 @@ def _say_once(lines: str) -> None:
 
 
 def say(text: str) -> None:
-    """Writes to standard error; the exit code is not to change where that is closed or on a full
-    disk.
-    """
+    """Write to standard error; where that fails, nothing is said and nothing raised."""
+    # The exit code is not to change where standard error is closed, or a file on a full disk.
     if sys.stderr is None:
         return
     try:
@@ -273,8 +258,8 @@ def say(text: str) -> None:
 
 
 def send_nowhere(stream: TextIO) -> None:
-    """Lets Python's flush at exit succeed: the stream takes no more."""
+    """Send what is still written to a stream nowhere, so that Python's flush at exit succeeds."""
     with contextlib.suppress(io.UnsupportedOperation):  # a stream in memory has no descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)

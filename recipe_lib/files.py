@@ -1,10 +1,10 @@
-"""Files of a run: written once, flushed to the disk, and named only when whole.
+"""Writes the files of a run: flushed to the disk, and named only when whole.
 
 Everything a run publishes is written next to its final name under a temporary one
 (`.NAME.<nonce>.tmp`), flushed, and renamed. What a killed process leaves is therefore recognized by
-its name, and removed by the next one. A single file is written in `write_aside`, which removes the
-temporary one itself when the write fails. `before_operation` is called before each change of the
-disk: tests make it fail there.
+its name, and removed by the next one. A single file is written in `write_aside`, a folder is made
+whole by `publish_folder`. `before_operation` is called before each change of the disk: tests make
+it fail there.
 """
 
 import ctypes
@@ -33,8 +33,11 @@ from recipe_lib.units import MIB, format_bytes
 CHUNK_BYTES = 16 * MIB
 TEMPORARY_SUFFIX = ".tmp"
 REPLACED_SUFFIX = ".old"
-IDLE_SECONDS = 3600.0  # of what nobody has written to for so long the writer is gone
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # of renameat2
+# Of what nobody has written to for so long the writer is gone.
+IDLE_SECONDS = 3600.0
+# Flags of renameat2.
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _FREE = "free some space"
 # What the system refused with -> what to do.
 _REMEDIES = {
@@ -50,23 +53,27 @@ _REMEDIES = {
 
 
 def before_operation(operation: str, path: Path) -> None:
-    """Called before every change of the disk (open, write, flush, make, rename, remove); does
-    nothing.
+    """Do nothing: a hook of tests, called before every change of the disk.
+
+    operation: open, write, flush, make, rename or remove.
     """
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A written file: its base name, its length in bytes, and the SHA-256 of what was written."""
+    """A file as it was written."""
 
+    # Without its folder.
     name: str
+    # Bytes.
     size: int
+    # Of what was written, in hexadecimal digits.
     sha256: str
 
 
 @contextmanager
 def report_storage_faults() -> Iterator[None]:
-    """Turns an operating system's refusal to write into one StorageError line."""
+    """Turn an operating system's refusal to write into one StorageError line."""
     try:
         yield
     except OSError as error:
@@ -74,15 +81,15 @@ def report_storage_faults() -> Iterator[None]:
 
 
 def describe_fault(error: OSError) -> str:
-    """One line: which file, what the system said, what to do."""
-    where = error.filename2 or error.filename or "the output folder"
-    said = error.strerror or type(error).__name__
+    """Return one line: which file, what the system said, what to do."""
+    path = error.filename2 or error.filename or "the output folder"
+    reason = error.strerror or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0, "check the disk")
-    free = _free_text(Path(os.fsdecode(where))) if remedy == _FREE else ""
-    return f"{where}: {said}{free}; {remedy}, or choose another place"
+    free = _describe_free_space(Path(os.fsdecode(path))) if remedy == _FREE else ""
+    return f"{path}: {reason}{free}; {remedy}, or choose another place"
 
 
-def _free_text(path: Path) -> str:
+def _describe_free_space(path: Path) -> str:
     for folder in (path, *path.parents):
         with suppress(OSError):  # not there, or removed at this moment by the rank that tidies up
             return f" ({format_bytes(shutil.disk_usage(folder).free)} free)"
@@ -90,13 +97,10 @@ def _free_text(path: Path) -> str:
 
 
 def require_space(folder: Path, needed: int, purpose: str) -> None:
-    """Raises StorageError if the disk under `folder` has fewer than `needed` bytes free; nothing is
-    written.
-    """
+    """Raise StorageError if the disk under `folder` has fewer than `needed` bytes free."""
     disk = shutil.disk_usage(folder)
-    if (
-        disk.total and disk.free < needed
-    ):  # /proc and its like have no size, and say themselves why they refuse
+    # /proc and its like have no size, and say themselves why they refuse.
+    if disk.total and disk.free < needed:
         raise StorageError(
             f"{folder}: {purpose} needs {format_bytes(needed)}, {format_bytes(disk.free)} are free;"
             f" {_FREE}, or choose another place"
@@ -104,8 +108,7 @@ def require_space(folder: Path, needed: int, purpose: str) -> None:
 
 
 class HashedFile:
-    """A new binary file that is hashed while it is written, and flushed to the disk when it is
-    closed.
+    """A new binary file that is hashed while it is written, and flushed to the disk at the end.
 
     A file left by an exception is not flushed; its folder is a temporary one, removed by whoever
     made it.
@@ -116,13 +119,15 @@ class HashedFile:
         self.size = 0
         self._hash = hashlib.sha256()
         before_operation("open", path)
+        # Unbuffered, so that a refusal is raised by the write that met it.
         self._file = open(path, "xb", buffering=0)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends the bytes; raises OSError with the file's name."""
+        """Append the bytes. Raises OSError with the file's name."""
         view = memoryview(data)
         before_operation("write", self.path)
         self._hash.update(view)
+        # A write may take a part, near a full disk or above 2 GiB.
         while len(view):
             try:
                 written = self._file.write(view)
@@ -132,7 +137,7 @@ class HashedFile:
             view = view[written:]
 
     def record(self) -> FileRecord:
-        """Name, size and hash of what has been written so far."""
+        """Return name, size and hash of what has been written so far."""
         return FileRecord(self.path.name, self.size, self._hash.hexdigest())
 
     def __enter__(self) -> Self:
@@ -148,22 +153,21 @@ class HashedFile:
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Writes a new file and flushes it to the disk."""
+    """Write a new file and flush it to the disk."""
     with HashedFile(path) as file:
         file.write(data)
     return file.record()
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
-    """Writes a new, indented JSON file and flushes it to the disk."""
+    """Write a new, indented JSON file and flush it to the disk."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    return write_bytes(
-        path, text.encode(errors="backslashreplace")
-    )  # half a surrogate pair: as JSON's own escape
+    # Half a surrogate pair, which UTF-8 has not, becomes JSON's own escape.
+    return write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:
-    """Copies the bytes (not mode, not links) into a new file and flushes it to the disk."""
+    """Copy the bytes (not mode, not links) into a new file and flush it to the disk."""
     with open_regular(source) as incoming, HashedFile(target) as file:
         while chunk := incoming.read(CHUNK_BYTES):
             file.write(chunk)
@@ -172,13 +176,13 @@ def copy_file(source: Path, target: Path) -> FileRecord:
 
 @contextmanager
 def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Yield a temporary name to write a file under, which becomes `path` when it is whole; after an
-    error it is gone.
+    """Yield a temporary name to write a file under, which becomes `path` when it is whole.
 
     replace: a file that is there is replaced; without it one that has come meanwhile stays, and
-    FileExistsError is raised. A link stays, and what it leads to is written. An OSError names
-    `path`, which the user knows.
+    FileExistsError is raised.
+    After an error the temporary file is gone. An OSError names `path`, which the user knows.
     """
+    # A link stays, and what it leads to is written.
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     discard_idle(target.parent, target.name)
     temporary = make_temporary_path(target)
@@ -193,10 +197,9 @@ def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def replace_bytes(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a small file so that a reader sees the old content or the new one, never a part. Raises
-    StorageError.
+    """Write a small file so that a reader sees the old content or the new one, never a part.
 
-    replace: as in `write_aside`.
+    replace: as in `write_aside`. Raises StorageError.
     """
     with report_storage_faults(), write_aside(path, replace=replace) as temporary:
         write_bytes(temporary, data)
@@ -215,6 +218,7 @@ def open_to_append(path: Path, mode: int = 0o666) -> FileIO:
     """
     with suppress(FileNotFoundError):
         check_regular(path)
+    # Non-blocking: the name may have become a FIFO since.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     return FileIO(os.open(path, flags, mode), "a+")
 
@@ -223,8 +227,9 @@ class LineFile:
     """A file that only grows, a whole line at a time; this process alone writes it."""
 
     def __init__(self, path: Path, size: int | None = None):
-        """Open it, or make it. size: bytes to keep of it; None: all. Raises OSError like
-        `open_to_append`.
+        """Open the file, or make it. Raises OSError like `open_to_append`.
+
+        size: bytes to keep of it; None: all.
         """
         self.path = path
         self._is_new = not path.exists()
@@ -233,15 +238,14 @@ class LineFile:
             self._file.truncate(size)
 
     def append(self, lines: bytes) -> None:
-        """Add whole lines, or nothing: what a full disk cuts off is taken away. Raises OSError with
-        the file's name.
-        """
+        """Add whole lines, or nothing. Raises OSError with the file's name."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             before_operation("write", self.path)
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            # Half a line of a full disk is taken away, and a file that would have been empty.
             with suppress(OSError):
                 self._file.truncate(size)
                 if self._is_new and not size:
@@ -249,24 +253,24 @@ class LineFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._file.close()
 
 
 def compute_sha256(path: Path) -> str:
-    """SHA-256 of the file's bytes as they are on the disk now."""
+    """Return the SHA-256 of the file's bytes as they are on the disk now."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_folder(path: Path) -> None:
-    """Makes a new folder, with its parents."""
+    """Make a new folder, with its parents."""
     before_operation("make", path)
     path.mkdir(parents=True)
 
 
 def flush_folder(path: Path) -> None:
-    """Flushes the folder's own entries (names made, renamed, removed) to the disk."""
+    """Flush the folder's own entries (names made, renamed, removed) to the disk."""
     before_operation("flush", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -276,30 +280,29 @@ def flush_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path, *, replace: bool = True) -> None:
-    """Rename within one folder, and flush the folder. Without `replace` FileExistsError where the
-    name is taken.
+    """Rename within one folder, and flush the folder.
+
+    replace: without it FileExistsError is raised where the name is taken.
     """
     before_operation("rename", target)
     if replace or not _renameat2(source, target, _RENAME_NOREPLACE):
-        if not replace and os.path.lexists(
-            target
-        ):  # in two steps, where the system has none that does both
+        # In two steps, where the system has none that does both.
+        if not replace and os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         os.rename(source, target)
     flush_folder(target.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a published folder: it loses its name first, so that half of it is never taken for
-    the whole.
-    """
+    """Remove a published folder."""
+    # It loses its name first, so that half of it is never taken for all of it.
     temporary = make_temporary_path(path)
     rename(path, temporary)
     remove_temporary(temporary)
 
 
 def remove_temporary(path: Path) -> None:
-    """Removes a folder or file under a temporary name."""
+    """Remove a folder or file under a temporary name."""
     before_operation("remove", path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -308,14 +311,15 @@ def remove_temporary(path: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file, if it is there."""
+    """Remove a file, if it is there."""
     before_operation("remove", path)
     path.unlink(missing_ok=True)
 
 
 def discard(path: Path) -> None:
-    """Removes what an unfinished write left, while its own error is on the way; a failure here is
-    only a warning.
+    """Remove what an unfinished write left; a failure is only a warning.
+
+    For use while the write's own error is on its way.
     """
     try:
         remove_temporary(path)
@@ -327,35 +331,35 @@ def discard(path: Path) -> None:
 
 
 def make_temporary_path(final: Path) -> Path:
-    """A new temporary name next to `final`: `.NAME.<nonce>.tmp`."""
+    """Return a new temporary name next to `final`: `.NAME.<nonce>.tmp`."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
 def is_temporary(path: Path, finals: str, suffix: str = TEMPORARY_SUFFIX) -> bool:
-    """Whether the name is one that `temporary_path` gives for a final name of the pattern `finals`
-    (`step_*`).
+    """Return True if the name is one that `make_temporary_path` gives.
+
+    finals: a pattern (`step_*`) that the final name fits.
     """
-    found = re.fullmatch(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(suffix)}", path.name)
-    return found is not None and fnmatchcase(found[1], finals)
+    match = re.fullmatch(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(suffix)}", path.name)
+    return match is not None and fnmatchcase(match[1], finals)
 
 
 def list_leftovers(parent: Path, finals: str) -> list[Path]:
-    """What killed processes left in `parent` under temporary names of such finals."""
+    """Return what killed processes left in `parent` under temporary names of such finals."""
     if not parent.is_dir():
         return []
     return sorted(path for path in parent.iterdir() if is_temporary(path, finals))
 
 
 def remove_leftovers(parent: Path, finals: str) -> None:
-    """Removes them."""
+    """Remove what killed processes left in `parent` under temporary names of such finals."""
     for path in list_leftovers(parent, finals):
         remove_temporary(path)
 
 
 def discard_idle(parent: Path, finals: str) -> None:
-    """Remove what killed processes left of such files; others may be writing theirs at this
-    moment.
-    """
+    """Remove what killed processes left of such files, long ago."""
+    # Not all of it: others may be writing theirs at this moment.
     for path in list_leftovers(parent, finals):
         with suppress(OSError):  # it has just gone
             if time.time() - path.lstat().st_mtime > IDLE_SECONDS:
@@ -363,26 +367,24 @@ def discard_idle(parent: Path, finals: str) -> None:
 
 
 def count_folder_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Return the bytes of the files in a folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Gives a finished temporary folder its name, which nothing has yet."""
+    """Give a finished temporary folder its name, which nothing has yet."""
     flush_folder(temporary)
     rename(temporary, final)
 
 
 def exchange_folders(temporary: Path, final: Path) -> Path:
-    """Gives a folder the name of another one, in one operation where the system can; returns where
-    the other is now.
-
-    Where it cannot, the other one is `.NAME.<nonce>.old` for a moment: `restore_replaced` finds it.
-    """
+    """Give a folder the name of another one; return where the other is now."""
     before_operation("rename", final)
     if _renameat2(temporary, final, _RENAME_EXCHANGE):
         flush_folder(final.parent)
         return temporary
+    # Where the system cannot do it in one operation, the other folder is `.NAME.<nonce>.old` for a
+    # moment: `restore_replaced` finds it.
     old = make_temporary_path(final).with_suffix(REPLACED_SUFFIX)
     os.rename(final, old)
     rename(temporary, final)
@@ -390,8 +392,9 @@ def exchange_folders(temporary: Path, final: Path) -> Path:
 
 
 def list_replaced(root: Path, name: str) -> list[Path]:
-    """What an exchange in two operations left of the folder `name`, if a process ended in between
-    or after it.
+    """Return what an exchange in two operations left of the folder `name`.
+
+    There is such a folder if a process ended in between, or after it.
     """
     return sorted(
         path for path in root.glob(f".{name}.*") if is_temporary(path, name, REPLACED_SUFFIX)
@@ -399,41 +402,35 @@ def list_replaced(root: Path, name: str) -> list[Path]:
 
 
 def restore_replaced(root: Path, name: str) -> None:
-    """Gives the former folder its name again, if nothing has it; of one that was replaced only the
-    rest is removed.
-    """
+    """Give the former folder its name again, if nothing has it; else remove it."""
     for old in list_replaced(root, name):
         if (root / name).exists():
-            remove_temporary(old)
+            remove_temporary(old)  # it was replaced
         else:
             rename(old, root / name)
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Rename as the flags of Linux's renameat2 say; False where system or file system do not have
-    that.
+    """Rename as the flags of Linux's renameat2 say.
+
+    Return False where the system or the file system does not have that.
     """
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    at_working_folder = -100
-    if (
-        renameat2(
-            at_working_folder, os.fsencode(source), at_working_folder, os.fsencode(target), flags
-        )
-        == 0
-    ):
+    at_fdcwd = -100  # AT_FDCWD: relative paths are from the working folder
+    if not renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), flags):
         return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+    error_number = ctypes.get_errno()
+    if error_number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
-    raise OSError(number, os.strerror(number), str(target))
+    raise OSError(error_number, os.strerror(error_number), str(target))
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether it is the name of something in a folder, not a path out of it."""
+    """Return True for the name of something in a folder, which is no path out of it."""
     return (
         isinstance(name, str)
         and name not in ("", "..")

@@ -1,5 +1,7 @@
-"""Log lines: only the main rank speaks, no line carries a secret; on a terminal warnings and errors
-have a color.
+"""Log lines of all that runs: `get_logger().info(...)`.
+
+Only the main rank speaks, other ranks have warnings alone. No line carries a secret. On a terminal
+warnings and errors have a color, and lines are broken between words.
 """
 
 import logging
@@ -11,51 +13,44 @@ from typing import TextIO
 
 from recipe_lib.redaction import redact
 
-VERBOSITY_VARIABLE = (  # `quiet`: warnings and errors alone; `verbose`: more; set by -q and -v
-    "TUNE_VERBOSITY"
-)
-QUIET, VERBOSE = "quiet", "verbose"
+# `quiet`: warnings and errors alone; `verbose`: more. Set by -q and -v, for ranks too.
+VERBOSITY_VARIABLE = "TUNE_VERBOSITY"
+QUIET = "quiet"
+VERBOSE = "verbose"
 VERBOSITY = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
-_STYLES = {
-    "dim": "2",
-    logging.WARNING: "33",
-    logging.ERROR: "31",
-    logging.CRITICAL: "31",
-}  # of ECMA-48
+# A record's `style` or level -> parameter of ECMA-48's escape sequence.
+_STYLES = {"dim": "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 
 
 def is_quiet() -> bool:
-    """Whether warnings and errors alone are wanted."""
+    """Return True if warnings and errors alone are shown."""
     return os.environ.get(VERBOSITY_VARIABLE) == QUIET
 
 
 def is_verbose() -> bool:
-    """Whether all ranks are to speak, every phase its seconds, and errors their tracebacks."""
+    """Return True if all ranks speak, every phase has its seconds, errors their tracebacks."""
     return os.environ.get(VERBOSITY_VARIABLE) == VERBOSE
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that is to show styles; NO_COLOR (no-color.org) and TERM=dumb
-    say no.
-    """
+    """Return True if `stream` is a terminal that is to show styles."""
+    # NO_COLOR is the convention of no-color.org.
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def set_verbosity(verbosity: str) -> None:
-    """`quiet` or `verbose`, in this process and in those that it starts."""
+    """Set `quiet` or `verbose`, in this process and in those that it starts."""
     os.environ[VERBOSITY_VARIABLE] = verbosity
-    logging.getLogger("tune").setLevel(_level())
+    logging.getLogger("tune").setLevel(_choose_level())
 
 
-def _level() -> int:
-    said = logging.INFO if os.environ.get("RANK", "0") == "0" or is_verbose() else logging.WARNING
-    return logging.WARNING if is_quiet() else said
+def _choose_level() -> int:
+    speaks = os.environ.get("RANK", "0") == "0" or is_verbose()
+    return logging.INFO if speaks and not is_quiet() else logging.WARNING
 
 
 def wrap_lines(text: str, columns: int) -> str:
-    """Lines broken between words for a terminal of so many columns; what a line goes on with is
-    indented.
-    """
+    """Return lines broken between words for a terminal; what a line goes on with is indented."""
     return "\n".join(
         textwrap.fill(
             line,
@@ -71,17 +66,16 @@ def wrap_lines(text: str, columns: int) -> str:
 def print_wrapped(text: str, file: TextIO | None = None) -> None:
     """Print a line, on standard output by default; on a terminal it is broken between words."""
     file = file or sys.stdout
-    print(
-        wrap_lines(text, shutil.get_terminal_size((80, 24)).columns) if file.isatty() else text,
-        file=file,
-    )
+    if file.isatty():
+        text = wrap_lines(text, shutil.get_terminal_size((80, 24)).columns)
+    print(text, file=file)
 
 
 class _Formatter(logging.Formatter):
-    """Without secrets; on a terminal in the color of the level, or of the record's `style`, and
-    broken between words.
+    """Formats lines without secrets; on a terminal broken between words and in color.
 
-    A record with `is_command` stays in one piece, to be copied.
+    The color is that of the record's `style`, or of its level. A record with `is_command` stays in
+    one piece, to be copied.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -93,7 +87,7 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at that time: while something is drawn, it is another."""
+    """Writes to what `sys.stderr` is at that time: while something is drawn, it is replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -104,37 +98,37 @@ class _StandardError(logging.StreamHandler):
 
 
 def silence_torchao() -> None:
-    """Drops the lines that importing torchao, which transformers and PEFT do, prints about kernels
-    nobody asked for.
+    """Drop the lines that importing torchao prints about kernels nobody asked for.
 
-    Libraries of its wheel that were built for another torch or GPU, and a deprecation of torch's
-    that it meets: no other line of the two loggers. To be called before the import.
+    To be called before the import, which transformers and PEFT do as well. Other lines of the two
+    loggers stay.
     """
     for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_keep_unless_idle)  # which it adds once
+        logging.getLogger(name).addFilter(_is_useful)  # added once, however often this is called
 
 
-def _keep_unless_idle(record: logging.LogRecord) -> bool:
-    """Return False, which drops the record, for a library of torchao's that does not load, and
-    torch's on its enums.
-    """
-    said = record.getMessage()
-    is_missing = said.startswith("Failed to load ") and "torchao" in said and ".so" in said
-    is_ours = "KernelPreference" in said or "ScaleCalculationMode" in said
-    return not is_missing and not (is_ours and "register_constant() on Enum" in said)
+def _is_useful(record: logging.LogRecord) -> bool:
+    """Return False, which drops the record, for what torchao's import prints."""
+    message = record.getMessage()
+    # Libraries of its wheel that were built for another torch or GPU.
+    is_library = message.startswith("Failed to load ") and "torchao" in message
+    if is_library and ".so" in message:
+        return False
+    # A deprecation of torch's that torchao's enums meet.
+    is_enum = "KernelPreference" in message or "ScaleCalculationMode" in message
+    return not (is_enum and "register_constant() on Enum" in message)
 
 
 def warn_on_first_rank(message: str, *args: object) -> None:
-    """A warning of what every rank sees alike: the first one says it, with --quiet too."""
+    """Warn of what every rank sees alike: the first one says it, with --quiet too."""
     if os.environ.get("RANK", "0") == "0":
         get_logger().warning(message, *args)
 
 
 def get_logger() -> logging.Logger:
-    """The logger of the project; it writes plain lines to standard error on rank 0 and warnings
-    elsewhere.
-    """
+    """Return the logger of the project, which writes plain lines to standard error."""
     logger = logging.getLogger("tune")
+    # With the first call: the rank is known by then.
     if not any(isinstance(handler, _StandardError) for handler in logger.handlers):
         handler = _StandardError()
         rank = int(os.environ.get("RANK", "0"))
@@ -142,6 +136,6 @@ def get_logger() -> logging.Logger:
             _Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
         )
         logger.addHandler(handler)
-        logger.setLevel(_level())
+        logger.setLevel(_choose_level())
         logger.propagate = False
     return logger

@@ -1,5 +1,4 @@
-"""Reads files that somebody else has made: without blocking, and without more memory than the
-caller allows.
+"""Reads files that somebody else has made, without blocking and within a bound of memory.
 
 A FIFO blocks whoever opens it and a device may never end, so only regular files are opened (links
 to them count). Everything here raises OSError, whose `strerror` says what is wrong, so that a
@@ -16,8 +15,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-JSON_LIMIT = 2**28  # the largest tokenizer.json in use has some 35 MiB
-TEXT_LIMIT = 2**22  # of what a person has written: a config, a recipe, a template
+# Bytes. The largest tokenizer.json in use has some 35 MiB.
+JSON_LIMIT = 2**28
+# Of what a person has written: a config, a recipe, a template.
+TEXT_LIMIT = 2**22
 _KINDS = (
     (stat.S_ISDIR, "is a folder", errno.EISDIR),
     (stat.S_ISFIFO, "is a FIFO", errno.EINVAL),
@@ -34,8 +35,9 @@ _REMEDIES = {
 
 
 def check_regular(path: Path | str) -> int:
-    """Return the size in bytes of a regular file. Raises OSError for anything else, also for a name
-    that is none.
+    """Return the size in bytes of a regular file.
+
+    Raises OSError for anything else, also for a name that is none.
     """
     try:
         status = os.stat(path)
@@ -45,13 +47,13 @@ def check_regular(path: Path | str) -> int:
 
 
 def open_regular(path: Path | str) -> BufferedReader:
-    """Return a regular file, opened for reading. Raises OSError like `check_regular`, without
-    waiting for a writer.
-    """
-    check_regular(path)  # before opening: opening a device may do something
+    """Return a regular file, opened for reading. Raises OSError like `check_regular`."""
+    # Before opening: opening a device may do something, as rewind a tape.
+    check_regular(path)
+    # Non-blocking: the name may have become a FIFO since, which waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_size(os.fstat(descriptor), path)  # what it is now that it is open
+        _check_size(os.fstat(descriptor), path)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -61,7 +63,8 @@ def open_regular(path: Path | str) -> BufferedReader:
 def read_bytes(path: Path | str, limit: int) -> bytes:
     """Return all of a regular file of at most `limit` bytes. Raises OSError."""
     with open_regular(path) as file:
-        is_larger = os.fstat(file.fileno()).st_size > limit  # known without reading so much of it
+        # By its size first, without reading so much of it; it may grow while it is read.
+        is_larger = os.fstat(file.fileno()).st_size > limit
         content = b"" if is_larger else file.read(limit + 1)
     if is_larger or len(content) > limit:
         size = f"{limit >> 20} MiB" if limit >= 2**20 else f"{limit} bytes"
@@ -77,15 +80,17 @@ def read_end(path: Path | str, limit: int) -> bytes:
 
 
 def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
-    """Return the text of a UTF-8 file without its byte order mark. Raises OSError, and ValueError
-    for another file.
+    """Return the text of a UTF-8 file without its byte order mark.
+
+    Raises OSError, and ValueError for a file that is no UTF-8.
     """
     return _decode(read_bytes(path, limit))
 
 
 def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """Return the object that a JSON file holds. Raises OSError, and ValueError for any other
-    file.
+    """Return the object that a JSON file holds.
+
+    Raises OSError, and ValueError for a file that holds none.
     """
     value = read_json(path, limit)
     if not isinstance(value, dict):
@@ -94,9 +99,7 @@ def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
 
 
 def find_object(path: Path | str) -> dict[str, Any]:
-    """Return the object that a JSON file holds; empty for a file that is not there or holds
-    none.
-    """
+    """Return the object that a JSON file holds; empty if there is no such file or object."""
     try:
         return read_object(path)
     except (OSError, ValueError):
@@ -104,8 +107,9 @@ def find_object(path: Path | str) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
-    """Return what a JSON file holds. Raises OSError like `read_bytes`, ValueError like
-    `parse_json`.
+    """Return what a JSON file holds.
+
+    Raises OSError like `read_bytes`, ValueError like `parse_json`.
     """
     return parse_json(read_bytes(path, limit))
 
@@ -113,11 +117,11 @@ def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
 def parse_json(
     content: bytes | str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """Return the value of a JSON text. Raises ValueError, in one line, for whatever keeps it from
-    being one.
+    """Return the value of a JSON text.
 
     make_object: makes the value of an object from its keys and values, in their order; default:
     `dict`.
+    Raises ValueError, in one line, for whatever keeps the text from being JSON.
     """
     text = content if isinstance(content, str) else _decode(content)
     try:
@@ -134,7 +138,9 @@ def parse_json(
 
 def describe_fault(error: OSError | ValueError) -> str:
     """Return what keeps a file from being read, as the functions here raise it."""
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def suggest_remedy(error: OSError) -> str:

@@ -1,5 +1,7 @@
-"""Secrets in text: the shapes of known tokens, passwords in addresses, and what secret environment
-variables hold.
+"""Finds secrets in text, and replaces them.
+
+They are the shapes of known tokens, passwords in addresses, and what secret environment variables
+hold. Errors, logs and what a run writes go through `redact`; a config that has one is refused.
 
 A shape counts only between word borders and at its full length: `task-classification-v2`,
 `sk-learn-data`, `hf_models/7b` and folders named by a hash are ordinary text. A bare 40-digit hash
@@ -13,7 +15,8 @@ from typing import Any
 
 SECRET = "[secret]"
 
-_WORD = r"(?<![A-Za-z0-9_-])"  # nothing of a word before it
+# Nothing of a word before it, or behind it.
+_WORD = r"(?<![A-Za-z0-9_-])"
 _END = r"(?![A-Za-z0-9])"
 _TOKEN = re.compile(
     "|".join(
@@ -41,16 +44,30 @@ _TOKEN = re.compile(
 # What is named stays, the secret is what follows it.
 _IN_CONTEXT = re.compile(
     r"(?P<address>://)[^/\s@'\"\\]*:[^/\s@'\"\\]+(?=@)"
-    r"|(?P<header>(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?))[^\s'\",;\\]+"
+    r"|(?P<header>(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?))"
+    r"[^\s'\",;\\]+"
     r"|(?P<bearer>(?i:\bbearer\s+))[\w.~+/=-]{16,}"
-    r"|(?P<query>(?i:[?&](?:access_|auth_|api_)?(?:token|key|password|sig|signature)=))[^&\s'\"\\]{8,}"
+    r"|(?P<query>(?i:[?&](?:access_|auth_|api_)?(?:token|key|password|sig|signature)=))"
+    r"[^&\s'\"\\]{8,}"
     r"|(?P<key>(?i:(?:key|token|secret)['\"]?\s*[:=]\s*['\"]?|\bwandb login\s+))[0-9a-f]{40}\b"
 )
 # Text without any of these, which nearly all is, need not be searched.
 _BEGINNINGS = (
-    "hf_", "api_org_", "sk-", "gh", "github_pat_", "glpat-", "AKIA", "ASIA", "AIza", "xox", "wandb_v", "npm_", "pypi-",
+    "hf_",
+    "api_org_",
+    "sk-",
+    "gh",
+    "github_pat_",
+    "glpat-",
+    "AKIA",
+    "ASIA",
+    "AIza",
+    "xox",
+    "wandb_v",
+    "npm_",
+    "pypi-",
     "eyJ",
-)  # fmt: skip
+)
 _CONTEXTS = (
     "://",
     "authorization",
@@ -65,33 +82,31 @@ _CONTEXTS = (
 _VARIABLE = re.compile(
     r"(?:^|_)(?:TOKEN|API_?KEY|SECRET(?:_ACCESS)?(?:_KEY)?|ACCESS_KEY(?:_ID)?|PASSWORD|PAT)$"
 )
-_SHORTEST = 8  # characters of a variable's value; a shorter one (`1`, `true`) is no secret
-_LONG = 16  # from here on a value is replaced within words too
+# Characters of a variable's value; a shorter one (`1`, `true`) is no secret.
+_SHORTEST = 8
+# From here on a value is replaced within words too.
+_LONG = 16
 
 
 def redact(text: str) -> str:
-    """The text with tokens, API keys, passwords in addresses and values of secret variables
-    replaced by `[secret]`.
-    """
+    """Return the text with every secret in it replaced by `[secret]`."""
     for name, value in os.environ.items():
-        if (
-            len(value) >= _SHORTEST
-            and value in text
-            and _VARIABLE.search(name)
-            and not value.startswith(("/", "~", "."))
-        ):
-            borders = ("", "") if len(value) >= _LONG else (_WORD, _END)
-            text = re.sub(f"{borders[0]}{re.escape(value)}{borders[1]}", SECRET, text)
+        if len(value) < _SHORTEST or value not in text or not _VARIABLE.search(name):
+            continue
+        if value.startswith(("/", "~", ".")):
+            continue  # the path of a file that holds it
+        before, after = ("", "") if len(value) >= _LONG else (_WORD, _END)
+        text = re.sub(f"{before}{re.escape(value)}{after}", SECRET, text)
     lower = text.lower()
     if any(word in lower for word in _CONTEXTS):
-        text = _IN_CONTEXT.sub(lambda found: f"{found[found.lastgroup or 0]}{SECRET}", text)
+        text = _IN_CONTEXT.sub(lambda match: f"{match[match.lastgroup or 0]}{SECRET}", text)
     if any(word in text for word in _BEGINNINGS):
         text = _TOKEN.sub(SECRET, text)
     return text
 
 
 def redact_values(value: Any) -> Any:
-    """The same of every text in nested tables and lists; their keys stay as they are."""
+    """Redact every text in nested tables and lists; their keys stay as they are."""
     if isinstance(value, Mapping):
         return {key: redact_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -100,5 +115,5 @@ def redact_values(value: Any) -> Any:
 
 
 def has_secret(text: str) -> bool:
-    """Whether `redact` would change the text."""
+    """Return True if `redact` would change the text."""
     return redact(text) != text

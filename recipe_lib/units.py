@@ -1,5 +1,7 @@
-"""Bytes, counts and seconds as people read them. Inside the code: bytes, tokens, seconds. GiB =
-1024^3.
+"""Formats bytes, counts and seconds as people read them.
+
+Inside the code everything is in bytes, tokens and seconds; GiB is 1024^3 bytes. `Bytes`, `Seconds`
+and `Count` are numbers that tables show with their units.
 """
 
 from collections.abc import Collection, Iterable
@@ -7,17 +9,17 @@ from typing import Any
 
 GIB = 1024**3
 MIB = 1024**2
-# Bytes of one, name.
+# (bytes of one, name).
 Unit = tuple[int, str]
 
 
 def convert_to_gib(num_bytes: float) -> float:
-    """Bytes as GiB (1024^3)."""
+    """Return bytes as GiB (1024^3)."""
     return num_bytes / GIB
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`16106127360` -> `15.00 GiB`; small sizes in MiB, KiB or B."""
+    """Return `15.00 GiB` for `16106127360`; small sizes in MiB, KiB or B."""
     for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -25,7 +27,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """`8030261248` -> `8.03 B`; `260032` -> `260.0 K`."""
+    """Return `8.03 B` for `8030261248`, `260.0 K` for `260032`."""
     for size, unit, digits in ((1e12, "T", 2), (1e9, "B", 2), (1e6, "M", 1), (1e3, "K", 1)):
         if abs(number) >= size:
             return f"{number / size:.{digits}f} {unit}"
@@ -33,7 +35,7 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`3725` -> `1h02m`; `75.2` -> `1m15s`; `0.32` -> `0.32s`."""
+    """Return `1h02m` for `3725`, `1m15s` for `75.2`, `0.32s` for `0.32`."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)}h{int(seconds % 3600 // 60):02d}m"
     if seconds >= 60:
@@ -47,9 +49,7 @@ def format_clock(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return what an operation takes: `2.84 s`, `12.4 ms`, `85.0 us`; from a minute on as
-    `1m15s`.
-    """
+    """Return what an operation takes: `2.84 s`, `12.4 ms`, `85.0 us`, from a minute on `1m15s`."""
     if abs(seconds) >= 60:
         return format_seconds(seconds)
     for size, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1)):
@@ -87,13 +87,14 @@ def format_change(change: Any) -> str:
 
 
 def pluralize(count: int, noun: str) -> str:
-    """`1 sample`, `2 samples`."""
+    """Return `1 sample`, `2 samples`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def name_first(names: Collection[str], one: str = "", many: str = "") -> str:
-    """`a.weight and 3 more are`: the first of some names and how many others, with the verb of that
-    number.
+    """Return `a.weight and 3 more are`: the first of some names, and how many others there are.
+
+    one, many: the verb for a single name and for several.
     """
     if len(names) == 1:
         return f"{min(names)} {one}".rstrip()
@@ -106,7 +107,7 @@ def choose_lines(*lines: tuple[object, str]) -> list[str]:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` -> `0-2,5`."""
+    """Return `0-2,5` for `[0, 1, 2, 5]`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -117,9 +118,8 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def choose_unit(largest: int) -> Unit:
-    """Return GiB, or for small sums MiB or KiB: figures that are added up in a report share one
-    unit.
-    """
+    """Return GiB, or for small sums MiB or KiB."""
+    # One unit for all figures of a report that are added up, by the largest of them.
     if largest >= GIB // 4:
         return GIB, "GiB"
     return (MIB, "MiB") if largest >= MIB // 4 else (1024, "KiB")
@@ -136,16 +136,20 @@ def format_hundredths(number: int, unit: Unit | None = None) -> str:
 
 
 def share_out(total: int, parts: list[int]) -> list[int]:
-    """Return whole numbers in the proportion of `parts` whose sum is `total`; each is less than 1
-    off its exact share.
+    """Return integers in the proportion of `parts` whose sum is `total` (largest remainder).
 
-    So that rounded figures in a report add up to the rounded figure above them (largest remainder).
+    Each is less than 1 off its exact share. So rounded figures in a report add up to the rounded
+    figure above them.
     """
-    whole = sum(parts)
-    if not whole:
+    parts_sum = sum(parts)
+    if not parts_sum:
         return [0] * len(parts)
-    numbers = [total * part // whole for part in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda at: (-(total * parts[at] % abs(whole)), at))
-    for at in by_remainder[: total - sum(numbers)]:
-        numbers[at] += 1
-    return numbers
+    shares = [total * part // parts_sum for part in parts]
+
+    def sort_key(index: int) -> tuple[int, int]:
+        return -(total * parts[index] % abs(parts_sum)), index
+
+    # What rounding down has left over goes to the parts that it took the most from.
+    for index in sorted(range(len(parts)), key=sort_key)[: total - sum(shares)]:
+        shares[index] += 1
+    return shares

@@ -161,8 +161,8 @@ MUTATIONS = [
     Mutation(
         name="unknown_key_in_a_section",
         path="recipe_lib/config/check_settings.py",
-        old="        else:\n            unknown_key(checked, source, line, name,",
-        new="        elif not section:\n            unknown_key(checked, source, line, name,",
+        old="        else:\n            report_unknown_key(checked, name, value, source",
+        new="        elif not section:\n            report_unknown_key(checked, name, value, source",
         harm="a misspelled key in a section is ignored without a word",
         tests=("tests/config/test_unknown_keys.py",),
     ),

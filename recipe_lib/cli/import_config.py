@@ -51,7 +51,7 @@ def run(words: list[str]) -> int:
         *arguments.overrides,
     ]
     imported = import_file(arguments.file, overrides=overrides, omitted=arguments.without)
-    text = imported.yaml("mine.yaml" if arguments.out is None else arguments.out)
+    text = imported.format_yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
         say(_explained(imported))
     if out is None:
@@ -78,7 +78,7 @@ def _explained(imported: ImportedConfig) -> str:
     """The table, and what to do next; broken between words on a terminal."""
     lines = [
         f"{imported.source}: a config of torchtune's",
-        *imported.table().splitlines(),
+        *imported.format_table().splitlines(),
         *imported.notes,
     ]
     if sys.stderr.isatty():

@@ -1,5 +1,6 @@
-"""The typed config of every recipe: its schema, loading, checks, and the names a config may use. No
-torch.
+"""The typed config of every recipe: its schema, loading, checks, and the names that it may use.
+
+`load_config` reads files and overrides, `parse_arguments` a recipe's command line. No torch.
 """
 
 from recipe_lib.config.load import load_config, parse_arguments

@@ -1,5 +1,7 @@
-"""What keys and values are called in other tools, so that a config brought from one is answered
-with our name.
+"""Names of other tools for our keys, sections and values.
+
+A config that is brought from another tool is answered with our name for what it says, and with what
+there is in place of what we do not have. `unknown_keys.py` and `convert_values.py` look words up.
 """
 
 # Our key -> what it was called here before. A bare word is known in any section.
@@ -372,18 +374,23 @@ KEY_ALIASES = {
     for name in names.split()
 }
 
-# Sections of other tools -> ours; "": our keys of that kind stand at the top level.
-SECTION_ALIASES = {
-    "training": "", "trainer": "", "train": "", "job": "", "training_args": "", "training_arguments": "", "run": "",
-    "dataset": "data", "datasets": "data", "train_dataset": "data", "training_dataset": "data", "data_config": "data",
-    "dataloader": "data", "optim": "optimizer", "scheduler": "lr_scheduler", "lr_schedule": "lr_scheduler",
-    "eval": "validation", "evaluation": "validation", "validator": "validation", "dataset_val": "validation",
-    "parallelism": "parallel", "distributed": "parallel", "dist": "parallel", "fsdp": "parallel", "comm": "parallel",
-    "fsdp_config": "parallel", "parallelism_config": "parallel", "activation_checkpoint": "memory",
-    "activation_checkpointing": "memory", "checkpointer": "checkpoint", "checkpointing": "checkpoint",
-    "metrics": "log", "logging": "log", "metric_logger": "log", "wandb": "log", "peft": "lora", "peft_config": "lora",
-    "lora_config": "lora", "rl": "dpo", "preference": "dpo", "dpo_config": "dpo",
-}  # fmt: skip
+# Our section -> those of other tools; "": our keys of that kind stand at the top level.
+_SECTIONS = {
+    "": "training trainer train job training_args training_arguments run",
+    "data": "dataset datasets train_dataset training_dataset data_config dataloader",
+    "optimizer": "optim",
+    "lr_scheduler": "scheduler lr_schedule",
+    "validation": "eval evaluation validator dataset_val",
+    "parallel": "parallelism distributed dist fsdp comm fsdp_config parallelism_config",
+    "memory": "activation_checkpoint activation_checkpointing",
+    "checkpoint": "checkpointer checkpointing",
+    "log": "metrics logging metric_logger wandb",
+    "lora": "peft peft_config lora_config",
+    "dpo": "rl preference dpo_config",
+}
+
+# Sections of other tools -> ours.
+SECTION_ALIASES = {name: ours for ours, names in _SECTIONS.items() for name in names.split()}
 
 # Words of other tools whose matter is nothing here, or something else than a word like them.
 NOTHING_LIKE_IT = frozenset(
@@ -404,11 +411,13 @@ _LOSS_KERNEL = (
     " it out"
 )
 ANSWERS = {
-    **dict.fromkeys(
-        ("loss_kernel", "memory.loss_kernel", "use_liger_kernel", "use_liger", "enable_liger", "cut_cross_entropy",
-         "liger_fused_linear_cross_entropy"),
-        _LOSS_KERNEL,
-    ),
+    "loss_kernel": _LOSS_KERNEL,
+    "memory.loss_kernel": _LOSS_KERNEL,
+    "use_liger_kernel": _LOSS_KERNEL,
+    "use_liger": _LOSS_KERNEL,
+    "enable_liger": _LOSS_KERNEL,
+    "cut_cross_entropy": _LOSS_KERNEL,
+    "liger_fused_linear_cross_entropy": _LOSS_KERNEL,
     "memory.expert_offload": "write memory.stream_layers=experts",
     "log_level": "`tune run -q` and `-v` say less and more",
     "log_peak_memory_stats": "every step logs its peak memory; leave it out",
@@ -417,12 +426,18 @@ ANSWERS = {
     "checkpointer.model_type": "the config.json in model.path says it; leave it out",
     "metric_logger.log_dir": "metrics.jsonl and trackers/ are in output_dir; leave it out",
     "checkpointer._component_": "checkpoints are in the Hugging Face layout; leave it out",
-    "profiler": "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step",
-    "distill.from_disk": "the teacher runs with the model: distill.teacher names it; distill.quantize_teacher and "
-    "distill.stream_teacher make it fit",
+    "profiler": (
+        "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step"
+    ),
+    "distill.from_disk": (
+        "the teacher runs with the model: distill.teacher names it; distill.quantize_teacher and"
+        " distill.stream_teacher make it fit"
+    ),
     "new_system_prompt": "there is none; write the system's message into the samples",
-    "_component_": "no config names Python code; `tune cat CONFIG --describe` lists the keys that choose",
-}  # fmt: skip
+    "_component_": (
+        "no config names Python code; `tune cat CONFIG --describe` lists the keys that choose"
+    ),
+}
 
 # Of preference optimization in its own tools, and something else in others.
 OF_PAIRS = frozenset("loss_type label_smoothing beta gamma finetuning_type".split())
@@ -434,24 +449,46 @@ GENERIC = frozenset(
     " implementation device".split()
 )
 
-# What people write in other tools -> the choice here, and what goes with it.
-CHOICE_ALIASES = {
-    "float32": "fp32", "fp16": "bf16", "float16": "bf16", "16": "bf16",
-    "float": "fp32", "bfloat16": "bf16", "float64": "fp64", "double": "fp64", "gpu": "cuda",
-    "openai": "messages", "chatml": "messages", "adamw_torch": "adamw", "adamw_torch_fused": "adamw",
-    **dict.fromkeys(("adamw_8bit", "adamw8bit", "adamw_bnb_8bit"), "adamw with optimizer.state_bits=8"),
-    **dict.fromkeys(("adamw_4bit", "adamw4bit", "adamw_torch_4bit"), "adamw with optimizer.state_bits=4"),
-    "dpo": "preference", "pairs": "preference", "chat_preference": "preference", "completion": "text",
-    "assistant_only": "assistant", "answer": "assistant", "responses": "assistant", "completion_only": "assistant",
-    "last_turn": "last", "4bit": "nf4", "int4": "nf4", "fp4": "nf4", "8bit": "int8",
-    "gate_up_proj": "experts", "mlp.experts": "experts", "mlp.experts.gate_up_proj": "experts",
-    "mlp.experts.down_proj": "experts", "moe": "experts", "mlp.gate": "router", "mlp.router": "router",
-    "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate",
-    "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up",
-    "embed_tokens": "embedding", "lm_head": "head", "output": "head",
-    "unpaired_preference": "kto",
-    "dpo_sigmoid": "sigmoid", "cdpo": "sigmoid", "lora": "adapters", "full": "all", "time": "compute", "true": "full",
-    "constant_with_warmup": "constant", "float8": "fp8",
-    "interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zero_bubble",
-    "zbvzerobubble": "zbv", "zb_v": "zbv", "dualpipev": "zbv", "zero_bubble": "zbv", "one_forward_one_backward": "1f1b",
-}  # fmt: skip
+# Our choice, and what goes with it -> what people write in other tools.
+_CHOICES = {
+    "fp32": "float32 float",
+    "bf16": "fp16 float16 16 bfloat16",
+    "fp64": "float64 double",
+    "cuda": "gpu",
+    "messages": "openai chatml",
+    "adamw": "adamw_torch adamw_torch_fused",
+    "adamw with optimizer.state_bits=8": "adamw_8bit adamw8bit adamw_bnb_8bit",
+    "adamw with optimizer.state_bits=4": "adamw_4bit adamw4bit adamw_torch_4bit",
+    "preference": "dpo pairs chat_preference",
+    "text": "completion",
+    "assistant": "assistant_only answer responses completion_only",
+    "last": "last_turn",
+    "nf4": "4bit int4 fp4",
+    "int8": "8bit",
+    "experts": "gate_up_proj mlp.experts mlp.experts.gate_up_proj mlp.experts.down_proj moe",
+    "router": "mlp.gate mlp.router",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "o_proj output_proj",
+    "gate": "gate_proj w1",
+    "up": "up_proj w3",
+    "down": "down_proj w2",
+    "embedding": "embed_tokens",
+    "head": "lm_head output",
+    "kto": "unpaired_preference",
+    "sigmoid": "dpo_sigmoid cdpo",
+    "adapters": "lora",
+    "all": "full",
+    "compute": "time",
+    "full": "true",
+    "constant": "constant_with_warmup",
+    "fp8": "float8",
+    "interleaved_1f1b": "interleaved1f1b",
+    "interleaved_zero_bubble": "interleavedzerobubble",
+    "zbv": "zbvzerobubble zb_v dualpipev zero_bubble",
+    "1f1b": "one_forward_one_backward",
+}
+
+# What people write in other tools -> the choice here.
+CHOICE_ALIASES = {word: ours for ours, words in _CHOICES.items() for word in words.split()}

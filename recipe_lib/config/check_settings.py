@@ -1,5 +1,8 @@
-"""Compares what a file and a command line set with the schema, and gathers every fault instead of
-the first.
+"""Compares what files and overrides set with the schema, and gathers every fault, not the first.
+
+`CollectedSettings` holds what was set and the faults so far; the `check_...` functions fill it from
+the YAML tree of a file or of an override. A value that names other keys (`${optimizer.lr}`) waits
+in `pending` until everything is read.
 """
 
 from collections.abc import Iterable
@@ -7,21 +10,13 @@ from dataclasses import dataclass, field, replace
 from graphlib import CycleError
 from typing import Any
 
-from recipe_lib.config.aliases import (
-    ANSWERS,
-    GENERIC,
-    KEY_ALIASES,
-    NOTHING_LIKE_IT,
-    OF_PAIRS,
-    SECTION_ALIASES,
-)
 from recipe_lib.config.convert_values import (
     MismatchError,
     convert,
     describe_expected,
     describe_node,
 )
-from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
+from recipe_lib.config.flat_schema import Key, Schema, build_item_schema
 from recipe_lib.config.interpolation import (
     IN_A_CIRCLE,
     InterpolationError,
@@ -31,9 +26,9 @@ from recipe_lib.config.interpolation import (
     list_names,
     order_keys,
 )
-from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import find_nearest, quote, show
+from recipe_lib.config.suggest import quote, show
+from recipe_lib.config.unknown_keys import find_hint, is_foreign_section
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
 MAX_FAULTS = 50
@@ -43,27 +38,28 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that was set, and where: `configs/demo/full.yaml:7`, `command line` or `default`."""
+    """A value that was set."""
 
     value: Any
+    # Where: `configs/demo/full.yaml:7`, `command line` or `default`.
     where: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where values are from. name: of a file, as in errors, or COMMAND_LINE. override: as in
-    errors.
-    """
+    """The origin of values: a file, or an override."""
 
+    # Of the file, as in errors; or COMMAND_LINE.
     name: str
+    # How an error of the override begins, `command line: seed=x`; empty for a file.
     override: str = ""
 
-    def at(self, line: int) -> str:
+    def format_fault_place(self, line: int) -> str:
         """Return how an error begins: `configs/demo/full.yaml:7`, `command line: seed=x`."""
         return self.override or f"{self.name}:{line}"
 
-    def where(self, line: int) -> str:
-        """Return how a setting's place is named."""
+    def format_place(self, line: int) -> str:
+        """Return how a setting's place is named: `configs/demo/full.yaml:7`, `command line`."""
         return self.name if self.override else f"{self.name}:{line}"
 
 
@@ -79,216 +75,229 @@ class Pending:
 
 @dataclass
 class CollectedSettings:
-    """What sources and overrides came to.
-
-    settings: dotted key -> what was set. pending: dotted key -> a value with `${key}` in it.
-    doubtful: keys that a fault has touched; they keep their default here, so that no combination is
-    judged by them. full: there are more faults than are kept.
-    """
+    """The settings of files and overrides, and the faults among them."""
 
     schema: Schema
+    # Dotted key -> what was set.
     settings: dict[str, Setting] = field(default_factory=dict)
+    # Dotted key -> a value with `${key}` in it.
     pending: dict[str, Pending] = field(default_factory=dict)
+    # A line each.
     faults: list[str] = field(default_factory=list)
+    # Keys that a fault has touched. They keep their default, and no rule about them is judged.
     doubtful: set[str] = field(default_factory=set)
+    # There are more faults than are kept.
     full: bool = False
 
-    def fault(self, place: str, name: str, what: str, *, doubt: bool = True) -> None:
-        """Notes a fault, and unless `doubt` is false doubts its key (no name: nothing, the line
-        says all).
+    def add_fault(self, place: str, name: str, fault: str, *, doubt: bool = True) -> None:
+        """Note a fault of a key; `doubt` says whether its value is doubtful now.
+
+        place: the beginning of the line. name: of the key; empty where the line says all.
         """
         if len(self.faults) < MAX_FAULTS:
-            self.faults.append(f"{place}: {show(name)}: {what}" if name else f"{place}: {what}")
+            self.faults.append(f"{place}: {show(name)}: {fault}" if name else f"{place}: {fault}")
         else:
             self.full = True
         if doubt and name:
-            self.doubt(name)
+            self.mark_doubtful(name)
 
-    def doubt(self, name: str) -> None:
-        """Marks a key, or all keys of a section."""
+    def mark_doubtful(self, name: str) -> None:
+        """Mark a key, or all keys of a section; `""` is the top level."""
         prefix = f"{name}." if name else ""
         self.doubtful.update(
             key for key in self.schema.keys if key == name or key.startswith(prefix)
         )
 
     def sort_by_line(self, file: str, start: int) -> None:
-        """Puts the faults noted from `start` on, all of one file, in its order."""
+        """Sort the faults noted from `start` on, all of one file, by their lines."""
+        # Those of the parser came before those of the schema.
         self.faults[start:] = sorted(
             self.faults[start:],
             key=lambda fault: int(fault.removeprefix(f"{file}:").partition(":")[0]),
         )
 
-    def all_faults(self) -> list[str]:
-        """The lines to show."""
+    def list_faults(self) -> list[str]:
+        """Return the lines to show."""
         more = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
         return [*self.faults, *more]
 
-    def judged(self) -> set[str]:
-        """The keys that no fault has touched."""
+    def list_judged_keys(self) -> set[str]:
+        """Return the keys that no fault has touched."""
         return set(self.schema.keys) - self.doubtful
 
-    def place_of(self, names: Iterable[str], otherwise: str) -> str:
-        """Where the last of these keys was set in each file, and the command line, if one was set
-        there.
-        """
-        last: dict[str, int] = {}
+    def format_last_places(self, names: Iterable[str], default: str) -> str:
+        """Return where the last of these keys was set in each file, and on the command line."""
+        last_lines: dict[str, int] = {}
         for name in names:
-            for place in self.settings[name].where.split(", ") if name in self.settings else ():
+            # A mapping may be set in a file and by an override: `c.yaml:3, command line`.
+            places = self.settings[name].where.split(", ") if name in self.settings else []
+            for place in places:
                 file, _, line = place.rpartition(":")
-                last[file] = max(last.get(file, 0), int(line) if file else 0)
-        return (
-            ", ".join(
-                f"{file}:{line}" if file else COMMAND_LINE
-                for file, line in sorted(last.items(), reverse=True)
-            )
-            or otherwise
-        )
+                last_lines[file] = max(last_lines.get(file, 0), int(line) if file else 0)
+        # The command line, whose file is "", comes last.
+        in_order = sorted(last_lines.items(), reverse=True)
+        places = [f"{file}:{line}" if file else COMMAND_LINE for file, line in in_order]
+        return ", ".join(places) or default
 
-    def set(self, name: str, value: Any, where: str) -> None:
-        """Takes a value."""
+    def store(self, name: str, value: Any, where: str) -> None:
+        """Take a value, in place of an earlier one."""
         self.pending.pop(name, None)
         self.settings[name] = Setting(value, where)
 
 
 def check_file(checked: CollectedSettings, top: YamlNode, file: Source) -> None:
-    """Checks the tree of a whole file."""
-    if top.empty or top.kind == "broken":
-        if top.kind == "broken":
-            checked.doubt("")
-        return
-    if top.kind != "mapping":
-        checked.fault(
-            file.at(top.line), "", f"found {describe_node(top)}, expected lines of `key: value`"
-        )
-        checked.doubt("")
-        return
-    check_section(checked, "", top, file)
+    """Check the tree of a whole file."""
+    if top.kind == "mapping":
+        check_section(checked, "", top, file)
+    elif top.kind == "broken":
+        checked.mark_doubtful("")
+    elif not top.is_empty:
+        fault = f"found {describe_node(top)}, expected lines of `key: value`"
+        checked.add_fault(file.format_fault_place(top.line), "", fault)
+        checked.mark_doubtful("")
 
 
 def check_section(checked: CollectedSettings, section: str, node: YamlNode, source: Source) -> None:
-    """Checks the entries of a section, sections inside it too."""
+    """Check the entries of a section, sections inside it too."""
     schema = checked.schema
     for word, (line, value) in node.entries.items():
         if checked.full:
             return
         name = f"{section}.{word}" if section else word
         if name in schema.sections and word:
-            check_section_value(checked, name, value, source, line)
+            check_section_value(checked, name, value, source=source, line=line)
         elif name in schema.keys and "." not in word:
-            check_value(checked, schema.keys[name], value, source, line)
+            check_value(checked, schema.keys[name], value, source=source, line=line)
         else:
-            report_unknown_key(checked, source, line, name, value)
+            report_unknown_key(checked, name, value, source=source, line=line)
 
 
 def check_section_value(
-    checked: CollectedSettings, name: str, value: YamlNode, source: Source, line: int
+    checked: CollectedSettings, name: str, value: YamlNode, *, source: Source, line: int
 ) -> None:
-    """What stands under a section's name."""
+    """Check what stands under a section's name."""
     if value.kind == "mapping":
         check_section(checked, name, value, source)
     elif value.kind == "broken":
-        checked.doubt(name)
-    elif not value.empty:
-        inside = [child.removeprefix(f"{name}.") for child in checked.schema.children(name)]
-        what = f"found {describe_node(value)}, expected a section of keys ({', '.join(inside)})"
-        checked.fault(source.at(line), name, what)
+        checked.mark_doubtful(name)
+    elif not value.is_empty:
+        words = [child.removeprefix(f"{name}.") for child in checked.schema.list_children(name)]
+        fault = f"found {describe_node(value)}, expected a section of keys ({', '.join(words)})"
+        checked.add_fault(source.format_fault_place(line), name, fault)
 
 
 def check_value(
     checked: CollectedSettings,
     key: Key,
     value: YamlNode,
+    *,
     source: Source,
     line: int = 1,
-    *,
     typed: bool = False,
     written: str | None = None,
 ) -> None:
-    """Checks a key's value and takes it. typed: it is an override's own, whose text says the key.
+    """Check a key's value and take it; one that names other keys waits for `fill_pending`.
 
-    A value that names other keys waits for `fill_pending`, which gives it filled in, and as it was
-    written.
+    typed: it is an override's own, whose text says the key. written: the text of a value that has
+    been filled in since.
     """
     if written is None and value.is_interpolated:
         checked.pending[key.name] = Pending(value, source, line, typed)
         return
     if key.section_class is not None and value.kind == "list":
-        check_items(checked, key, value, source, line)
+        check_items(checked, key, value, source=source, line=line)
         return
     if _is_broken(value):
-        checked.doubt(key.name)
+        checked.mark_doubtful(key.name)
         return
     try:
-        checked.set(
-            key.name, convert(value, key, typed=typed or written is not None), source.where(line)
-        )
+        # What was filled in has lost its quotes: it is read like a word of the command line.
+        converted = convert(value, key, typed=typed or written is not None)
     except MismatchError as mismatch:
-        what = f"found {quote(written)}, which is " if written else "found "
-        checked.fault(
-            source.at(line), "" if typed else key.name, str(mismatch).replace("found ", what, 1)
-        )
-        checked.doubt(key.name)
+        beginning = f"found {quote(written)}, which is " if written else "found "
+        fault = str(mismatch).replace("found ", beginning, 1)
+        checked.add_fault(source.format_fault_place(line), "" if typed else key.name, fault)
+        checked.mark_doubtful(key.name)
+    else:
+        checked.store(key.name, converted, source.format_place(line))
 
 
 def fill_pending(checked: CollectedSettings) -> None:
     """Check the values that name other keys, each after those that it names."""
     if not checked.pending:
         return
-    schema, pending = checked.schema, dict(checked.pending)
-    names = {key: list_names(one.node.texts(), key) for key, one in pending.items()}
-    order: list[str] | None = None
-    while order is None:
-        try:
-            order = order_keys(names)
-        except CycleError as error:
-            circle = set(error.args[1])
-            last = [key for key in names if key in circle][-1]
-            text = next(text for text in pending[last].node.texts() if "${" in text)
-            what = f"found {quote(text)}{IN_A_CIRCLE}"
-            _refuse_pending(checked, last, pending[last], what, pending[last].node.line)
-            for key in circle:  # the faults of all other keys are told as well
-                checked.doubt(key)
-                checked.pending.pop(key)
-                names.pop(key)
+    schema = checked.schema
+    pending = dict(checked.pending)
+    named_keys = {
+        key: list_names(value.node.collect_texts(), key) for key, value in pending.items()
+    }
+    order = _order_pending(checked, pending, named_keys)
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
-    named = NamedValues(
+    named_values = NamedValues(
         values, lambda name: f": there is no key {show(name)}{find_hint(name, schema)[0]}"
     )
     for key in order:
-        one = checked.pending.pop(key)
-        if any(are_related(name, other) for name in names[key] for other in checked.doubtful):
-            checked.doubt(key)  # the fault is told there
+        value = checked.pending.pop(key)
+        if _names_doubtful_key(checked, named_keys[key]):
+            checked.mark_doubtful(key)  # the fault is told there
             continue
         try:
-            node = _fill_node(one.node, key, named)
+            node = _fill_node(value.node, key, named_values)
         except InterpolationError as fault:
-            _refuse_pending(checked, key, one, str(fault), fault.line)
+            _refuse_pending(checked, key, value, str(fault), fault.line)
             continue
         check_value(
             checked,
             schema.keys[key],
             node,
-            one.source,
-            one.line,
-            typed=one.typed,
-            written=one.node.text,
+            source=value.source,
+            line=value.line,
+            typed=value.typed,
+            written=value.node.text,
         )
         if key in checked.settings:
-            named.put(key, checked.settings[key].value)
+            named_values.put(key, checked.settings[key].value)
+
+
+def _order_pending(
+    checked: CollectedSettings, pending: dict[str, Pending], named_keys: dict[str, list[str]]
+) -> list[str]:
+    """Return the pending keys, each after those that it names; refuse and drop circles of them."""
+    while True:
+        try:
+            return order_keys(named_keys)
+        except CycleError as error:
+            circle = set(error.args[1])
+            last = [key for key in named_keys if key in circle][-1]
+            texts = pending[last].node.collect_texts()
+            text = next(text for text in texts if "${" in text)
+            fault = f"found {quote(text)}{IN_A_CIRCLE}"
+            _refuse_pending(checked, last, pending[last], fault, pending[last].node.line)
+            # Out of the way: the faults of all other keys are told as well.
+            for key in circle:
+                checked.mark_doubtful(key)
+                checked.pending.pop(key)
+                named_keys.pop(key)
+
+
+def _names_doubtful_key(checked: CollectedSettings, names: list[str]) -> bool:
+    for name in names:
+        if any(are_related(name, doubtful) for doubtful in checked.doubtful):
+            return True
+    return False
 
 
 def _refuse_pending(
-    checked: CollectedSettings, key: str, one: Pending, what: str, line: int
+    checked: CollectedSettings, key: str, value: Pending, fault: str, line: int
 ) -> None:
-    checked.fault(one.source.at(line), "" if one.typed else key, what)
-    checked.doubt(key)
+    place = value.source.format_fault_place(line)
+    checked.add_fault(place, "" if value.typed else key, fault)
+    checked.mark_doubtful(key)
 
 
 def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
-    """Return a value of a file with those of the keys that it names, as if they had been written
-    there.
-    """
+    """Return a value with those of the keys that it names, as if they had been written there."""
     if node.kind == "list":
         return replace(node, items=[_fill_node(item, key, named) for item in node.items])
     if node.kind == "mapping":
@@ -310,201 +319,83 @@ def _write_node(value: Any, line: int) -> YamlNode:
     if isinstance(value, list):
         return YamlNode("list", line, items=[_write_node(item, line) for item in value])
     if isinstance(value, dict):
-        return YamlNode(
-            "mapping",
-            line,
-            entries={word: (line, _write_node(item, line)) for word, item in value.items()},
-        )
-    quoted = isinstance(value, str) and (
-        value == "" or value.lower() in ("null", "true", "false", "~")
-    )
+        entries = {word: (line, _write_node(item, line)) for word, item in value.items()}
+        return YamlNode("mapping", line, entries=entries)
+    # Texts that would be read as no text.
+    quoted = isinstance(value, str) and value.lower() in ("", "null", "true", "false", "~")
     return YamlNode("scalar", line, format_word(value), quoted=quoted)
 
 
 def check_items(
-    checked: CollectedSettings, key: Key, value: YamlNode, source: Source, line: int
+    checked: CollectedSettings, key: Key, value: YamlNode, *, source: Source, line: int
 ) -> None:
-    """Checks a list of sections and takes it if all are right; a fault names its own line and key
-    inside.
+    """Check a list of sections and take it if all are right.
+
+    A fault names its own line, and the key inside: `data.sources[1].weight`.
     """
     items = []
     for number, node in enumerate(value.items):
+        # Its own keys, but the list of faults of all.
         inner = CollectedSettings(build_item_schema(key, number), faults=checked.faults)
         name = next(iter(inner.schema.sections))
-        before = len(checked.faults)
+        num_faults = len(checked.faults)
+        place = source.format_fault_place(node.line)
         if node.kind == "broken":
-            inner.doubt(name)
+            inner.mark_doubtful(name)
         elif node.kind != "mapping":
             words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
-            inner.fault(
-                source.at(node.line),
-                name,
-                f"found {describe_node(node)}, expected a section of keys ({words})",
-            )
+            fault = f"found {describe_node(node)}, expected a section of keys ({words})"
+            inner.add_fault(place, name, fault)
         else:
             check_section(inner, name, node, source)
-            check_required(inner, source.at(node.line))
+            check_required(inner, place)
         checked.full |= inner.full
-        if len(checked.faults) > before or inner.doubtful:
-            checked.doubt(key.name)
+        if len(checked.faults) > num_faults or inner.doubtful:
+            checked.mark_doubtful(key.name)
         else:
-            set_here = {
+            arguments = {
                 word.rpartition(".")[2]: setting.value for word, setting in inner.settings.items()
             }
-            items.append(inner.schema.config_class(**set_here))
+            items.append(inner.schema.config_class(**arguments))
     if key.name not in checked.doubtful:
-        checked.set(key.name, items, source.where(line))
+        checked.store(key.name, items, source.format_place(line))
 
 
 def check_required(checked: CollectedSettings, place: str) -> None:
-    """Notes a fault for each key without a default that nothing has set."""
+    """Note a fault for each key without a default that nothing has set."""
     for name, key in checked.schema.keys.items():
         if key.required and name not in checked.settings and name not in checked.doubtful:
-            checked.fault(place, name, f"is not set, expected {describe_expected(key)}")
+            checked.add_fault(place, name, f"is not set, expected {describe_expected(key)}")
 
 
 def report_unknown_key(
     checked: CollectedSettings,
-    source: Source,
-    line: int,
     name: str,
     value: YamlNode | None = None,
     *,
+    source: Source,
+    line: int = 1,
     typed: bool = False,
 ) -> None:
-    """Notes a key that the schema does not have, with the nearest that it has.
+    """Note a key that the schema does not have, with the nearest that it has.
 
-    value: what stands there. A section that only other tools have, as torchtitan's `training`, is
-    gone through.
+    value: what stands there.
     """
-    if (
-        value is not None
-        and value.kind == "mapping"
-        and value.entries
-        and _plain(name) in SECTION_ALIASES
-    ):
+    if value is not None and value.entries and is_foreign_section(name):
+        # Each of its keys may have a name here; the section itself has none.
         for word, (inner_line, inner) in value.entries.items():
-            report_unknown_key(checked, source, inner_line, f"{name}.{word}", inner, typed=typed)
+            inner_name = f"{name}.{word}"
+            report_unknown_key(
+                checked, inner_name, inner, source=source, line=inner_line, typed=typed
+            )
         return
-    hint, meant = find_hint(name, checked.schema, in_file=not typed)
-    checked.fault(
-        source.at(line), "" if typed else (name or "''"), f"unknown key{hint}", doubt=False
-    )
-    for key in meant:
-        checked.doubt(key)
+    hint, meant_keys = find_hint(name, checked.schema, in_file=not typed)
+    place = source.format_fault_place(line)
+    checked.add_fault(place, "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
+    # The keys that were probably meant are not set, which would break rules about them too.
+    for key in meant_keys:
+        checked.mark_doubtful(key)
 
 
 def _is_broken(node: YamlNode) -> bool:
-    return node.kind == "broken" or any(_is_broken(part) for part in node.inner())
-
-
-# What to say of a key that there is not: the name that it has here, the nearest spelling, or
-# nothing.
-#
-# Nothing rather than something far: another tool's name leads to ours only where both mean the
-# same, and a spelling only where each word of it is near.
-
-
-def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
-    """(`; did you mean X?` or another hint, the keys it names)."""
-    meant = find_meant_keys(name, schema)
-    section, _, word = name.rpartition(".")
-    if meant == [name] and section and in_file:
-        return f"; write {word}: under {section}:", meant
-    answer = ANSWERS.get(_plain(name)) or (
-        None if meant else ANSWERS.get(_plain(word)) or _owner(name, schema)
-    )
-    if answer:
-        return f"; {answer}", []
-    if meant:
-        return f"; did you mean {' or '.join(meant)}?", meant
-    ours = _section_for(section, schema)
-    if ours:
-        inside = ", ".join(child.removeprefix(f"{ours}.") for child in schema.children(ours))
-        return f"; the keys of {ours} are {inside}", []
-    return "; `tune cat CONFIG --describe` lists all keys", []
-
-
-def find_meant_keys(name: str, schema: Schema) -> list[str]:
-    """Our names for an unknown one: another tool's word, the right section, or the nearest
-    spelling; mostly one.
-    """
-    valid = [name for name in (*schema.keys, *schema.sections) if name]
-    alias = KEY_ALIASES.get(_plain(name), name)
-    section, _, word = name.rpartition(".")
-    ours = _section_for(section, schema)
-    plain = _plain(word)
-    if alias in valid:
-        return [alias]
-    if plain in NOTHING_LIKE_IT or ours is None:
-        return []
-    if section.endswith(
-        "]"
-    ):  # of a list of sections, whose keys are mostly those of the section around it
-        alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{plain}", "")
-        inside = f"{section}.{alias.rpartition('.')[2]}"
-        if inside in valid:
-            return [inside]
-    scopes = [(f"{ours}.{plain}", schema.children(ours))] if ours else []
-    if not section or plain not in GENERIC:
-        scopes.append((plain, valid))
-    for other_name, keys in scopes:
-        alias = KEY_ALIASES.get(other_name, "")
-        if alias in valid:
-            return [alias]
-        words = [key.rpartition(".")[2] for key in keys]
-        close = plain if plain in words or plain in GENERIC else find_misspelled_name(plain, words)
-        found = [
-            key
-            for key in keys
-            if key.rpartition(".")[2] == close and (ours or close not in ("name", "type"))
-        ]
-        if found:
-            return [key for key in found if "." not in key] or found[:3]
-    return []
-
-
-def find_misspelled_name(found: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that `found` is a misspelling of: nearer than for a choice, as there
-    are many keys.
-    """
-    swapped = [
-        name for name in valid if sorted(name) == sorted(found)
-    ]  # which difflib takes for two mistakes
-    return (
-        swapped[0]
-        if swapped
-        else find_nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)
-    )
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "_")
-
-
-def _section_for(section: str, schema: Schema) -> str | None:
-    """Our section for one as written: itself, another tool's (empty: the top level here), or a
-    misspelling of ours.
-    """
-    outer = _plain(section.partition(".")[0])
-    ours = section if section in schema.sections else SECTION_ALIASES.get(outer)
-    if ours is None:
-        ours = find_misspelled_name(outer, [name for name in schema.sections if name])
-    return ours if ours in schema.sections else None
-
-
-def _owner(name: str, schema: Schema) -> str:
-    """`lora.rank is a key of the recipe lora_finetune_distributed`, if that is nothing in this
-    schema.
-    """
-    if _plain(name) in OF_PAIRS or "[" in name:
-        return ""
-    for recipe, config_class in RECIPE_CONFIGS.items():
-        view = read_schema(config_class)
-        found = find_meant_keys(name, view)
-        if len(found) == 1 and found[0] not in schema.keys and found[0] not in schema.sections:
-            return (
-                f"{found[0]} is a {'key' if found[0] in view.keys else 'section'} of the recipe"
-                f" {recipe}"
-            )
-    return ""
+    return node.kind == "broken" or any(_is_broken(part) for part in node.list_inner())

@@ -1,5 +1,6 @@
-"""What a card cannot compute, by its compute capability, and so is refused before a kernel raises.
-No torch.
+"""Settings that a GPU of too low a compute capability cannot compute.
+
+`find_capability_faults` compares a config with one GPU, before a kernel raises. No torch.
 """
 
 from dataclasses import dataclass
@@ -8,18 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CapabilityRequirement:
-    """key, value: of the config, which it applies to. capability: the least that can. cards: in
-    words. remedy: for a card with less.
-    """
+    """A setting, and the GPUs that can compute it."""
 
+    # Of the config: the setting that asks for it.
     key: str
     value: str
+    # The least that can: (major, minor).
     capability: tuple[int, int]
-    cards: str
+    # Those GPUs in words.
+    gpus: str
+    # For a GPU with less.
     remedy: str
 
-    def applies(self, cfg: Any) -> bool:
-        """Whether a config asks for it."""
+    def is_needed(self, cfg: Any) -> bool:
+        """Return True if a config asks for it."""
         return bool(getattr(cfg, self.key, None) == self.value)
 
 
@@ -39,19 +42,18 @@ CAPABILITY_REQUIREMENTS = (
         "matmul_dtype", "int8", (7, 5), "Turing and later", "remove matmul_dtype"
     ),
 )
-VARLEN_CAPABILITY = (
-    8,
-    0,
-)  # of the flash kernel for documents of packed sequences; below it they take a mask
+# Of the flash kernel for documents of packed sequences; below it they take a mask.
+VARLEN_CAPABILITY = (8, 0)
 
 
 def find_capability_faults(cfg: Any, name: str, capability: tuple[int, int]) -> list[str]:
-    """What of a config a card cannot compute, a line each. name: of the card."""
-    found = ".".join(map(str, capability))
+    """Return a line for each setting that a GPU cannot compute. name: of the GPU."""
+    major, minor = capability
     return [
-        f"{limit.key}: found {limit.value} for {name} of compute capability {found}, expected a GPU"
-        f" of compute capability {'.'.join(map(str, limit.capability))} or more ({limit.cards});"
-        f" {limit.remedy}"
-        for limit in CAPABILITY_REQUIREMENTS
-        if limit.applies(cfg) and capability < limit.capability
+        f"{requirement.key}: found {requirement.value} for {name} of compute capability"
+        f" {major}.{minor}, expected a GPU of compute capability"
+        f" {'.'.join(map(str, requirement.capability))} or more ({requirement.gpus});"
+        f" {requirement.remedy}"
+        for requirement in CAPABILITY_REQUIREMENTS
+        if requirement.is_needed(cfg) and capability < requirement.capability
     ]

@@ -1,5 +1,7 @@
-"""From the text of a value to the type of its key, or a line that says what was found and what was
-expected.
+"""Converts the text of a value to the type of its key, or says what was found and expected.
+
+`convert` takes a YAML node and a key. `describe_expected` says what a key takes, in words, for
+errors and docs/config.md.
 """
 
 import dataclasses
@@ -19,10 +21,15 @@ from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, quote, show
 
 LARGEST_INTEGER = 2**63 - 1
-LONGEST_NAME, LONGEST_PATH = 255, 4000  # bytes; what lies inside a folder has longer paths than it
+# Bytes of a name and of a path that file systems take. A path of Linux has 4,096, but what lies
+# inside a folder has longer paths than it.
+LONGEST_NAME = 255
+LONGEST_PATH = 4000
 
 _NULL = ("null", "Null", "NULL", "~")
-_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+# As YAML 1.1 has them, where a truth value is expected.
+_TRUE = ("true", "yes", "on")
+_FALSE = ("false", "no", "off")
 _INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.?(?:nan|inf|infinity)", re.IGNORECASE)
@@ -34,53 +41,54 @@ class MismatchError(Exception):
 
 
 def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
-    """The value of a node as its key wants it; MismatchError if it does not fit.
+    """Return the value of a node as its key wants it. Raises MismatchError if it does not fit.
 
     typed: it was typed on a command line, where a number may stand for text without quotes.
     """
     _refuse_interpolation(node)
-    if is_null(node) and not (typed and node.empty):
+    if is_null(node) and not (typed and node.is_empty):
         if key.optional:
             return None
         raise MismatchError(
-            f"found {'nothing' if node.empty else 'null'}, expected {describe_expected(key)}"
+            f"found {'nothing' if node.is_empty else 'null'}, expected {describe_expected(key)}"
         )
-    if node.kind == "scalar" and not node.quoted and node.text.lower() == "none" and key.optional:
+    if key.optional and node.kind == "scalar" and not node.quoted and node.text.lower() == "none":
+        # Python's word for null, and a choice of some keys that are not optional.
         raise MismatchError(
             f"found {quote(node.text)}, expected {describe_expected(key)}; write null"
         )
-    trouble: MismatchError | None = None
-    for kind in _by_likeness(node, key.kinds):
+    first_mismatch: MismatchError | None = None
+    for kind in _sort_by_likeness(node, key.kinds):
         try:
-            value = _convert(node, kind, key, typed)
-            return _to_path(value, key) if key.limits.get("path") else value
+            value = _convert_to_kind(node, kind, key, typed)
+            return _convert_path(value, key) if key.limits.get("path") else value
         except MismatchError as mismatch:
-            trouble = trouble or mismatch
-    raise trouble or MismatchError(
+            # Of the likeliest kind, which says the most.
+            first_mismatch = first_mismatch or mismatch
+    raise first_mismatch or MismatchError(
         f"found {describe_node(node)}, expected {describe_expected(key)}"
     )
 
 
-def _to_path(value: str, key: Key) -> str:
-    """With the user's home in place of `~`, and the demo's files found from any folder;
-    MismatchError for what no file system takes as a name.
+def _convert_path(value: str, key: Key) -> str:
+    """Return a path with the user's home in place of `~`, and the demo's files where they are.
+
+    Raises MismatchError for what no file system takes as a name.
     """
     path = find_example_file(os.path.expanduser(value))
     longest = max(len(os.fsencode(part)) for part in path.split("/"))
-    if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
-        said = (
-            f"a name of {longest} bytes"
-            if longest > LONGEST_NAME
-            else f"{len(os.fsencode(path))} bytes"
-        )
-        raise MismatchError(
-            f"found {quote(value)} with {said}, expected {describe_expected(key)}; a name has at most"
-            f" {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
-        )
-    return path
+    size = f"{len(os.fsencode(path))} bytes"
+    if longest > LONGEST_NAME:
+        size = f"a name of {longest} bytes"
+    elif len(os.fsencode(path)) <= LONGEST_PATH:
+        return path
+    raise MismatchError(
+        f"found {quote(value)} with {size}, expected {describe_expected(key)}; a name has at most"
+        f" {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
+    )
 
 
-def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
+def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     origin = typing.get_origin(kind)
     if origin is list:
         return _convert_list(node, typing.get_args(kind)[0], key, typed)
@@ -99,93 +107,95 @@ def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
 
 
 def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
-    """is_choice: a text is one of the key's choices, if it has any, and not a free one."""
+    """Return the value of a scalar.
+
+    is_choice: a text is one of the key's choices, if it has any, and not a free one.
+    """
     if node.kind != "scalar":
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     if kind is bool:
-        return _to_bool(node, key)
+        return _convert_bool(node, key)
     if kind is int:
-        return _to_int(node, key)
+        return _convert_int(node, key)
     if kind is float:
-        return _to_float(node, key)
-    text = _to_text(
-        node, key, typed or (is_choice and ("choices" in key.limits or "kind" in key.limits))
-    )
+        return _convert_float(node, key)
+    has_choices = is_choice and ("choices" in key.limits or "kind" in key.limits)
+    text = _convert_text(node, key, typed or has_choices)
     return Path(text) if kind is Path else text
 
 
-def _to_bool(node: YamlNode, key: Key) -> bool:
-    if not node.quoted and node.text.lower() in (*_TRUE, *_FALSE):
-        return node.text.lower() in _TRUE
-    raise _unfit(node, key, node.text.lower() in (*_TRUE, *_FALSE))
+def _convert_bool(node: YamlNode, key: Key) -> bool:
+    is_word = node.text.lower() in (*_TRUE, *_FALSE)
+    if node.quoted or not is_word:
+        raise _build_mismatch(node, key, only_the_quotes=is_word)
+    return node.text.lower() in _TRUE
 
 
-def _to_int(node: YamlNode, key: Key) -> int:
-    if node.quoted or not _INTEGER.fullmatch(node.text):
-        raise _unfit(node, key, _INTEGER.fullmatch(node.text) is not None)
+def _convert_int(node: YamlNode, key: Key) -> int:
+    is_integer = _INTEGER.fullmatch(node.text) is not None
+    if node.quoted or not is_integer:
+        raise _build_mismatch(node, key, only_the_quotes=is_integer)
     digits = node.text.lstrip("-+").replace("_", "")
     if len(digits) > 1 and digits[0] == "0":
+        # An octal number to YAML 1.1, a decimal one to `int`: not guessed.
         raise MismatchError(
-            f"found {show(node.text)}, expected {describe_expected(key)}; write it without leading zeros"
+            f"found {show(node.text)}, expected {describe_expected(key)}; write it without leading"
+            " zeros"
         )
+    # By the digits first: Python refuses to convert thousands of them.
     if len(digits) > 19 or int(digits) > LARGEST_INTEGER:
         raise MismatchError(
-            f"found {show(node.text)}, expected {describe_expected(key)}; at most {LARGEST_INTEGER} (2^63"
-            " - 1)"
+            f"found {show(node.text)}, expected {describe_expected(key)}; at most {LARGEST_INTEGER}"
+            " (2^63 - 1)"
         )
     return int(node.text)
 
 
-def _to_float(node: YamlNode, key: Key) -> float:
-    # `1e-5` is text to YAML 1.1, and people have learned to quote it: with or without quotes it is
-    # the number.
-    if _NOT_FINITE.fullmatch(node.text):
-        raise MismatchError(
-            f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
-        )
-    if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:
-        raise _unfit(node, key, False)
-    value = float(node.text)
-    if not math.isfinite(value):
+def _convert_float(node: YamlNode, key: Key) -> float:
+    # Quoted too: `1e-5` is text to YAML 1.1, and people have learned to quote it.
+    is_number = _NUMBER.fullmatch(node.text) and len(node.text) <= 400
+    if not is_number and not _NOT_FINITE.fullmatch(node.text):
+        raise _build_mismatch(node, key)
+    value = float(node.text) if is_number else math.nan
+    if not math.isfinite(value):  # as 1e999 too
         raise MismatchError(
             f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
         )
     return value
 
 
-def _to_text(node: YamlNode, key: Key, any_word: bool) -> str:
-    """any_word: a number or a truth value is text too; a choice is compared with the choices, which
-    says more.
+def _convert_text(node: YamlNode, key: Key, any_word: bool) -> str:
+    """Return the text of a node.
+
+    any_word: a number or a truth value is text too. So it is of a choice: the line that it is none
+    of the choices says more than that it is a number.
     """
     text = node.text
     if not text:
         raise MismatchError(f"found an empty text, expected {describe_expected(key)}")
-    if text == "???":
+    if text == "???":  # OmegaConf's and Hydra's mark of a missing value
         raise MismatchError(
             f"found {quote(text)}, expected {describe_expected(key)}; put a value in its place"
         )
     if _UNPRINTABLE.search(text):
         raise MismatchError(
-            f"found {quote(text)}, expected {describe_expected(key)}; a text is one line of printable"
-            " letters"
+            f"found {quote(text)}, expected {describe_expected(key)}; a text is one line of"
+            " printable letters"
         )
-    if (
-        not node.quoted
-        and not any_word
-        and (_NUMBER.fullmatch(text) or text.lower() in ("true", "false"))
-    ):
+    is_other_type = _NUMBER.fullmatch(text) or text.lower() in ("true", "false")
+    if is_other_type and not node.quoted and not any_word:
         raise MismatchError(
-            f"found {show(text)}, expected {describe_expected(key)}; if it is meant as text, put it in"
-            " quotes"
+            f"found {show(text)}, expected {describe_expected(key)}; if it is meant as text, put it"
+            " in quotes"
         )
     return text
 
 
 def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list[Any]:
-    if dataclasses.is_dataclass(item_kind):
+    # A list of sections is no value of its own: `check_items` goes through it.
+    if node.kind != "list" or dataclasses.is_dataclass(item_kind):
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
-    if node.kind != "list":
-        raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
+    # Where a list stands in place of a choice, choices and bounds are those of the choice.
     only = len(key.kinds) == 1
     values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
     if "items" in key.limits:
@@ -232,12 +242,13 @@ def read_untyped(node: YamlNode) -> Any:
 
 
 def _check_limits(value: Any, key: Key, written: str) -> None:
-    limits, choices = key.limits, _list_choices(key.kinds[0], key)
+    limits = key.limits
+    choices = _list_choices(key.kinds[0], key)
     if choices is not None:
         _check_choice(value, choices, key)
     elif isinstance(value, (int, float)) and value > limits.get("most", math.inf):
         raise MismatchError(f"found {show(written)}, expected at most {limits['most']}")
-    elif not _within(value, key):
+    elif not _is_within_bounds(value, key):
         raise MismatchError(f"found {show(written)}, expected {describe_expected(key)}")
 
 
@@ -247,39 +258,39 @@ def _list_choices(kind: Any, key: Key) -> list[Any] | None:
         return list(typing.get_args(kind))
     if "choices" in key.limits:
         return list(key.limits["choices"])
-    return (
-        [*key.limits.get("also", ()), *registry.list_names(key.limits["kind"])]
-        if "kind" in key.limits
-        else None
-    )
+    if "kind" in key.limits:
+        # Now, not when the key was declared: a plugin may have registered names since.
+        return [*key.limits.get("also", ()), *registry.list_names(key.limits["kind"])]
+    return None
 
 
 def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
-    if value in (choices := list(choices)):
+    choices = list(choices)
+    if value in choices:
         return
-    choices = list(map(str, choices))
-    alias = CHOICE_ALIASES.get(str(value).lower(), "")
-    alike = [choice for choice in choices if _outline(choice) == _outline(str(value))]
-    hint = (
-        f"; did you mean {alias}?"
-        if alias.split(" with ")[0] in choices
-        else did_you_mean(str(value), alike)
-    )
-    if value in key.limits.get("items", ()) or (
-        len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))
-    ):
-        hint = f"; write [{show(str(value))}]"  # a pattern, where a list of them may stand
-    raise MismatchError(f"found {quote(str(value))}, expected {describe_expected(key)}{hint}")
+    words = [str(choice) for choice in choices]
+    written = str(value)
+    alias = CHOICE_ALIASES.get(written.lower(), "")
+    is_pattern = len(key.kinds) > 1 and ("." in written or "*" in written)
+    if is_pattern or value in key.limits.get("items", ()):
+        hint = f"; write [{show(written)}]"  # where a list may stand
+    elif alias.split(" with ")[0] in words:
+        hint = f"; did you mean {alias}?"
+    else:
+        outline = _outline_word(written)
+        hint = did_you_mean(written, [word for word in words if _outline_word(word) == outline])
+    raise MismatchError(f"found {quote(written)}, expected {describe_expected(key)}{hint}")
 
 
-def _outline(word: str) -> tuple[str, list[str]]:
-    """First letter and digits, which a misspelling has too: `fp16` is none of `fp64`, nor `xpu` of
-    `cpu`.
+def _outline_word(word: str) -> tuple[str, list[str]]:
+    """Return first letter and digits, which a misspelling has as well.
+
+    So `fp16` is no misspelling of `fp64`, nor `xpu` of `cpu`.
     """
     return word[:1].lower(), sorted(filter(str.isdigit, word))
 
 
-def _within(value: Any, key: Key) -> bool:
+def _is_within_bounds(value: Any, key: Key) -> bool:
     limits = key.limits
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
@@ -294,31 +305,30 @@ def _within(value: Any, key: Key) -> bool:
 
 
 def describe_expected(key: Key) -> str:
-    """What a key takes, in words: `an integer >= 1, or null`."""
-    words = [_expected_kind(kind, key) for kind in key.kinds]
+    """Return what a key takes, in words: `an integer >= 1, or null`."""
+    words = [_describe_kind(kind, key) for kind in key.kinds]
     if key.optional and Any not in key.kinds:
         words.append("null")
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
 
 
-def _expected_kind(kind: Any, key: Key) -> str:
-    origin, limits = typing.get_origin(kind), key.limits
+def _describe_kind(kind: Any, key: Key) -> str:
+    origin = typing.get_origin(kind)
     if origin is list:
-        only = len(key.kinds) == 1
-        return _expected_list(typing.get_args(kind)[0], key, only)
+        return _describe_list(typing.get_args(kind)[0], key, only=len(key.kinds) == 1)
     if origin is dict:
         return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
     choices = _list_choices(kind, key)
     if choices is not None and (kind in (str, int) or origin is typing.Literal):
-        several = "" if len(limits.get("choices", (1, 2))) == 1 else "one of "
-        return several + ", ".join(map(str, choices))
+        one_of = "" if len(key.limits.get("choices", ())) == 1 else "one of "
+        return one_of + ", ".join(map(str, choices))
     if kind is Any:
         return "a value"
     singular, _ = _NOUNS[kind]
-    return singular + (describe_bounds(limits) if kind in (int, float) else "")
+    return singular + (describe_bounds(key.limits) if kind in (int, float) else "")
 
 
-def _expected_list(item: Any, key: Key, only: bool) -> str:
+def _describe_list(item: Any, key: Key, *, only: bool) -> str:
     limits = key.limits
     if dataclasses.is_dataclass(item):
         return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
@@ -327,10 +337,11 @@ def _expected_list(item: Any, key: Key, only: bool) -> str:
     if "items" in limits:
         return f"a list [...] of {', '.join(limits['items'])}"
     length = f"{limits['length']} " if "length" in limits else ""
-    each = describe_bounds(limits) if only else ""
-    return f"a list [...] of {length}{_NOUNS[item][1]}{f', each{each}' if each else ''}"
+    bounds = describe_bounds(limits) if only else ""
+    return f"a list [...] of {length}{_NOUNS[item][1]}{f', each{bounds}' if bounds else ''}"
 
 
+# Type -> singular, plural.
 _NOUNS: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true or false"),
     int: ("an integer", "integers"),
@@ -341,7 +352,7 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 
 
 def describe_bounds(limits: typing.Mapping[str, Any]) -> str:
-    """` >= 0 and < 1`; empty without bounds."""
+    """Return ` >= 0 and < 1`; empty without bounds."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
     parts = [f"{sign} {limits[name]}" for name, sign in signs if name in limits]
     also = "".join(f", or {value}" for value in limits.get("also", ()))
@@ -349,35 +360,33 @@ def describe_bounds(limits: typing.Mapping[str, Any]) -> str:
 
 
 def describe_node(node: YamlNode) -> str:
-    """What was found, in words."""
+    """Return what was found, in words."""
     if node.kind == "list":
         return "a list"
     if node.kind == "mapping":
         return "a section of keys"
-    if node.empty:
+    if node.is_empty:
         return "nothing"
-    if not node.quoted and (
-        _NUMBER.fullmatch(node.text) or node.text.lower() in ("true", "false", *_NULL)
-    ):
-        return show(node.text)
-    return quote(node.text)
+    is_other_type = _NUMBER.fullmatch(node.text) or node.text.lower() in ("true", "false", *_NULL)
+    return show(node.text) if is_other_type and not node.quoted else quote(node.text)
 
 
-def _unfit(node: YamlNode, key: Key, only_the_quotes: bool) -> MismatchError:
+def _build_mismatch(node: YamlNode, key: Key, *, only_the_quotes: bool = False) -> MismatchError:
     if node.quoted and only_the_quotes:
         return MismatchError(
-            f"found {quote(node.text)} in quotes, expected {describe_expected(key)}; remove the quotes"
+            f"found {quote(node.text)} in quotes, expected {describe_expected(key)}; remove the"
+            " quotes"
         )
     return MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
 
 
 def is_null(node: YamlNode) -> bool:
-    """Nothing, `null` or `~` is written, without quotes."""
+    """Return True if nothing, `null` or `~` is written, without quotes."""
     return node.kind == "scalar" and not node.quoted and (not node.text or node.text in _NULL)
 
 
 def _refuse_interpolation(node: YamlNode) -> None:
-    """`${...}` stands for values (`recipe_lib.config.interpolation`), not for names."""
+    """Raise MismatchError for `${...}` in a name of a mapping: it stands for values alone."""
     for item in node.items:
         _refuse_interpolation(item)
     for name, (_, value) in node.entries.items():
@@ -388,11 +397,14 @@ def _refuse_interpolation(node: YamlNode) -> None:
         _refuse_interpolation(value)
 
 
-def _by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
-    """The kinds of a union, those first whose shape is that of the node, numbers before text."""
-    order: list[Callable[[Any], bool]] = [
+def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
+    """Return the kinds of a union, those first whose shape is that of the node.
+
+    Numbers come before text, which takes everything.
+    """
+    tests: list[Callable[[Any], bool]] = [
         lambda kind: (typing.get_origin(kind) is list) == (node.kind == "list"),
         lambda kind: (typing.get_origin(kind) is dict) == (node.kind == "mapping"),
         lambda kind: kind is not str and kind is not Path,
     ]
-    return sorted(kinds, key=lambda kind: [not test(kind) for test in order])
+    return sorted(kinds, key=lambda kind: [not test(kind) for test in tests])

@@ -1,7 +1,7 @@
-"""The config reference, made from the schema: `docs/config.md`, `tune cat --describe`, and a config
-as YAML.
+"""Writes what the schema says: `docs/config.md`, `tune cat --describe`, and a config as YAML.
 
-`python -m recipe_lib.config.describe > docs/config.md` writes the page.
+`python -m recipe_lib.config.describe > docs/config.md` writes the page. `list_changed_levers` says
+which of a config's keys change the memory of a run.
 """
 
 import dataclasses
@@ -20,88 +20,103 @@ from recipe_lib.config.key_conditions import Condition, describe_needs
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.schema import FullFinetuneConfig
 
+# The lines of the page are wider than those of this file: a backslash joins two.
 _INTRODUCTION = """\
 # Config reference
 
-Generated from `recipe_lib/config/schema.py` by `python -m recipe_lib.config.describe`; do not edit it by hand.
+Generated from `recipe_lib/config/schema.py` by `python -m recipe_lib.config.describe`; do not \
+edit it by hand.
 
-A config is a YAML file with the keys below. It holds only what differs from the defaults; a key inside a section
-is indented under the section's name. `tune cat NAME --resolved` prints every value that will be used and where it
+A config is a YAML file with the keys below. It holds only what differs from the defaults; a key \
+inside a section
+is indented under the section's name. `tune cat NAME --resolved` prints every value that will be \
+used and where it
 was set, `tune validate NAME` names every fault at once, with its line and the nearest valid key.
 
-On the command line: `key=value`, `section.key=value`, `section={key: value, ...}`, and `~key` for the default.
-A list is written `[a, b]`, one of sections `[{key: value}, {key: value}]`, where `name[0].key=value` sets one key of
+On the command line: `key=value`, `section.key=value`, `section={key: value, ...}`, and `~key` \
+for the default.
+A list is written `[a, b]`, one of sections `[{key: value}, {key: value}]`, where \
+`name[0].key=value` sets one key of
 the first; a value may contain `=`. A text that looks like a number or like true, false or null
 has to be quoted in a file. `${section.key}` is the value of another key of the config, also
-inside a text or, relative, `${.key}`; in a list or mapping written with brackets it has to be in quotes. Of several
-files (`--config base.yaml --config mine.yaml`) the later ones win, key by key. A key that another one makes idle
-(`Only with ...` below) is named in one line of `tune validate` and at the start of a run, which uses its default.
-Refused: tags, anchors, aliases, duplicate keys, environment variables and resolvers in `${...}`, one name inside
-another, more than 1024 names or 256 K characters filled in, more than one document, more than 1 MiB. No key takes a
+inside a text or, relative, `${.key}`; in a list or mapping written with brackets it has to be in \
+quotes. Of several
+files (`--config base.yaml --config mine.yaml`) the later ones win, key by key. A key that \
+another one makes idle
+(`Only with ...` below) is named in one line of `tune validate` and at the start of a run, which \
+uses its default.
+Refused: tags, anchors, aliases, duplicate keys, environment variables and resolvers in `${...}`, \
+one name inside
+another, more than 1024 names or 256 K characters filled in, more than one document, more than 1 \
+MiB. No key takes a
 Python import path; names of your own come from `--plugin FILE`.
 """
 
+# Text that means itself without quotes, here and in YAML 1.1.
 _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")
 _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
 def format_markdown(*schemas: type) -> str:
-    """The page `docs/config.md`: the keys of all these config classes; none given: of every shipped
-    recipe's.
+    """Return the page `docs/config.md`, with the keys of these config classes.
+
+    None given: of every shipped recipe's.
     """
     views = [read_schema(schema) for schema in schemas or RECIPE_CONFIGS.values()]
-    parts, done = [_INTRODUCTION], set()
+    parts = [_INTRODUCTION]
+    done = set()
     for view in views:
-        for section, title, keys in _sections(view):
-            if section not in done:
-                heading = (
-                    f"## `{section}`\n\n{title}{_owners(section, views)}\n"
-                    if section
-                    else "## Top level\n"
-                )
-                parts += [heading, _table(keys)]
+        for section, title, keys in _list_sections(view):
+            if section in done:  # as in most recipes
+                continue
             done.add(section)
+            heading = "## Top level\n"
+            if section:
+                heading = f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
+            parts += [heading, _format_table(keys)]
     parts.append("## Incompatible settings\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]
-    for entry in RULES:
-        rows.append(
-            f"| {', '.join(f'`{key}`' for key in entry.keys)} | {entry.reason} | {entry.remedy} |"
-        )
+    for rule in RULES:
+        names = ", ".join(f"`{key}`" for key in rule.keys)
+        rows.append(f"| {names} | {rule.reason} | {rule.remedy} |")
     parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
-def _table(keys: list[Key]) -> str:
+def _format_table(keys: list[Key]) -> str:
     rows = ["| key | default | legal values | what it does | elsewhere |", "|---|---|---|---|---|"]
     for key in keys:
         cells = (
             f"`{key.name}`",
-            f"`{_default_text(key)}`",
+            f"`{_format_default(key)}`",
             describe_expected(key),
             describe_key(key),
             key.limits.get("known_as", ""),
         )
-        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        # A bar would end the cell.
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        rows.append(f"| {' | '.join(escaped)} |")
     return "\n".join(rows) + "\n"
 
 
 def describe_key(key: Key, schema: Schema | None = None) -> str:
-    """The key's line of description, and what it needs to have an effect; not what a recipe's
-    schema does not have.
+    """Return the key's line of description, and what it needs to have an effect.
+
+    schema: of one recipe; conditions on keys that it does not have are left out.
     """
     needs = key.limits.get("needs")
     if schema is not None and needs:
-        each = needs if isinstance(needs, tuple) else (needs,)
+        all_needs = needs if isinstance(needs, tuple) else (needs,)
         needs = tuple(
-            one
-            for one in each
-            if isinstance(one, Condition) or one.partition(" ")[0] in schema.keys
+            need
+            for need in all_needs
+            if isinstance(need, Condition) or need.partition(" ")[0] in schema.keys
         )
     return f"{key.help} Only with {describe_needs(needs)}." if needs else key.help
 
 
-def _owners(section: str, views: list[Schema]) -> str:
-    """Which recipes have a section, unless all of them do."""
+def _describe_owners(section: str, views: list[Schema]) -> str:
+    """Return ` Recipes: ...`, those that have a section, unless all of them do."""
     inside = section.partition("[")[0]
     owners = [view for view in views if inside in view.sections or inside in view.keys]
     if len(owners) == len(views):
@@ -111,23 +126,21 @@ def _owners(section: str, views: list[Schema]) -> str:
 
 
 def describe_text(schema: type = FullFinetuneConfig) -> str:
-    """Every key for a terminal: name, default, legal values, then its line of description,
-    indented.
-    """
+    """Return every key for a terminal: name, default, legal values; then its description."""
     lines: list[str] = []
     view = read_schema(schema)
-    for section, title, keys in _sections(view):
+    for section, title, keys in _list_sections(view):
         if section:
             lines += ["", f"{section}: {title}"]
         for key in keys:
-            lines.append(f"  {key.name} = {_default_text(key)}   ({describe_expected(key)})")
+            lines.append(f"  {key.name} = {_format_default(key)}   ({describe_expected(key)})")
             if key.help:
                 lines.append(f"      {describe_key(key, view)}")
     return "\n".join(lines) + "\n"
 
 
 def format_config(cfg: Any) -> str:
-    """A config object as YAML with every value; `load_config` reads it back as the same object."""
+    """Return a config object as YAML with every value; `load_config` reads back the same object."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
     return format_settings({name: attrgetter(name)(cfg) for name in keys}, keys)
@@ -136,33 +149,32 @@ def format_config(cfg: Any) -> str:
 def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
     """Return settings, by dotted key, as a config; those of a section follow each other."""
     lines: list[str] = []
-    above: list[str] = []  # sections that are open
+    open_sections: list[str] = []
     for name, value in settings.items():
         *sections, word = name.split(".")
-        shared = len(os.path.commonprefix([above, sections]))
-        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
-        above = sections
+        num_shared = len(os.path.commonprefix([open_sections, sections]))
+        for depth in range(num_shared, len(sections)):
+            lines.append(f"{'  ' * depth}{sections[depth]}:")
+        open_sections = sections
         indent = "  " * len(sections)
-        if (
-            isinstance(value, list)
-            and value
-            and (dataclasses.is_dataclass(value[0]) or isinstance(value[0], dict))
-        ):
-            lines += [f"{indent}{word}:", *(f"{indent}  - {format_value(item)}" for item in value)]
+        first_item = value[0] if isinstance(value, list) and value else None
+        if isinstance(first_item, dict) or dataclasses.is_dataclass(first_item):
+            lines.append(f"{indent}{word}:")
+            lines += [f"{indent}  - {format_value(item)}" for item in value]
             continue
+        text = format_value(value)
         # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
-        is_word = (
-            isinstance(value, str)
-            and value.lower() == "none"
-            and "choices" not in keys[name].limits
-        )
-        lines.append(f"{indent}{word}: {json.dumps(value) if is_word else format_value(value)}")
+        is_none = isinstance(value, str) and value.lower() == "none"
+        if is_none and "choices" not in keys[name].limits:
+            text = json.dumps(value)
+        lines.append(f"{indent}{word}: {text}")
     return "".join(f"{line}\n" for line in lines)
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written in a config: `null`, `1e-05`, `[0.9, 0.95]`, text quoted only where
-    it must be.
+    """Return a value as it is written in a config: `null`, `1e-05`, `[0.9, 0.95]`.
+
+    Text is quoted only where it must be.
     """
     if value is None:
         return "null"
@@ -173,66 +185,92 @@ def format_value(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{format_value(name)}: {format_value(item)}' for name, item in value.items())}}}"
+        entries = (f"{format_value(name)}: {format_value(item)}" for name, item in value.items())
+        return f"{{{', '.join(entries)}}}"
     if isinstance(value, (str, Path)):
         text = str(value)
-        plain = _PLAIN_TEXT.fullmatch(text) and text.lower() not in _NOT_TEXT
-        return text if plain else json.dumps(text, ensure_ascii=False)
+        is_plain = _PLAIN_TEXT.fullmatch(text) and text.lower() not in _NOT_TEXT
+        return text if is_plain else json.dumps(text, ensure_ascii=False)
     return repr(value)
 
 
-def _default_text(key: Key) -> str:
+def _format_default(key: Key) -> str:
     return "required" if key.required else format_value(key.default)
 
 
-def _sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
-    """(section, its first line of description, its keys), the top level first."""
+def _list_sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
+    """Yield (section, its first line of description, its keys), the top level first."""
     for section, section_class in view.sections.items():
-        keys = [view.keys[name] for name in view.children(section) if name in view.keys]
-        written = (section_class.__doc__ or "").strip().partition("\n")[0]
-        # A dataclass without a docstring gets its signature as one.
-        yield section, "" if written.startswith(f"{section_class.__name__}(") else written, keys
+        keys = [view.keys[name] for name in view.list_children(section) if name in view.keys]
+        yield section, _read_title(section_class), keys
         for key in keys:
             if key.section_class is not None:
                 inner = build_item_schema(key, 0)
-                about = (key.section_class.__doc__ or "").strip().partition("\n")[0]
-                yield from ((name, about, list(inner.keys.values())) for name in inner.sections)
+                for name in inner.sections:
+                    yield name, _read_title(key.section_class), list(inner.keys.values())
 
 
-if __name__ == "__main__":
-    print(format_markdown(), end="")
+def _read_title(section_class: type) -> str:
+    first_line = (section_class.__doc__ or "").strip().partition("\n")[0]
+    # A dataclass without a docstring gets its signature as one.
+    return "" if first_line.startswith(f"{section_class.__name__}(") else first_line
 
 
-# Which keys change the memory of a run.
-
-
-# Sections, and single keys of others.
+# Which keys change the memory of a run: these sections, and single keys of others.
 LEVER_SECTIONS = ("lora", "dpo", "distill", "memory", "parallel")
 LEVERS = (
-    "compile", "fused_kernels", "matmul_dtype", "qat", "qat_group_size", "loss", "model.implementation", "data.packing",
-    "data.pad_to_multiple_of", "optimizer.name", "optimizer.momentum", "optimizer.state_bits",
-    "optimizer.master_weights", "optimizer.stochastic_rounding", "optimizer.implementation",
-)  # fmt: skip
+    "compile",
+    "fused_kernels",
+    "matmul_dtype",
+    "qat",
+    "qat_group_size",
+    "loss",
+    "model.implementation",
+    "data.packing",
+    "data.pad_to_multiple_of",
+    "optimizer.name",
+    "optimizer.momentum",
+    "optimizer.state_bits",
+    "optimizer.master_weights",
+    "optimizer.stochastic_rounding",
+    "optimizer.implementation",
+)
 # Of those sections what changes no peak of a step, and what the mesh says.
 NO_LEVERS = (
-    "lora.alpha", "lora.rslora", "lora.adapter_path", "lora.merge_on_save",
-    "dpo.beta", "dpo.label_smoothing", "dpo.simpo_gamma",
-    "distill.teacher", "distill.teacher_preset", "distill.beta", "distill.temperature",
-    "distill.weight", "memory.host_memory_limit_gib",
-    "parallel.data_shard", "parallel.data_replicate", "parallel.context", "parallel.tensor",
+    "lora.alpha",
+    "lora.rslora",
+    "lora.adapter_path",
+    "lora.merge_on_save",
+    "dpo.beta",
+    "dpo.label_smoothing",
+    "dpo.simpo_gamma",
+    "distill.teacher",
+    "distill.teacher_preset",
+    "distill.beta",
+    "distill.temperature",
+    "distill.weight",
+    "memory.host_memory_limit_gib",
+    "parallel.data_shard",
+    "parallel.data_replicate",
+    "parallel.context",
+    "parallel.tensor",
     "parallel.pipeline",
     "parallel.heartbeat_timeout_seconds",
-)  # fmt: skip
+)
 
 
 def list_changed_levers(cfg: Any) -> dict[str, str]:
-    """Key to value, as a config has it, of those that are not at their defaults."""
+    """Return the levers of a config that are not at their defaults: key -> value as written."""
     schema: type = type(cfg)
-    found = {}
+    levers = {}
     for name, key in read_schema(schema).keys.items():
         if name in NO_LEVERS or not (name in LEVERS or name.partition(".")[0] in LEVER_SECTIONS):
             continue
         value = attrgetter(name)(cfg)
         if value != key.default:
-            found[name] = format_value(value)
-    return found
+            levers[name] = format_value(value)
+    return levers
+
+
+if __name__ == "__main__":
+    print(format_markdown(), end="")

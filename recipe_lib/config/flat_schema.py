@@ -1,5 +1,8 @@
-"""How a key is declared, and the flat view of a schema: every dotted key with its type, default and
-limits.
+"""Declares the keys of a config, and flattens a config class.
+
+The sections are dataclasses whose fields are made by `key`. `read_schema` flattens a config class
+into a `Schema`: every dotted key (`optimizer.lr`) with its types, its default and its limits.
+Files, command lines, errors and docs/config.md go by that view.
 """
 
 import dataclasses
@@ -31,17 +34,21 @@ def key(
     needs: Any = None,
     known_as: str | None = None,
 ) -> Any:
-    """One key of a section.
+    """Return the dataclass field of one key of a section.
 
-    default: its value when the config does not set it. help: one line, with the unit. choices: the
-    only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in. minimum,
-    maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them,
-    and of the names of a kind. length: how many items a list has. On a list, choices and bounds are
-    those of each item. items: the only legal items of the list that may stand in place of a choice.
-    path: a file or folder, in which a `~` at the beginning is the user's home. needs: what has to
-    hold for it to have an effect (`recipe_lib.config.key_conditions`). most: a bound far above every sensible
-    value, which only an error over it names. known_as: what torch, HF, PEFT, TRL, torchtitan,
-    Megatron, torchtune or another tool calls it; or `none has it: ` and why.
+    default: its value when the config does not set it.
+    help: one line, with the unit.
+    choices: the only legal values; on a list, choices and bounds are those of each item.
+    kind: the registry (`recipe_lib.config.registry`) that its names live in.
+    minimum, maximum: inclusive bounds. above, below: exclusive bounds.
+    also: legal values outside of the bounds, or besides the names of a kind.
+    length: how many items a list has.
+    items: the only legal items of the list that may stand in place of a choice.
+    path: a file or folder, in which a `~` at the beginning is the user's home.
+    most: a bound far above every sensible value, which only an error over it names.
+    needs: what has to hold for it to have an effect (`recipe_lib.config.key_conditions`).
+    known_as: what torch, HF, PEFT, TRL, torchtitan, Megatron, torchtune or another tool calls it;
+    or `none has it: ` and why.
     """
     limits = {
         "choices": choices,
@@ -60,6 +67,7 @@ def key(
     }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
     if isinstance(default, (list, dict)):
+        # A copy for each config: dataclasses refuse a mutable default.
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -69,67 +77,68 @@ SCALARS = (bool, int, float, str, Path)
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key. `kinds` are the types it may hold (a union taken apart), None left out and said by
-    `optional`.
-    """
+    """One key of a config."""
 
+    # Dotted: `data.sources[1].weight`.
     name: str
+    # The types that it may hold, a union taken apart; None is left out of them.
     kinds: tuple[Any, ...]
+    # None is legal.
     optional: bool
     default: Any
+    # There is no default: the config has to set it.
     required: bool
+    # The arguments of `key` that were given, by their names, `help` too.
     limits: Mapping[str, Any]
 
     @property
     def help(self) -> str:
-        """The one line that describes the key."""
+        """Return the line that describes the key."""
         return self.limits.get("help", "")
 
     @property
     def section_class(self) -> type | None:
-        """The dataclass of its items, if the key holds a list of sections."""
+        """Return the dataclass of its items, if the key holds a list of sections."""
         inner = typing.get_args(self.kinds[0]) if len(self.kinds) == 1 else ()
-        return (
-            inner[0]
-            if inner and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0])
-            else None
-        )
+        if inner and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0]):
+            return inner[0]
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """A config class as `keys` by dotted name and `sections` (dotted name -> dataclass; `""` is the
-    top).
-    """
+    """The flat view of a config class."""
 
     config_class: type
+    # By dotted name, in the order of the classes' fields.
     keys: Mapping[str, Key]
+    # Dotted name -> dataclass; `""` is the top level.
     sections: Mapping[str, type]
 
-    def children(self, section: str) -> list[str]:
-        """Dotted names of the keys and sections directly inside a section."""
+    def list_children(self, section: str) -> list[str]:
+        """Return the dotted names of the keys and sections directly inside a section."""
         prefix = f"{section}." if section else ""
         names = [*self.keys, *(name for name in self.sections if name)]
         return [
             name for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]
         ]
 
-    def mapping_of(self, name: str) -> str | None:
-        """The mapping key that a name lies inside: `data.columns.instruction` -> `data.columns`."""
+    def find_outer_mapping(self, name: str) -> str | None:
+        """Return the mapping that a name lies inside: `data.columns.x` -> `data.columns`."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             outer = ".".join(parts[:length])
-            if outer in self.keys and any(
-                typing.get_origin(kind) is dict for kind in self.keys[outer].kinds
-            ):
+            kinds = self.keys[outer].kinds if outer in self.keys else ()
+            if any(typing.get_origin(kind) is dict for kind in kinds):
                 return outer
         return None
 
 
 @cache
 def read_schema(config_class: type) -> Schema:
-    """The keys of a config class; ConfigError for a class of a user's that a config cannot
-    express.
+    """Return the keys and sections of a config class.
+
+    Raises ConfigError for a class of a user's own recipe that no config file could fill.
     """
     if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):
         raise ConfigError(
@@ -138,15 +147,16 @@ def read_schema(config_class: type) -> Schema:
         )
     keys: dict[str, Key] = {}
     sections: dict[str, type] = {}
-    _collect("", config_class, None, keys, sections)
+    _collect_keys("", config_class, None, keys=keys, sections=sections)
     return Schema(config_class, keys, sections)
 
 
 def build_item_schema(key: Key, number: int) -> Schema:
-    """The keys of one section of a list, under their full names: `data.sources[1].weight`."""
+    """Return the keys of one section of a list, by their full names: `data.sources[1].weight`."""
     if key.section_class is None:
         raise TypeError(f"{key.name} is no list of sections")
-    view, name = read_schema(key.section_class), f"{key.name}[{number}]"
+    view = read_schema(key.section_class)
+    name = f"{key.name}[{number}]"
     keys = {
         f"{name}.{word}": dataclasses.replace(inner, name=f"{name}.{word}")
         for word, inner in view.keys.items()
@@ -154,15 +164,18 @@ def build_item_schema(key: Key, number: int) -> Schema:
     return Schema(view.config_class, keys, {name: view.config_class})
 
 
-def _collect(
+def _collect_keys(
     section: str,
     section_class: type,
     instance: Any,
+    *,
     keys: dict[str, Key],
     sections: dict[str, type],
 ) -> None:
-    """Adds a section's keys. instance: the section as its owner makes it, whose values are the
-    defaults.
+    """Add a section's keys, and those of the sections inside, to `keys` and `sections`.
+
+    instance: the section as its owner makes it, whose values are the defaults; None: those of its
+    fields.
     """
     sections[section] = section_class
     try:
@@ -175,23 +188,30 @@ def _collect(
         if not field.init:
             continue
         name = f"{section}.{field.name}" if section else field.name
-        required, default = _default(field, instance)
+        required, default = _read_default(field, instance)
         annotation = annotations[field.name]
         if dataclasses.is_dataclass(default) and not isinstance(default, type):
-            _collect(name, type(default), default, keys, sections)
+            # The class of the default, which a recipe's Config may have subclassed.
+            _collect_keys(name, type(default), default, keys=keys, sections=sections)
         elif dataclasses.is_dataclass(annotation):
-            _collect(name, typing.cast(type, annotation), None, keys, sections)
+            section_type = typing.cast(type, annotation)
+            _collect_keys(name, section_type, None, keys=keys, sections=sections)
         else:
-            kinds = _alternatives(annotation)
+            kinds = _split_union(annotation)
             for kind in kinds:
                 _check_kind(kind, f"{section_class.__name__}.{field.name}")
-            optional = type(None) in kinds or Any in kinds
-            kept = tuple(kind for kind in kinds if kind is not type(None))
-            keys[name] = Key(name, kept, optional, default, required, field.metadata)
+            keys[name] = Key(
+                name=name,
+                kinds=tuple(kind for kind in kinds if kind is not type(None)),
+                optional=type(None) in kinds or Any in kinds,
+                default=default,
+                required=required,
+                limits=field.metadata,
+            )
 
 
-def _default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, Any]:
-    """(no default, the default value)."""
+def _read_default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, Any]:
+    """Return (there is no default, the default value)."""
     if instance is not None:
         return False, getattr(instance, field.name)
     if field.default_factory is not dataclasses.MISSING:
@@ -201,15 +221,18 @@ def _default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, Any]:
     return True, None
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return tuple(kind for part in typing.get_args(annotation) for kind in _alternatives(part))
-    return (annotation,)
+def _split_union(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of a union, of `X | Y` and `Union[X, Y]` alike."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return (annotation,)
+    # get_args flattens nested unions already.
+    return typing.get_args(annotation)
 
 
 def _check_kind(kind: Any, where: str) -> None:
-    """ConfigError if a config file has no way to write this type."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    """Raise ConfigError if a config file has no way to write this type."""
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if kind in SCALARS or kind is Any or kind is type(None):
         return
     if origin is typing.Literal and all(isinstance(choice, str) for choice in inner):
@@ -217,13 +240,10 @@ def _check_kind(kind: Any, where: str) -> None:
     if origin is list and inner[0] in SCALARS:
         return
     item = inner[0] if origin is list else None
-    # A dataclass without sections inside.
-    if (
-        isinstance(item, type)
-        and dataclasses.is_dataclass(item)
-        and set(read_schema(item).sections) == {""}
-    ):
-        return
+    # A list of sections without sections inside: overrides name `data.sources[0].key` alone.
+    if isinstance(item, type) and dataclasses.is_dataclass(item):
+        if set(read_schema(item).sections) == {""}:
+            return
     if origin is dict and inner[0] is str and inner[1] in SCALARS:
         return
     raise ConfigError(

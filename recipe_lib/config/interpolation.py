@@ -1,8 +1,8 @@
-"""`${section.key}` in a value: the value of another key, filled in by OmegaConf once all files and
-overrides are read.
+"""Fills in `${section.key}` in a value: the value of another key of the config.
 
 Names are those of the config's own keys, also relative (`${.lr}`). Resolvers, environment variables
-among them, are refused: what a config means is to be read in its files.
+among them, are refused: what a config means is to be read in its files. `NamedValues` holds the
+values and fills texts in, once all files and overrides are read; `order_keys` says in which order.
 """
 
 import dataclasses
@@ -16,8 +16,10 @@ from recipe_lib.config.suggest import quote
 _NAME = re.compile(r"\$\{\s*(\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
 _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
 
-MOST_CHARACTERS = 2**18  # that all names of a config are filled in with
-_LEAST = 256  # that a name counts for, even if its value is shorter: each costs time
+# That all names of a config are filled in with. Ten names of ten names of ten are a thousand.
+MOST_CHARACTERS = 2**18
+# That a name counts for, even if its value is shorter: each costs time.
+_LEAST_CHARACTERS = 256
 IN_A_CIRCLE = ": the keys name each other in a circle; write one value itself"
 
 
@@ -31,13 +33,14 @@ class NamedValues:
     """The values of a config as OmegaConf's tree, by which texts that name keys are filled in."""
 
     def __init__(self, values: Mapping[str, Any], explain: Callable[[str], str]) -> None:
-        """values: by dotted key. explain: the remedy for a name that is no key."""
-        import omegaconf  # 0.1 s of CPU in every verb; few configs name other keys
+        """Hold values by dotted key. explain: gives the remedy for a name that is no key."""
+        # Here, as it takes 0.1 s of CPU, in every verb; few configs name other keys.
+        import omegaconf
 
         self.omegaconf = omegaconf
         self.tree = omegaconf.OmegaConf.create()
         self.explain = explain
-        self.left = MOST_CHARACTERS
+        self.characters_left = MOST_CHARACTERS
         for key, value in values.items():
             self.put(key, value)
 
@@ -48,15 +51,14 @@ class NamedValues:
         )
 
     def fill(self, text: str, key: str) -> Any:
-        """Return a text of a key with the values of the keys that it names; of a name alone, the
-        value itself.
+        """Return a text of a key with the values of the keys that it names filled in.
 
-        Raises InterpolationError.
+        Of a name alone it is the value itself, of its type. Raises InterpolationError.
         """
         _check_form(text)
         try:
-            if alone := _NAME.fullmatch(text.strip()):
-                return self._find(_complete_name(alone[1], key))
+            if name_alone := _NAME.fullmatch(text.strip()):
+                return self._find(_complete_name(name_alone[1], key))
             return _NAME.sub(
                 lambda name: format_word(self._find(_complete_name(name[1], key))), text
             )
@@ -64,19 +66,20 @@ class NamedValues:
             raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
 
     def _find(self, name: str) -> Any:
-        """Return the value of a name. Raises LookupError with the remedy for none, and where it is
-        one too many.
+        """Return the value of a name.
+
+        Raises LookupError with the remedy if there is none, or if it is one name too many.
         """
         conf = self.omegaconf.OmegaConf
         try:
+            # This object stands for "no value": None is one.
             value = conf.select(self.tree, name, default=self)
         except self.omegaconf.errors.ConfigTypeError:  # a word as the place in a list
             value = self
         if value is self:
             raise LookupError(self.explain(name))
-        # Ten names of ten names of ten are a thousand.
-        self.left -= max(_LEAST, len(str(value)))
-        if self.left < 0:
+        self.characters_left -= max(_LEAST_CHARACTERS, len(str(value)))
+        if self.characters_left < 0:
             raise LookupError(
                 f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out"
             )
@@ -84,21 +87,25 @@ class NamedValues:
 
 
 def list_names(texts: Iterable[str], key: str) -> list[str]:
-    """Return the names in the texts of a key, complete; of more than can be filled in the first
-    ones.
-    """
-    most = MOST_CHARACTERS // _LEAST + 1
-    return [_complete_name(name, key) for text in texts for name in _NAME.findall(text)][:most]
+    """Return the names in the texts of a key, complete."""
+    names = []
+    for text in texts:
+        names += [_complete_name(name, key) for name in _NAME.findall(text)]
+    # One more than can be filled in is enough for the fault, and for the time that ordering takes.
+    return names[: MOST_CHARACTERS // _LEAST_CHARACTERS + 1]
 
 
 def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the keys, each after those that it names. Raises CycleError, with the keys of a
-    circle.
+    """Return the keys, each after those that it names.
 
-    names: those in the value of each key.
+    names: by key, those in its value. Raises CycleError, with the keys of a circle.
     """
-    graph = {key: [other for other in names for name in set(named) if are_related(name, other)]
-             for key, named in names.items()}  # fmt: skip
+    graph: dict[str, list[str]] = {}
+    for key, named in names.items():
+        distinct = set(named)
+        graph[key] = [
+            other for other in names if any(are_related(name, other) for name in distinct)
+        ]
     return list(TopologicalSorter(graph).static_order())
 
 
@@ -110,16 +117,14 @@ def format_word(value: Any) -> str:
 
 
 def are_related(name: str, key: str) -> bool:
-    """Return whether a name is a key, a section that holds it, or a part of its value."""
+    """Return True if a name is a key, a section that holds it, or a part of its value."""
     return name == key or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}["))
 
 
 def _complete_name(name: str, key: str) -> str:
-    """Return the name without dots in front: `${.lr}` in the value of `optimizer.eps` is
-    `optimizer.lr`.
-    """
-    dots = len(name) - len(name.lstrip("."))
-    sections = key.split(".")[:-dots] if dots else []
+    """Return the name without dots in front: `.lr` at `optimizer.eps` is `optimizer.lr`."""
+    num_dots = len(name) - len(name.lstrip("."))
+    sections = key.split(".")[:-num_dots] if num_dots else []
     return ".".join([*sections, name.lstrip(".")])
 
 
@@ -137,7 +142,7 @@ def _check_form(text: str) -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as the tree holds it."""
+    """Return a value as OmegaConf's tree can hold it."""
     if isinstance(value, list):
         return [_to_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,10 +1,9 @@
-"""Keys that another key makes idle: `needs` at a key in the schema says what has to hold for it to
-have an effect.
+"""Keys that another key makes idle: the conditions under which a key has an effect.
 
-A condition is `KEY`, which has to be set (neither null, false nor empty), or `KEY OP VALUE`, with
-`=`, `!=`, `>` or `in` and values parted by commas; several may be joined by ` or `. What no such
-line can say is a `Condition`, with a function of the config that returns the reason, or None while
-the key has an effect. No torch.
+`needs` at a key in the schema says what has to hold. It is a line `KEY`, which has to be set
+(neither null, false nor empty), or `KEY OP VALUE`, with `=`, `!=`, `>` or `in` and values parted by
+commas; several may be joined by ` or `. What no such line can say is a `Condition`. `load_config`
+puts idle keys back to their defaults and tells of them; docs/config.md prints the conditions.
 """
 
 import copy
@@ -15,165 +14,174 @@ from typing import Any
 
 from recipe_lib.config.optimizer_facts import find_optimizer_facts, read_built_in_optimizers
 
-SCORED_METRICS = (
-    "exact_match",
-    "token_accuracy",
-)  # of `validation.metrics`, measured of likelihoods
+# Of `validation.metrics`: measured of likelihoods; any other metric is a plugin's.
+SCORED_METRICS = ("exact_match", "token_accuracy")
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What has to hold for a key to have an effect, where no line of the schema can say it."""
+    """A condition for a key to have an effect that no line of the schema can express."""
 
-    # As the reference has it.
+    # As docs/config.md has it, after `Only with`.
     text: str
-    # Why a key has no effect in a config; None where it has.
+    # Called with a config: why the key has no effect in it (`dtype is fp32`); None where it has.
     why_not: Callable[[Any], str | None]
 
 
-def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
-    """Puts the keys that have no effect back to their defaults, in place; a line for each that had
-    another value.
+def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged_keys: Iterable[str]) -> list[str]:
+    """Put the keys that have no effect back to their defaults, in place.
 
-    keys: of the schema, in its order: a key stands after those that it needs. judged: names of keys
-    without a fault.
+    keys: of the schema, in its order: a key stands after those that it needs. judged_keys: names of
+    keys without a fault. Returns a line for each key that had another value.
     """
-    lines, judged = [], set(judged)
+    lines = []
+    judged_keys = set(judged_keys)
     for key in keys:
-        if (
-            "needs" not in key.limits
-            or key.name not in judged
-            or _value(cfg, key.name) == key.default
-        ):
+        if "needs" not in key.limits or key.name not in judged_keys:
             continue
-        if reason := explain_idle_key(cfg, key):
+        reason = explain_idle_key(cfg, key)
+        if reason is not None and _get_value(cfg, key.name) != key.default:
             lines.append(f"{key.name} has no effect: {reason}")
             section, _, word = key.name.rpartition(".")
-            setattr(_value(cfg, section) if section else cfg, word, copy.deepcopy(key.default))
+            owner = _get_value(cfg, section) if section else cfg
+            # A copy: a list or mapping of the schema must not be shared by configs.
+            setattr(owner, word, copy.deepcopy(key.default))
     return lines
 
 
 def explain_idle_key(cfg: Any, key: Any) -> str | None:
-    """`parallel.pipeline is 1`, for a key that has no effect in this config; None for one that
-    has.
-    """
+    """Return why a key has no effect in this config, `parallel.pipeline is 1`; None if it has."""
     needs = key.limits.get("needs", ())
-    for condition in needs if isinstance(needs, tuple) else (needs,):
-        reason = (
-            condition.why_not(cfg) if isinstance(condition, Condition) else _unmet(cfg, condition)
-        )
+    for need in needs if isinstance(needs, tuple) else (needs,):
+        reason = need.why_not(cfg) if isinstance(need, Condition) else _find_unmet(cfg, need)
         if reason:
             return reason
     return None
 
 
 def describe_needs(needs: Any) -> str:
-    """The conditions as the reference has them: `parallel.pipeline > 1`."""
-    parts = needs if isinstance(needs, tuple) else (needs,)
-    return " and ".join(each.text if isinstance(each, Condition) else f"`{each}`" for each in parts)
+    """Return the conditions as the reference has them: `parallel.pipeline > 1`."""
+    needs = needs if isinstance(needs, tuple) else (needs,)
+    return " and ".join(need.text if isinstance(need, Condition) else f"`{need}`" for need in needs)
 
 
-def _unmet(cfg: Any, condition: str) -> str | None:
+def _find_unmet(cfg: Any, condition: str) -> str | None:
+    """Return why a line of the schema does not hold; None if it does."""
     reasons = []
-    for one in condition.split(" or "):
-        name, _, rest = one.partition(" ")
+    for alternative in condition.split(" or "):
+        name, _, rest = alternative.partition(" ")
         try:
-            value = _value(cfg, name)
+            value = _get_value(cfg, name)
         except AttributeError:
             return None  # a class without the key, as a recipe without dpo
-        operator, _, values = rest.partition(" ")
-        if _holds(value, operator, values.split(", ")):
+        operator, _, operands = rest.partition(" ")
+        if _is_met(value, operator, operands.split(", ")):
             return None
-        reasons.append(f"{name} is {_text(value)}")
+        reasons.append(f"{name} is {_format_value(value)}")
     return ", ".join(reasons)
 
 
-def _holds(value: Any, operator: str, wanted: list[str]) -> bool:
+def _is_met(value: Any, operator: str, operands: list[str]) -> bool:
     if not operator:
+        # Not by its truth: 0 is set.
         return value is not None and value is not False and value != []
     if operator == ">":
-        return bool(value > float(wanted[0]))
-    return (_text(value) in wanted) == (operator != "!=")
+        return bool(value > float(operands[0]))
+    return (_format_value(value) in operands) != (operator == "!=")
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Return a value as conditions have it: a list as `set` or `[]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return ("set" if value else "[]") if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return "set" if value else "[]"
+    return str(value)
 
 
-def _value(cfg: Any, name: str) -> Any:
+def _get_value(cfg: Any, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), cfg)
 
 
 def list_formats(cfg: Any) -> set[str]:
-    """Every format that samples are read in, those of validation too."""
-    named = {source.format or cfg.data.format for source in cfg.data.sources} or {cfg.data.format}
-    return named | (
-        {cfg.validation.format or cfg.data.format} if cfg.validation.source is not None else set()
-    )
+    """Return every format that samples are read in, those of validation too."""
+    formats = {source.format or cfg.data.format for source in cfg.data.sources}
+    formats = formats or {cfg.data.format}
+    if cfg.validation.source is not None:
+        formats.add(cfg.validation.format or cfg.data.format)
+    return formats
 
 
-def _only(cfg: Any, without: set[str]) -> str | None:
-    found = list_formats(cfg)
-    return f"data.format is {' and '.join(sorted(found))}" if found <= without else None
+def list_generated_metrics(cfg: Any) -> list[str]:
+    """Return the names in `validation.metrics` that are measured of generated answers."""
+    return [name for name in cfg.validation.metrics if name not in SCORED_METRICS]
 
 
-HAS_TURNS = Condition("a format with turns", lambda cfg: _only(cfg, {"text"}))
+def get_trained_dtype(cfg: Any) -> str:
+    """Return the dtype of what is trained: the adapters' own, where adapters are."""
+    adapters = getattr(cfg, "trained_adapters", None)
+    return str(cfg.dtype if adapters is None else adapters.dtype or cfg.dtype)
+
+
+# Conditions on data.format. A format that is `auto` or a plugin's is in none of these sets, so that
+# the key stays: nobody knows yet what the samples are.
+
+
+def _refuse_formats(cfg: Any, formats_without: set[str]) -> str | None:
+    """Return the reason if every format of a config is among those without an effect of the key."""
+    formats = list_formats(cfg)
+    return f"data.format is {' and '.join(sorted(formats))}" if formats <= formats_without else None
+
+
+def _why_labels_are_fixed(cfg: Any) -> str | None:
+    formats_without = {"preference", "kto", "classification"}
+    reason = _refuse_formats(cfg, formats_without)
+    if reason or cfg.data.train_on == "all":
+        return reason
+    # Of a text all tokens are labels, which `all` says as well: that value is no idle one.
+    return _refuse_formats(cfg, {"text"})
+
+
+def _why_parses_like_format(cfg: Any) -> str | None:
+    if cfg.data.parse_special_tokens:
+        return _refuse_formats(cfg, {"text", "prompt_completion"})
+    return _refuse_formats(cfg, {"alpaca", "sharegpt", "messages"})
+
+
+HAS_TURNS = Condition("a format with turns", lambda cfg: _refuse_formats(cfg, {"text"}))
 HAS_EARLIER_ANSWERS = Condition(
     "a format of conversations",
-    lambda cfg: _only(cfg, {"text", "preference", "kto", "classification"}),
+    lambda cfg: _refuse_formats(cfg, {"text", "preference", "kto", "classification"}),
 )
 MAY_EXCEED_LENGTH = Condition(
     "another format than `text`, which is cut into sequences of max_seq_len",
-    lambda cfg: _only(cfg, {"text"}),
+    lambda cfg: _refuse_formats(cfg, {"text"}),
 )
 LABELS_ARE_OPEN = Condition(
-    "a format whose samples leave open what is trained",
-    lambda cfg: (
-        _only(cfg, {"preference", "kto", "classification"})
-        or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
-    ),
+    "a format whose samples leave open what is trained", _why_labels_are_fixed
 )
 HAS_TEXTS = Condition(
     "a format whose samples may be texts",
-    lambda cfg: _only(cfg, {"alpaca", "sharegpt", "messages", "classification"}),
+    lambda cfg: _refuse_formats(cfg, {"alpaca", "sharegpt", "messages", "classification"}),
 )
-PARSES_UNLIKE_FORMAT = Condition(
-    "another value than the format's own",
-    lambda cfg: _only(
-        cfg,
-        (
-            {"text", "prompt_completion"}
-            if cfg.data.parse_special_tokens
-            else {"alpaca", "sharegpt", "messages"}
-        ),
-    ),
-)
+PARSES_UNLIKE_FORMAT = Condition("another value than the format's own", _why_parses_like_format)
+
+
+# Conditions on sources and validation.
 
 
 def _why_not_hub(cfg: Any) -> str | None:
-    sources = [
-        *(source.source for source in cfg.data.sources),
-        cfg.data.source,
-        cfg.validation.source,
-    ]
-    return (
-        None
-        if any(str(source).startswith("hub:") for source in sources)
-        else "no source is a dataset of the hub"
-    )
+    sources = [source.source for source in cfg.data.sources]
+    sources += [cfg.data.source, cfg.validation.source]
+    if any(str(source).startswith("hub:") for source in sources):
+        return None
+    return "no source is a dataset of the hub"
 
 
-READS_HUB = Condition("a hub dataset", _why_not_hub)
-VALIDATES_ON_HUB = Condition(
-    "a hub dataset in `validation.source`",
-    lambda cfg: (
-        None
-        if str(cfg.validation.source).startswith("hub:")
-        else "validation.source is no dataset of the hub"
-    ),
-)
+def _why_no_validation_on_hub(cfg: Any) -> str | None:
+    if str(cfg.validation.source).startswith("hub:"):
+        return None
+    return "validation.source is no dataset of the hub"
 
 
 def _why_not_generated(cfg: Any) -> str | None:
@@ -182,18 +190,28 @@ def _why_not_generated(cfg: Any) -> str | None:
     return None if list_generated_metrics(cfg) else "validation.metrics names no metric of a plugin"
 
 
+READS_HUB = Condition("a hub dataset", _why_not_hub)
+VALIDATES_ON_HUB = Condition("a hub dataset in `validation.source`", _why_no_validation_on_hub)
 GENERATES_IN_VALIDATION = Condition("a plugin's metric in `validation.metrics`", _why_not_generated)
 
 
-def list_generated_metrics(cfg: Any) -> list[str]:
-    """The names in `validation.metrics` that are measured of generated answers: a plugin's."""
-    return [name for name in cfg.validation.metrics if name not in SCORED_METRICS]
+# Conditions on the optimizer and on what is trained.
 
 
-def get_trained_dtype(cfg: Any) -> str:
-    """The type of what is trained: the adapters' own, where adapters are."""
-    adapters = getattr(cfg, "trained_adapters", None)
-    return str(cfg.dtype if adapters is None else adapters.dtype or cfg.dtype)
+def require_optimizer_key(word: str) -> Condition:
+    """Return the condition that `optimizer.name` reads a key of its section."""
+
+    def why_not(cfg: Any) -> str | None:
+        facts = find_optimizer_facts(cfg.optimizer.name)
+        # A plugin's optimizer without facts may read any key.
+        if facts is None or word in facts.keys:
+            return None
+        return f"optimizer.name is {cfg.optimizer.name}"
+
+    names_without = [
+        name for name, facts in read_built_in_optimizers().items() if word not in facts.keys
+    ]
+    return Condition(f"`optimizer.name != {', '.join(names_without)}`", why_not)
 
 
 def _why_not_bf16(cfg: Any) -> str | None:
@@ -203,34 +221,17 @@ def _why_not_bf16(cfg: Any) -> str | None:
     return f"{'dtype' if dtype == cfg.dtype else 'lora.dtype'} is {dtype}"
 
 
-TRAINS_BF16 = Condition("bf16 weights that are trained", _why_not_bf16)
-
-
-def require_optimizer_key(word: str) -> Condition:
-    """The condition that `optimizer.name` reads a key of its section; of a plugin's without facts
-    nobody knows.
-    """
-
-    def why_not(cfg: Any) -> str | None:
-        facts = find_optimizer_facts(cfg.optimizer.name)
-        return (
-            None
-            if facts is None or word in facts.keys
-            else f"optimizer.name is {cfg.optimizer.name}"
-        )
-
-    others = [name for name, facts in read_built_in_optimizers().items() if word not in facts.keys]
-    return Condition(f"`optimizer.name != {', '.join(others)}`", why_not)
-
-
 def _why_not_by_torch(cfg: Any) -> str | None:
     facts = find_optimizer_facts(cfg.optimizer.name)
-    if facts is None or "implementation" not in facts.keys:
-        return None if facts is None else f"optimizer.name is {cfg.optimizer.name}"
-    same = {"bf16": 16, "fp32": 32, "fp64": 64}.get(get_trained_dtype(cfg))
+    if facts is None:
+        return None
+    if "implementation" not in facts.keys:
+        return f"optimizer.name is {cfg.optimizer.name}"
     if "state_bits" not in facts.keys:
         return None
-    if cfg.optimizer.state_bits not in (None, same):
+    # torch's own optimizers keep states in the parameter's dtype; all else is a step of ours.
+    parameter_bits = {"bf16": 16, "fp32": 32, "fp64": 64}.get(get_trained_dtype(cfg))
+    if cfg.optimizer.state_bits not in (None, parameter_bits):
         return f"optimizer.state_bits is {cfg.optimizer.state_bits}, which has one implementation"
     for word in ("master_weights", "stochastic_rounding"):
         if getattr(cfg.optimizer, word):
@@ -238,17 +239,16 @@ def _why_not_by_torch(cfg: Any) -> str | None:
     return None
 
 
-STEPS_WITH_TORCH = Condition("a step of torch's own optimizers", _why_not_by_torch)
-SUMS_OVER_TOKENS = Condition(
-    "a recipe without its own loss", lambda cfg: getattr(cfg, "own_loss", None)
-)
-
-
 def _why_no_adapters(cfg: Any) -> str | None:
     if getattr(cfg, "trained_adapters", None) is not None or not cfg.adapters_instead:
         return None
     ((name, _),) = cfg.adapters_instead.items()
-    return f"{name} is {_value(cfg, name)}"
+    return f"{name} is {_get_value(cfg, name)}"
 
 
+TRAINS_BF16 = Condition("bf16 weights that are trained", _why_not_bf16)
+STEPS_WITH_TORCH = Condition("a step of torch's own optimizers", _why_not_by_torch)
+SUMS_OVER_TOKENS = Condition(
+    "a recipe without its own loss", lambda cfg: getattr(cfg, "own_loss", None)
+)
 TRAINS_ADAPTERS = Condition("`dpo.trainable, distill.trainable = adapters`", _why_no_adapters)

@@ -1,5 +1,8 @@
-"""What a run needs on this machine's disk, and what lies in its output folder; only looked at. No
-torch.
+"""Checks what a run needs on this machine, before it starts: files, folders and packages.
+
+Models and tokenizers, data, adapters, the output folder of an earlier run, optional packages,
+wandb's login. Everything is only looked at; nothing is read whole, fetched or imported. The code
+that meets what is missing later tells of it in the same lines (`describe_missing_...`).
 """
 
 import importlib.util
@@ -19,9 +22,18 @@ DISTRIBUTION = "tune-recipes"
 # What `tune download` fetches of a model on the hub, and the cache is searched for: names in its
 # top folder.
 MODEL_FILES = [
-    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
-]  # fmt: skip
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+]
 
 # Of these, what it takes to look at samples.
 TOKENIZER_PATTERNS = ("*token*", "*.model", "*.jinja", "config.json")
@@ -43,85 +55,85 @@ NEVER_DOWNLOADED = [
 
 
 def format_install_line(extra: str) -> str:
-    """`pip install 'datasets<6,>=4' 'pyarrow>=17'`: what an extra of this project asks for, by
-    package.
-
-    An extra's own name (`tune-recipes[datasets]`) is no help where the project came from a clone or
-    as a wheel.
-    """
+    """Return `pip install 'datasets<6,>=4' 'pyarrow>=17'`, with the packages of an extra."""
+    # Not the extra's own name, `tune-recipes[datasets]`, which is no help where the project came
+    # from a clone or as a wheel.
     try:
         required = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a copy of the package that nobody installed
         return f"pip install {extra}"
-    marked = [line.partition(";") for line in required]
-    wanted = [
-        package.strip()
-        for package, _, marker in marked
-        if re.search(rf"extra == ['\"]{extra}['\"]", marker)
-    ]
-    return f"pip install {shlex.join(wanted) if wanted else extra}"
+    packages = []
+    for line in required:
+        package, _, marker = line.partition(";")
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker):
+            packages.append(package.strip())
+    return f"pip install {shlex.join(packages or [extra])}"
 
 
 STATE_FOLDER = "state"
-BEST_FOLDER = "best"  # in it: weights of a best step, `checkpoint.keep_best`
+# In it: weights of a best step, `checkpoint.keep_best`.
+BEST_FOLDER = "best"
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
-# Of a run that `overwrite_output_dir=true` replaces, until the new model is whole
+# Of a run that `overwrite_output_dir=true` replaces, until the new model is whole.
 EARLIER_FOLDER = "earlier"
-_HALF_EXCHANGED = ".{}.*.old"  # what an exchange of folders left, if a process ended in its midst
+# What an exchange of folders left, if a process ended in its midst.
+_HALF_EXCHANGED = ".{}.*.old"
 
 
 def check_folder(folder: Path, key: str = "output_dir") -> None:
-    """Raise ConfigError if the folder to write is a file, or if nothing can be written there. key:
-    that names it.
+    """Raise ConfigError if the folder to write is a file, or if nothing can be written there.
+
+    key: of the config, that names it.
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        what = "a file" if os.path.exists(folder) else "a link that leads nowhere"
+        kind = "a file" if os.path.exists(folder) else "a link that leads nowhere"
         raise ConfigError(
-            f"{key}: {folder} is {what}, expected a folder or a new name; choose another {key}"
+            f"{key}: {folder} is {kind}, expected a folder or a new name; choose another {key}"
         )
-    there = folder.absolute()
-    while not os.path.exists(there) and there != there.parent:
-        there = there.parent
-    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}: {folder}: {there} cannot be written to; choose another {key}")
+    # The folder is made later: its nearest parent that is there has to take it.
+    parent = folder.absolute()
+    while not os.path.exists(parent) and parent != parent.parent:
+        parent = parent.parent
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: {folder}: {parent} cannot be written to; choose another {key}")
 
 
 def check_earlier_run(cfg: Any) -> None:
-    """ConfigError if output_dir holds the work of an earlier run that this one would mix with."""
+    """Raise ConfigError if output_dir holds an earlier run's work that this one would mix with."""
     folder = Path(cfg.output_dir)
     if cfg.overwrite_output_dir:
         return
     has_state = any((folder / STATE_FOLDER).glob("step_*"))
     has_best = any((folder / STATE_FOLDER / BEST_FOLDER).glob("step_*"))
-    kept = any(folder.glob(f"{EARLIER_FOLDER}*/{STATE_FOLDER}/step_*"))
+    has_earlier_state = any(folder.glob(f"{EARLIER_FOLDER}*/{STATE_FOLDER}/step_*"))
     has_model = any(
         (folder / name).exists() or any(folder.glob(_HALF_EXCHANGED.format(name)))
         for name in (MODEL_FOLDER, ADAPTER_FOLDER)
     )
-    if cfg.resume is None and (has_state or has_best or has_model or kept):
-        held = "saved states" if has_state or (kept and not has_model) else "a trained model"
-        held = (
-            "the weights of a best step"
-            if has_best and not (has_state or has_model or kept)
-            else held
-        )
+    if cfg.resume is None and (has_state or has_best or has_model or has_earlier_state):
+        if has_state or (has_earlier_state and not has_model):
+            work = "saved states"
+        elif has_model:
+            work = "a trained model"
+        else:
+            work = "the weights of a best step"
         remedy = "resume=latest goes on from them, " if has_state else ""
         raise ConfigError(
-            f"output_dir: {folder} holds {held} of an earlier run;"
+            f"output_dir: {folder} holds {work} of an earlier run;"
             f" {remedy}overwrite_output_dir=true replaces what is there, or choose another"
             " output_dir"
         )
     if cfg.resume == "latest" and has_model and not has_state:
         raise ConfigError(
-            f"resume=latest: {folder} holds a trained model and no saved state to resume from; "
-            "overwrite_output_dir=true trains "
-            "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
+            f"resume=latest: {folder} holds a trained model and no saved state to resume from;"
+            " overwrite_output_dir=true trains anew, or choose another output_dir"
+            " (checkpoint.save_every_n_steps saves states)"
         )
 
 
 def describe_damaged_state(resume: str, damage: str) -> str:
-    """The line for a `resume` folder that cannot be gone on from."""
+    """Return the line for a `resume` folder that cannot be gone on from."""
     return (
         f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest"
         " whole one"
@@ -129,7 +141,8 @@ def describe_damaged_state(resume: str, damage: str) -> str:
 
 
 DATA_KINDS = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
-COMPRESSED = {".gz": "gzip", ".zst": "Zstandard"}  # what may stand behind another kind
+# What may stand behind another kind.
+COMPRESSED = {".gz": "gzip", ".zst": "Zstandard"}
 # Kinds in which others keep samples: a folder with one of them holds more than would be read.
 _OTHER_DATA_KINDS = (
     ".arrow",
@@ -145,12 +158,14 @@ _OTHER_DATA_KINDS = (
 _OTHER_COMPRESSED = (".br", ".bz2", ".lz4", ".xz", ".zip")
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")  # each the extra of its name
+# Each is the extra of its name.
+_TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")
 
 
 def find_model_folder(path_or_hub_id: str | Path) -> Path | None:
-    """The folder that a path names; None for a hub id. Raises CheckpointError if it can be
-    neither.
+    """Return the folder that a path names; None for a hub id.
+
+    Raises CheckpointError if it can be neither.
     """
     path = Path(path_or_hub_id).expanduser()
     if os.path.isdir(path):
@@ -168,12 +183,13 @@ def find_model_folder(path_or_hub_id: str | Path) -> Path | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model on the hub can have that name: OWNER/NAME."""
+    """Return True if a model on the hub can have that name: OWNER/NAME."""
     return _HUB_ID.fullmatch(name) is not None and ".." not in name
 
 
 def find_downloaded_model(hub_id: str) -> Path | None:
-    """The newest snapshot of a model in the hub's cache; None if there is none."""
+    """Return the newest snapshot of a model in the hub's cache; None if there is none."""
+    # The layout of huggingface_hub's cache, whose import would take longer than all checks.
     folder = get_hub_cache() / f"models--{hub_id.replace('/', '--')}"
     try:
         commit = read_text(folder / "refs" / "main", 4096).strip()
@@ -184,17 +200,17 @@ def find_downloaded_model(hub_id: str) -> Path | None:
 
 
 def is_hub_snapshot(folder: str | Path, name: str) -> bool:
-    """Whether a folder is where the hub's cache has the model of that id."""
+    """Return True if a folder is where the hub's cache has the model of that id."""
     return f"models--{name.replace('/', '--')}" in Path(folder).parts
 
 
 def resolve_base_name(name: str, folder: str | Path) -> str:
-    """What finds a model from any folder: its hub id, or the full path of where it is."""
+    """Return what finds a model from any folder: its hub id, or the full path of where it is."""
     return name if is_hub_snapshot(folder, name) else os.path.abspath(folder)
 
 
 def get_hub_cache() -> Path:
-    """Where huggingface_hub keeps what it has fetched."""
+    """Return where huggingface_hub keeps what it has fetched, by its own variables."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser()
@@ -203,39 +219,35 @@ def get_hub_cache() -> Path:
 
 
 def get_cache_root(folder: str | None) -> Path:
-    """`data.cache_dir`, or its default."""
+    """Return `data.cache_dir`, or its default."""
     if folder is not None:
         return Path(folder).expanduser()
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
-        / "tune-recipes"
-    )
+    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "tune-recipes"
 
 
 def check_model_present(path_or_hub_id: str) -> None:
-    """CheckpointError for a model that this machine does not have: neither as a folder nor in the
-    hub's cache.
-    """
+    """Raise CheckpointError for a model that is neither a folder nor in the hub's cache."""
     if find_model_folder(path_or_hub_id) is None and find_downloaded_model(path_or_hub_id) is None:
         raise CheckpointError(describe_missing_model(path_or_hub_id))
 
 
 def describe_missing_model(name: str) -> str:
-    """The line for a hub id that is not on this machine."""
+    """Return the line for a hub id that is not on this machine."""
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
 
 
 # What to do about a chat template that is of no use.
 OTHER_TEMPLATE = "set tokenizer.chat_template to another file"
-TEMPLATE_IN_FOLDER = (  # for a verb that takes no such key
-    "put another one into the folder as chat_template.jinja"
-)
+# For a verb that takes no such key.
+TEMPLATE_IN_FOLDER = "put another one into the folder as chat_template.jinja"
 
 
 def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
-    """The file of a tokenizer: itself, or the one of its folder. DataError for none, or several.
+    """Return the file of a tokenizer: itself, or the one of its folder.
 
     by_key: `tokenizer.path` can name another one; else the folder itself has to be put right.
+    Raises DataError for none, or several.
     """
     if os.path.isfile(path):
         return path
@@ -246,33 +258,30 @@ def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():
             return path / name
+    # Mistral's, as tokenizer.model.v3.
     versions = sorted(path.glob("*.model.v*"))
     if len(versions) == 1:
         return versions[0]
     if versions:
         names = ", ".join(file.name for file in versions)
-        remedy = (
-            "set tokenizer.path to one of the files"
-            if by_key
-            else "leave one of them in the folder"
-        )
+        remedy = "set tokenizer.path to one of the files"
+        if not by_key:
+            remedy = "leave one of them in the folder"
         raise DataError(f"{path}: found several tokenizers ({names}); {remedy}")
-    found = (
-        sorted(file.name for file in path.iterdir() if file.is_file())
-        if os.path.isdir(path)
-        else []
-    )
-    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
-    remedy = (
-        "set tokenizer.path to a folder with one"
-        if by_key
-        else "put the tokenizer's files into the folder"
-    )
+    files = []
+    if os.path.isdir(path):
+        files = sorted(file.name for file in path.iterdir() if file.is_file())
+    listed = ", ".join(files[:8]) or "no files"
+    if len(files) > 8:
+        listed += " ..."
+    remedy = "set tokenizer.path to a folder with one"
+    if not by_key:
+        remedy = "put the tokenizer's files into the folder"
     raise DataError(f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; {remedy}")
 
 
 def check_template(path: Path) -> None:
-    """DataError for a chat template that is no file."""
+    """Raise DataError for a chat template that is no file."""
     try:
         check_regular(path)
     except OSError as error:
@@ -282,17 +291,14 @@ def check_template(path: Path) -> None:
 def describe_template_fault(
     path: Path, error: OSError, remedy: str = "set tokenizer.chat_template to a Jinja file"
 ) -> str:
-    """The line for a chat template that cannot be read."""
-    found = (
-        "no such file"
-        if isinstance(error, FileNotFoundError)
-        else f"cannot be read ({error.strerror})"
-    )
-    return f"{path}: {found}; {remedy}"
+    """Return the line for a chat template that cannot be read."""
+    is_missing = isinstance(error, FileNotFoundError)
+    fault = "no such file" if is_missing else f"cannot be read ({error.strerror})"
+    return f"{path}: {fault}; {remedy}"
 
 
 def check_adapter(folder: Path) -> None:
-    """CheckpointError if the folder has no adapter."""
+    """Raise CheckpointError if the folder has no adapter."""
     if not os.path.isdir(folder):
         raise CheckpointError(
             f"{folder}: no such folder; expected a PEFT adapter ({ADAPTER_CONFIG} and safetensors)"
@@ -305,20 +311,22 @@ def check_adapter(folder: Path) -> None:
 
 
 def is_data(path: Path) -> bool:
-    """Whether a file is one of samples, by its name: `rows.jsonl`, `rows.csv.gz`."""
-    name = Path(path.stem) if path.suffix in COMPRESSED else path
-    return name.suffix in DATA_KINDS and not (
-        path.suffix in COMPRESSED and name.suffix == ".parquet"
-    )
+    """Return True if a file is one of samples, by its name: `rows.jsonl`, `rows.csv.gz`."""
+    is_compressed = path.suffix in COMPRESSED
+    kind = Path(path.stem).suffix if is_compressed else path.suffix
+    # Parquet compresses its own columns, and is read from its end.
+    return kind in DATA_KINDS and not (is_compressed and kind == ".parquet")
 
 
 def _is_unread_data(path: Path) -> bool:
-    """Return whether a file holds samples, by its name, in a form that is not read: `rows.ndjson`,
-    `rows.JSONL.xz`.
+    """Return True if a file holds samples, by its name, in a form that is not read.
+
+    For example `rows.ndjson`, `rows.JSONL.xz`.
     """
     if is_data(path):
         return False
-    stem, suffix = Path(path.stem.lower()), path.suffix.lower()
+    stem = Path(path.stem.lower())
+    suffix = path.suffix.lower()
     is_compressed = suffix in (*COMPRESSED, *_OTHER_COMPRESSED)
     return (stem.suffix if is_compressed else suffix) in (*DATA_KINDS, *_OTHER_DATA_KINDS)
 
@@ -326,12 +334,12 @@ def _is_unread_data(path: Path) -> bool:
 def _check_saved_dataset(folder: Path, key: str) -> None:
     """Raise DataError for a folder that `datasets` saved: its JSON files hold no samples."""
     kinds = {"state.json": "Dataset", "dataset_dict.json": "DatasetDict"}
-    found = next((kinds[name] for name in kinds if (folder / name).is_file()), None)
-    has_rows = any(folder.glob("*.arrow" if found == "Dataset" else "*/*.arrow"))
-    if found and has_rows:
-        part = "" if found == "Dataset" else '["train"]'
+    kind = next((kinds[name] for name in kinds if (folder / name).is_file()), None)
+    has_rows = any(folder.glob("*.arrow" if kind == "Dataset" else "*/*.arrow"))
+    if kind and has_rows:
+        part = "" if kind == "Dataset" else '["train"]'
         raise DataError(
-            f"{folder}: found a {found} that save_to_disk of the package datasets wrote, which is"
+            f"{folder}: found a {kind} that save_to_disk of the package datasets wrote, which is"
             " not read; write it as Parquet,"
             f" load_from_disk({str(folder)!r}){part}.to_parquet('rows.parquet'), and set"
             f" {key}=rows.parquet"
@@ -339,20 +347,24 @@ def _check_saved_dataset(folder: Path, key: str) -> None:
 
 
 def find_files(source: str, key: str = "data.source") -> list[Path]:
-    """The data files that a local source names, sorted by name. key: of the config, that named it.
-    Raises DataError.
+    """Return the data files that a local source names, sorted by name.
+
+    key: of the config, that named it. Raises DataError if there are none that are read.
     """
-    path, kinds = Path(source), f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
+    path = Path(source)
+    kinds = f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
     if os.path.isdir(path):
         # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
         shown = sorted(
             file for file in path.iterdir() if not file.name.startswith(".") and file.is_file()
         )
         _check_saved_dataset(path, key)
+        # Refused, not left out: half of a user's samples would be missing without a word.
         if unread := [file.name for file in shown if _is_unread_data(file)]:
+            more = " and more" if len(unread) > 5 else ""
             raise DataError(
-                f"{source}: found {', '.join(unread[:5])}{' and more' if len(unread) > 5 else ''}"
-                f" in the folder, which would not be read, expected files of samples as {kinds};"
+                f"{source}: found {', '.join(unread[:5])}{more} in the folder, which would not be"
+                f" read, expected files of samples as {kinds};"
                 " write them as one of these, or move them away"
             )
         files = [file for file in shown if is_data(file)]
@@ -368,13 +380,13 @@ def find_files(source: str, key: str = "data.source") -> list[Path]:
             " for a hub dataset"
         )
     if not is_data(path):
-        found = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix
-        raise DataError(f"{source}: found a {found or 'nameless'} file, expected one of {kinds}")
+        kind = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix
+        raise DataError(f"{source}: found a {kind or 'nameless'} file, expected one of {kinds}")
     return [path]
 
 
 def has_package(name: str) -> bool:
-    """Whether a package is there to be imported; it is not imported."""
+    """Return True if a package is there to be imported; it is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # somebody put it into sys.modules by hand
@@ -382,7 +394,7 @@ def has_package(name: str) -> bool:
 
 
 def describe_missing_datasets(source: str, key: str = "data.source") -> str:
-    """The line for a hub dataset without the package that reads it."""
+    """Return the line for a hub dataset without the package that reads it."""
     return f"{key}: {source} needs the package datasets; run `{format_install_line('datasets')}`"
 
 
@@ -394,18 +406,18 @@ _READERS = {
 
 
 def describe_missing_reader(path: Path) -> str:
-    """The line for a file without the package that reads its kind."""
+    """Return the line for a file without the package that reads its kind."""
     kind, package, extra = _READERS[path.suffix]
     return f"{path}: {kind} needs the package {package}; run `{format_install_line(extra)}`"
 
 
 def check_source(source: str, key: str = "data.source") -> str | None:
-    """A note if the package that reads datasets of the hub is still to be installed. Nothing is
-    asked of the hub.
+    """Return a note if the package that reads datasets of the hub is still to be installed.
 
     key: of the config, that names the source. Raises DataError if there is no dataset by that name,
-    or no package to read them with.
+    or no package to read it with.
     """
+    # Of a hub dataset a note alone: nothing is asked of the hub here.
     if is_hub(source):
         return None if has_package("datasets") else describe_missing_datasets(source, key)
     for path in find_files(source, key):
@@ -415,7 +427,7 @@ def check_source(source: str, key: str = "data.source") -> str | None:
 
 
 def check_transformers() -> None:
-    """SetupError without the package whose models `model.implementation=transformers` trains."""
+    """Raise SetupError without the package that model.implementation=transformers takes."""
     if not has_package("transformers"):
         raise SetupError(
             "model.implementation=transformers: found no package transformers;"
@@ -424,54 +436,45 @@ def check_transformers() -> None:
 
 
 def describe_missing_tracker(package: str, reason: str) -> str:
-    """The line for a tracker that cannot be imported."""
+    """Return the line for a tracker that cannot be imported."""
     return (
-        f"log.trackers: {package} cannot be imported ({reason}); {format_install_line(package)}, or remove"
-        f" {package} from log.trackers"
+        f"log.trackers: {package} cannot be imported ({reason}); {format_install_line(package)}, or"
+        f" remove {package} from log.trackers"
     )
 
 
 def check_tracker(name: str) -> None:
-    """ConfigError for a tracker of ours whose package is missing, or that has nobody's account to
-    log to.
-    """
+    """Raise ConfigError for a tracker without its package, or without an account to log to."""
     if name not in _TRACKER_PACKAGES:
-        return
+        return  # a plugin's
     if not has_package(name):
         raise ConfigError(describe_missing_tracker(name, f"No module named '{name}'"))
-    if name == "wandb" and not _wandb_can_log():
+    if name == "wandb" and not _can_log_to_wandb():
         raise ConfigError(
             "log.trackers: wandb is not logged in; run `wandb login`, or set WANDB_MODE=offline"
         )
 
 
-def _wandb_can_log() -> bool:
-    """By wandb's variables, its settings files and netrc: whether it has a key, or needs none."""
+def _can_log_to_wandb() -> bool:
+    """Return True if wandb has a key, or needs none."""
+    # By its variables, its settings files and netrc, without importing it.
     get = os.environ.get
     if get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE") or get("WANDB_DISABLED"):
         return True
     if get("WANDB_MODE", "online") not in ("online", "run", "shared"):
         return True
-    host = (
-        re.sub(r"^https?://", "", get("WANDB_BASE_URL") or "https://api.wandb.ai")
-        .partition("/")[0]
-        .partition(":")[0]
-    )
-    netrc = [get("NETRC")] if get("NETRC") else ["~/.netrc", "~/_netrc"]
-    if any(host in _text(name) for name in netrc if name):
+    address = re.sub(r"^https?://", "", get("WANDB_BASE_URL") or "https://api.wandb.ai")
+    host = address.partition("/")[0].partition(":")[0]
+    netrc_files = [get("NETRC")] if get("NETRC") else ["~/.netrc", "~/_netrc"]
+    if any(host in _read_if_there(name) for name in netrc_files if name):
         return True
     folders = (get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{get('WANDB_DIR') or '.'}/wandb")
-    said = "\n".join(_text(f"{folder}/settings") for folder in folders)
-    return bool(
-        re.search(
-            r"^\s*(api_key\s*=|base_url\s*=|mode\s*=\s*(offline|disabled|dryrun))",
-            said,
-            re.MULTILINE,
-        )
-    )
+    settings = "\n".join(_read_if_there(f"{folder}/settings") for folder in folders)
+    keyless = r"^\s*(api_key\s*=|base_url\s*=|mode\s*=\s*(offline|disabled|dryrun))"
+    return re.search(keyless, settings, re.MULTILINE) is not None
 
 
-def _text(name: str) -> str:
+def _read_if_there(name: str) -> str:
     try:
         return read_text(Path(name).expanduser())
     except (OSError, ValueError, RuntimeError):

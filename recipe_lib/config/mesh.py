@@ -1,5 +1,7 @@
-"""Numbers that follow from a config alone: ranks of each mesh dimension, stages, micro-batches. No
-torch.
+"""Computes what follows from a config and the number of ranks: mesh, stages, micro-batches.
+
+The mesh has four dimensions (MESH_DIMS). The ranks that share a sequence (`parallel.context`) have
+no dimension of their own in it: they are part of a data dimension. No torch.
 """
 
 import math
@@ -13,94 +15,105 @@ from recipe_lib.errors import SetupError
 # Outermost first: neighbors share matrices; the stages of a pipeline, which exchange the least, are
 # furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
-DATA_DIMS = (
-    "data_replicate",
-    "data_shard",
-)  # along these, ranks have different batches, or parts of a sequence
-MODEL_DIMS = ("pipeline", "context", "tensor")  # the keys by which ranks have the same batch
+# Along these, ranks have different batches, or parts of a sequence.
+DATA_DIMS = ("data_replicate", "data_shard")
+# The keys by which ranks have the same batch.
+MODEL_DIMS = ("pipeline", "context", "tensor")
 
 
 def compute_mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
-    """Ranks by MESH_DIMS, in their order, for `size` ranks; SetupError names the numbers when they
-    do not fit.
+    """Return the ranks along MESH_DIMS, in their order, for `size` ranks.
 
-    Those that share a sequence are neighbors in the data dimension, which is so many times longer:
-    to parameters, their gradients and states they are ranks like others that have a batch of their
-    own.
+    Raises SetupError, with the numbers, when they do not fit.
     """
     sizes = {name: getattr(parallel, name) for name in MODEL_DIMS}
     inner = math.prod(sizes.values())
     if size % inner:
-        several = [str(ranks) for ranks in sizes.values() if ranks > 1]
-        product = f"{' x '.join(several)} = {inner}" if len(several) > 1 else str(inner)
+        factors = [str(ranks) for ranks in sizes.values() if ranks > 1]
+        product = f"{' x '.join(factors)} = {inner}" if len(factors) > 1 else str(inner)
         raise SetupError(
-            f"{' x '.join(_dividing(parallel))}: found {product} for {size}"
+            f"{' x '.join(_list_dividing_keys(parallel))}: found {product} for {size}"
             f" rank{'s' if size > 1 else ''}, expected a divisor of {size}; start a multiple of"
             f" {inner} ranks (--nproc_per_node)"
         )
-    sizes |= dict(zip(DATA_DIMS, _data_shape(parallel, size // inner, inner), strict=True))
-    sizes[_context_dim(parallel)] *= parallel.context
+    data_sizes = _compute_data_shape(parallel, size // inner, inner)
+    sizes |= dict(zip(DATA_DIMS, data_sizes, strict=True))
+    # Ranks that share a sequence are neighbors in a data dimension, which is so many times longer:
+    # to parameters, gradients and states they are ranks like others with a batch of their own.
+    sizes[_find_context_dim(parallel)] *= parallel.context
     return {name: sizes[name] for name in MESH_DIMS}
 
 
-def _context_dim(parallel: ParallelConfig) -> str:
-    """The dimension of the mesh that the ranks which share a sequence are part of."""
+def _find_context_dim(parallel: ParallelConfig) -> str:
+    """Return the dimension of the mesh that the ranks which share a sequence are part of."""
     return "data_replicate" if parallel.strategy == "ddp" else "data_shard"
 
 
 def add_context_dim(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the mesh's dimensions with one of its own for the ranks that share a sequence, if
-    there are any.
+    """Return the sizes of the mesh's dimensions, the ranks that share a sequence apart.
+
+    They get a dimension `context` before `tensor`, if there are any.
     """
-    parts = {_context_dim(parallel): shape[_context_dim(parallel)] // parallel.context}
-    return _with_context(parallel, {**shape, **parts}, parallel.context)
+    dim = _find_context_dim(parallel)
+    num_sequences = shape[dim] // parallel.context
+    return _insert_context(parallel, {**shape, dim: num_sequences}, parallel.context)
 
 
-def split_context_coordinate(parallel: ParallelConfig, place: Mapping[str, int]) -> dict[str, int]:
-    """A rank's place along the dimensions of `with_context`, of that along those of the mesh."""
-    other, own = divmod(place[_context_dim(parallel)], parallel.context)
-    return _with_context(parallel, {**place, _context_dim(parallel): other}, own)
-
-
-def _with_context(
-    parallel: ParallelConfig, numbers: Mapping[str, int], context: int
+def split_context_coordinate(
+    parallel: ParallelConfig, coordinate: Mapping[str, int]
 ) -> dict[str, int]:
+    """Return a rank's place along the dimensions of `add_context_dim`.
+
+    coordinate: its place along those of the mesh.
+    """
+    dim = _find_context_dim(parallel)
+    sequence_rank, context_rank = divmod(coordinate[dim], parallel.context)
+    return _insert_context(parallel, {**coordinate, dim: sequence_rank}, context_rank)
+
+
+def _insert_context(
+    parallel: ParallelConfig, by_dim: Mapping[str, int], context: int
+) -> dict[str, int]:
+    """Return values by dimension, with one of `context` before `tensor` if it has several ranks."""
     if parallel.context == 1:
-        return dict(numbers)
+        return dict(by_dim)
     tensor = MESH_DIMS.index("tensor")
-    found = {name: numbers[name] for name in MESH_DIMS[:tensor]}
-    return found | {"context": context} | {name: numbers[name] for name in MESH_DIMS[tensor:]}
+    outer = {name: by_dim[name] for name in MESH_DIMS[:tensor]}
+    return outer | {"context": context} | {name: by_dim[name] for name in MESH_DIMS[tensor:]}
 
 
 def count_same_batch_ranks(parallel: ParallelConfig) -> int:
-    """Ranks that have the same batch."""
+    """Return the number of ranks that have the same batch."""
     return math.prod(getattr(parallel, name) for name in MODEL_DIMS)
 
 
 def count_token_ranks(parallel: ParallelConfig) -> int:
-    """Ranks that share the tokens of a micro-batch between layers."""
+    """Return the number of ranks that share the tokens of a micro-batch between layers."""
     return parallel.context * parallel.tensor
 
 
 def compute_padded_multiple(cfg: Any) -> int:
-    """What the length of every padded sequence is a multiple of."""
+    """Return what the length of every padded sequence is a multiple of."""
     return math.lcm(cfg.data.pad_to_multiple_of, count_token_ranks(cfg.parallel))
 
 
-def _dividing(parallel: ParallelConfig) -> list[str]:
-    """The keys by which several ranks have the same batch."""
+def _list_dividing_keys(parallel: ParallelConfig) -> list[str]:
+    """Return the keys by which several ranks have the same batch."""
     return [f"parallel.{name}" for name in MODEL_DIMS if getattr(parallel, name) > 1]
 
 
-def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:
-    """(data_replicate, data_shard) for `size` different batches, of `inner` ranks each."""
-    replicate, shard = parallel.data_replicate, parallel.data_shard
+def _compute_data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:
+    """Return (data_replicate, data_shard) for `size` different batches, of `inner` ranks each."""
+    replicate = parallel.data_replicate
+    shard = parallel.data_shard
     if parallel.strategy == "ddp":
         return size, 1
-    fitting = [str(number) for number in range(1, size + 1) if size % number == 0]
-    possible = f"one of {', '.join(fitting)}" if size > 1 else "1"
-    divided = f" (of {size * inner}, by {' and '.join(_dividing(parallel))})" if inner > 1 else ""
-    ranks = f"{size} rank{'s' if size > 1 else ''}{divided}"
+    # Words for the errors below.
+    divisors = [str(number) for number in range(1, size + 1) if size % number == 0]
+    possible = f"one of {', '.join(divisors)}" if size > 1 else "1"
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    if inner > 1:
+        ranks += f" (of {size * inner}, by {' and '.join(_list_dividing_keys(parallel))})"
     if shard == -1:
         if size % replicate:
             raise SetupError(
@@ -125,13 +138,13 @@ def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """stages: on each rank; None: `parallel.pipeline_stages_per_rank`. folded: the first rank's
-    last stage is the last of all (a V), else the stages go round the ranks. splits: backward is cut
-    into input and weight gradients.
-    """
+    """Facts of a pipeline schedule, known without running it."""
 
+    # On each rank; None: `parallel.pipeline_stages_per_rank`.
     stages: int | None
+    # The first rank's last stage is the last of all (a V); else the stages go round the ranks.
     folded: bool
+    # Backward is split into input and weight gradients.
     splits: bool
 
 
@@ -145,59 +158,58 @@ SCHEDULES = {
 
 
 def count_stages_per_rank(parallel: ParallelConfig) -> int:
-    """Stages on each rank of a pipeline; 1 without one."""
+    """Return the number of stages on each rank of a pipeline; 1 without one."""
     if parallel.pipeline == 1:
         return 1
     return SCHEDULES[parallel.pipeline_schedule].stages or parallel.pipeline_stages_per_rank
 
 
 def count_stages(parallel: ParallelConfig) -> int:
-    """Stages of the whole pipeline."""
+    """Return the number of stages of the whole pipeline."""
     return parallel.pipeline * count_stages_per_rank(parallel)
 
 
 def find_stage_rank(parallel: ParallelConfig, stage: int) -> int:
-    """The place in its pipeline of the rank that has a stage."""
-    turn, place = divmod(stage, parallel.pipeline)
-    folded = SCHEDULES[parallel.pipeline_schedule].folded and turn % 2 == 1
-    return parallel.pipeline - 1 - place if folded else place
+    """Return the place in its pipeline of the rank that has a stage."""
+    # A pass over the ranks gives each one stage; of a V every second pass runs backwards.
+    pass_number, place = divmod(stage, parallel.pipeline)
+    is_backwards = SCHEDULES[parallel.pipeline_schedule].folded and pass_number % 2 == 1
+    return parallel.pipeline - 1 - place if is_backwards else place
 
 
 def list_rank_stages(parallel: ParallelConfig, rank: int) -> list[int]:
-    """The stages of a rank by its place in the pipeline, first to last."""
-    return [
-        stage for stage in range(count_stages(parallel)) if find_stage_rank(parallel, stage) == rank
-    ]
+    """Return the stages of a rank by its place in the pipeline, first to last."""
+    stages = range(count_stages(parallel))
+    return [stage for stage in stages if find_stage_rank(parallel, stage) == rank]
 
 
 def compute_micro_batches(cfg: Any) -> tuple[int, int]:
-    """(sequences of a micro-batch, micro-batches) of a data rank's step; the product is batch_size
-    x accumulation.
+    """Return (sequences of a micro-batch, micro-batches) of a data rank's step.
+
+    Their product is batch_size x gradient_accumulation_steps.
     """
-    sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-    count = cfg.parallel.pipeline_microbatches if cfg.parallel.pipeline > 1 else None
-    if count is None:
+    num_micro_batches = cfg.parallel.pipeline_microbatches if cfg.parallel.pipeline > 1 else None
+    if num_micro_batches is None:
         return cfg.batch_size, cfg.gradient_accumulation_steps
-    return sequences // count, count
+    num_sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+    return num_sequences // num_micro_batches, num_micro_batches
 
 
 def count_fewest_micro_batches(parallel: ParallelConfig) -> int:
-    """The micro-batches a step that a schedule is made for; with fewer, ranks wait even in the
-    middle of the step.
-    """
+    """Return the micro-batches a step that a schedule is made for."""
     if parallel.pipeline == 1 or parallel.pipeline_schedule == "gpipe":
         return 1
     return parallel.pipeline
 
 
 def find_schedule_fault(parallel: ParallelConfig, count: int) -> str | None:
-    """Why so many micro-batches a step are too few for the schedule, as `found .., expected ..;
-    remedy`; None: they do.
+    """Return why `count` micro-batches a step are too few for the schedule; None if they are not.
 
-    Every schedule can order any number of them. With fewer than this, ranks wait for each other
-    even in the middle of a step, and what an interleaved or zero-bubble schedule is taken for is
-    not to be had.
+    The text is `found .., expected ..; remedy`.
     """
+    # Every schedule can order any number of them. With fewer than this, ranks wait for each other
+    # even in the middle of a step, and what an interleaved or zero-bubble schedule is taken for is
+    # not to be had.
     fewest = count_fewest_micro_batches(parallel)
     if count >= fewest:
         return None

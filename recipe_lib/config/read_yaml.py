@@ -1,9 +1,9 @@
-"""YAML as a tree of text with line numbers; what a value means is decided later, by the type of its
-key.
+"""Reads YAML into a tree of texts with line numbers.
 
-Reading by type ends YAML's surprises (`1e-5` is a number where one is expected, `on` is text where
-text is). Tags, anchors, aliases, duplicate keys and a second document are refused: none has a use
-in a config, and each has let a config run code, grow without bound or hide a value.
+What a value means is decided later, by the type of its key (`convert_values`). That ends YAML's
+surprises: `1e-5` is a number where one is expected, `on` is text where text is. Tags, anchors,
+aliases, duplicate keys and a second document are refused: none has a use in a config, and each has
+let a config run code, grow without bound or hide a value.
 """
 
 import re
@@ -19,8 +19,10 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.reading import open_regular
 
 MAX_BYTES = 1024**2
+# Bounds the recursion of the builder and of all that walks the tree.
 MAX_DEPTH = 20
 
+# What YAML allows nowhere. The parser says so too, but not at which line.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")
 
 # What a parser complains of (both of PyYAML's parsers) -> what to look for.
@@ -50,53 +52,55 @@ _PLAIN_WORDS = (
 
 @dataclass
 class YamlNode:
-    """A value as written. kind: `scalar`, `list`, `mapping`, or `broken` (already reported, to be
-    skipped).
-    """
+    """A value as written."""
 
+    # `scalar`, `list`, `mapping`, or `broken`: reported already, to be skipped.
     kind: str
+    # Counted from 1.
     line: int
     text: str = ""
     quoted: bool = False
     items: list["YamlNode"] = field(default_factory=list)
-    entries: dict[str, tuple[int, "YamlNode"]] = field(
-        default_factory=dict
-    )  # key -> (its line, its value)
+    # Key -> (its line, its value).
+    entries: dict[str, tuple[int, "YamlNode"]] = field(default_factory=dict)
 
     @property
-    def empty(self) -> bool:
-        """Nothing was written."""
+    def is_empty(self) -> bool:
+        """Return True if nothing was written."""
         return self.kind == "scalar" and not self.text and not self.quoted
 
     @property
     def is_interpolated(self) -> bool:
-        """Whether it, or a part of it, names another key."""
-        return any("${" in text for text in self.texts())
+        """Return True if it, or a part of it, names another key."""
+        return any("${" in text for text in self.collect_texts())
 
-    def inner(self) -> list["YamlNode"]:
-        """Return what it holds."""
+    def list_inner(self) -> list["YamlNode"]:
+        """Return the nodes that it holds."""
         return [*self.items, *(value for _, value in self.entries.values())]
 
-    def texts(self) -> Iterator[str]:
-        """Yield the text of it, or of all that it holds, at any depth."""
+    def collect_texts(self) -> Iterator[str]:
+        """Yield its text, and those of all that it holds, at any depth."""
         yield self.text
-        for node in self.inner():
-            yield from node.texts()
+        for node in self.list_inner():
+            yield from node.collect_texts()
 
 
 @dataclass
 class YamlDocument:
-    """The top of a file or a value; faults are (line, what is wrong)."""
+    """The tree of a file or of an override's value, with its faults."""
 
     top: YamlNode
+    # (line, fault).
     faults: list[tuple[int, str]]
 
 
 def read_file(path: Path, shown: str) -> YamlDocument:
-    """Reads a config file. shown: its name in errors. Raises ConfigError if it is no text or no
-    YAML at all.
+    """Read a config file.
+
+    shown: its name in errors. Raises ConfigError if it is no text or no YAML at all.
     """
     try:
+        # One byte more than is allowed tells that the file is larger.
         with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
@@ -120,63 +124,59 @@ def read_file(path: Path, shown: str) -> YamlDocument:
 
 
 class YamlError(Exception):
-    """Not YAML; `line` counts from 1."""
+    """A text is not YAML; `line` counts from 1."""
 
-    def __init__(self, line: int, what: str) -> None:
+    def __init__(self, line: int, fault: str) -> None:
         self.line = line
-        super().__init__(what)
+        super().__init__(fault)
 
 
 def parse(text: str) -> YamlDocument:
-    """Text to a tree; YamlError where it stops being YAML."""
+    """Return the tree of a text. Raises YamlError where it stops being YAML."""
     control = _CONTROL.search(text)
     if control:
         line = text.count("\n", 0, control.start()) + 1
-        raise YamlError(
-            line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it"
-        )
+        fault = f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it"
+        raise YamlError(line, fault)
+    # libyaml is four times as fast; PyYAML may have been built without it.
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
-        return _Builder(iter(yaml.parse(text, Loader=loader))).document()
+        return _Builder(iter(yaml.parse(text, Loader=loader))).build_document()
     except yaml.MarkedYAMLError as error:
-        raise _plainly(error, text) from error
+        raise _explain_error(error, text) from error
     except yaml.YAMLError as error:
         raise YamlError(1, f"not valid YAML: {show(str(error))}") from error
 
 
-def _plainly(error: Any, text: str) -> YamlError:
-    """A parser's error in plain words, at the line a user has to look at."""
-    said = f"{error.context or ''} {error.problem or ''}"
-    if "flow node" in said and (opened := _open_bracket(text)):
-        what = (
-            "a list `[...]`"
-            if isinstance(opened, yaml.FlowSequenceStartToken)
-            else "a mapping `{...}`"
-        )
-        return YamlError(
-            opened.start_mark.line + 1, f"not valid YAML: {what} is not closed, or lacks a comma"
-        )
-    unclosed = any(sign in said for sign in ("quoted scalar", "flow ", "simple key"))
+def _explain_error(error: Any, text: str) -> YamlError:
+    """Return a parser's error in plain words, at the line that a user has to look at."""
+    message = f"{error.context or ''} {error.problem or ''}"
+    opened = _find_open_bracket(text) if "flow node" in message else None
+    if opened is not None:
+        is_list = isinstance(opened, yaml.FlowSequenceStartToken)
+        kind = "a list `[...]`" if is_list else "a mapping `{...}`"
+        line = opened.start_mark.line + 1
+        return YamlError(line, f"not valid YAML: {kind} is not closed, or lacks a comma")
+    # What is not closed is told where it begins, not where the parser gave up.
+    unclosed = any(sign in message for sign in ("quoted scalar", "flow ", "simple key"))
     mark = (error.context_mark if unclosed else None) or error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     lines = text.split("\n")
-    at = lines[min(line, len(lines)) - 1]
-    if "\t" in at[: len(at) - len(at.lstrip())]:
+    faulty_line = lines[min(line, len(lines)) - 1]
+    if "\t" in faulty_line[: len(faulty_line) - len(faulty_line.lstrip())]:
         return YamlError(line, "not valid YAML: indented with a tab; use spaces")
-    if "${" in at and "flow " in said:
-        return YamlError(
-            line, "not valid YAML: inside a list or mapping ${...} has to be in quotes"
-        )
+    if "${" in faulty_line and "flow " in message:
+        # The brace of `${` opens a mapping.
+        fault = "not valid YAML: inside a list or mapping ${...} has to be in quotes"
+        return YamlError(line, fault)
     for sign, words in _PLAIN_WORDS:
-        if sign in said:
+        if sign in message:
             return YamlError(line, f"not valid YAML: {words}")
     return YamlError(line, f"not valid YAML: {show(str(error.problem))}")
 
 
-def _open_bracket(text: str) -> Any:
-    """The token of the innermost bracket that is still open where the text ends; None if there is
-    none.
-    """
+def _find_open_bracket(text: str) -> Any:
+    """Return the token of the innermost bracket that is open where the text ends, or None."""
     opened: list[Any] = []
     try:
         for token in yaml.scan(text, Loader=yaml.SafeLoader):
@@ -190,59 +190,54 @@ def _open_bracket(text: str) -> Any:
 
 
 class _Builder:
-    """Builds the tree from parser events, one at a time, so that depth is bounded before memory is
-    taken.
+    """Builds the tree from parser events, one at a time.
+
+    So the depth is bounded before memory is taken, which PyYAML's own composer does not do.
     """
 
     def __init__(self, events: Iterator[Any]) -> None:
         self.events = events
         self.faults: list[tuple[int, str]] = []
 
-    def document(self) -> YamlDocument:
+    def build_document(self) -> YamlDocument:
         top: YamlNode | None = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
-                self.faults.append(
-                    (
-                        _line(event),
-                        "a second document begins here (`---`); a config is one document",
-                    )
-                )
+                fault = "a second document begins here (`---`); a config is one document"
+                self.faults.append((_get_line(event), fault))
                 break
             if isinstance(event, yaml.NodeEvent):
-                top = self.node(event, 1, "")
+                top = self.build_node(event, 1, "")
         return YamlDocument(top or YamlNode("scalar", 1), self.faults)
 
-    def node(self, event: Any, depth: int, key: str) -> YamlNode:
-        """The value that begins with this event. key: its dotted name, empty at the top and for a
-        key itself.
+    def build_node(self, event: Any, depth: int, name: str) -> YamlNode:
+        """Return the value that begins with this event.
+
+        name: of its key, dotted, for faults; empty at the top and for a key itself.
         """
-        line = _line(event)
+        line = _get_line(event)
         if depth > MAX_DEPTH:
             raise YamlError(
                 line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys"
             )
         if isinstance(event, yaml.AliasEvent):
-            self.refuse(
-                line,
-                key,
-                f"found the alias *{event.anchor}; aliases are refused, write the value again",
-            )
+            fault = f"found the alias *{event.anchor}; aliases are refused, write the value again"
+            self.refuse(line, name, fault)
             return YamlNode("broken", line)
         if event.anchor:
-            self.refuse(
-                line, key, f"found the anchor &{event.anchor}; anchors are refused, remove it"
-            )
+            fault = f"found the anchor &{event.anchor}; anchors are refused, remove it"
+            self.refuse(line, name, fault)
         if event.tag:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
-            self.refuse(line, key, f"found the tag {show(tag)}; tags are refused, remove it")
-        node = self.content(event, line, depth, key)
+            self.refuse(line, name, f"found the tag {show(tag)}; tags are refused, remove it")
+        # Built even if refused: its events have to be taken, and may hold further faults.
+        node = self.build_content(event, line, depth, name)
         return YamlNode("broken", line) if event.anchor or event.tag else node
 
-    def refuse(self, line: int, key: str, what: str) -> None:
-        self.faults.append((line, f"{show(key)}: {what}" if key else what))
+    def refuse(self, line: int, name: str, fault: str) -> None:
+        self.faults.append((line, f"{show(name)}: {fault}" if name else fault))
 
-    def content(self, event: Any, line: int, depth: int, name: str) -> YamlNode:
+    def build_content(self, event: Any, line: int, depth: int, name: str) -> YamlNode:
         if isinstance(event, yaml.ScalarEvent):
             return YamlNode("scalar", line, event.value, quoted=not event.implicit[0])
         if isinstance(event, yaml.SequenceStartEvent):
@@ -250,34 +245,33 @@ class _Builder:
             for inner in self.events:
                 if isinstance(inner, yaml.SequenceEndEvent):
                     break
-                node.items.append(
-                    self.node(inner, depth + 1, f"{name}[{len(node.items)}]" if name else "")
-                )
+                item_name = f"{name}[{len(node.items)}]" if name else ""
+                node.items.append(self.build_node(inner, depth + 1, item_name))
             return node
         node = YamlNode("mapping", line)
         for inner in self.events:
             if isinstance(inner, yaml.MappingEndEvent):
                 break
-            key = self.node(inner, depth + 1, name)
+            key = self.build_node(inner, depth + 1, name)
             full_name = f"{name}.{key.text}" if name else key.text
-            value = self.node(next(self.events), depth + 1, full_name)
-            self.enter(node, key, value, full_name)
+            value = self.build_node(next(self.events), depth + 1, full_name)
+            self.add_entry(node, key, value, full_name=full_name)
         return node
 
-    def enter(self, mapping: YamlNode, key: YamlNode, value: YamlNode, full_name: str) -> None:
+    def add_entry(self, mapping: YamlNode, key: YamlNode, value: YamlNode, full_name: str) -> None:
+        # `<<: *defaults`: the alias is refused already, and `<<` alone would be an unknown key.
         if key.kind == "broken" or (key.text == "<<" and value.kind == "broken"):
             return
         if key.kind != "scalar":
             self.faults.append((key.line, f"found a {key.kind} as a key; a key is a word"))
         elif key.text in mapping.entries:
-            first = mapping.entries[key.text][0]
-            self.refuse(
-                key.line, full_name, f"set twice, first on line {first}; remove one of the two"
-            )
-            mapping.entries[key.text] = (first, YamlNode("broken", key.line))
+            first_line = mapping.entries[key.text][0]
+            fault = f"set twice, first on line {first_line}; remove one of the two"
+            self.refuse(key.line, full_name, fault)
+            mapping.entries[key.text] = (first_line, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)
 
 
-def _line(event: Any) -> int:
+def _get_line(event: Any) -> int:
     return event.start_mark.line + 1

@@ -33,7 +33,7 @@ from recipe_lib.reading import TEXT_LIMIT
 
 Component = TypeVar("Component", bound=Callable[..., Any])
 
-# kind -> (module whose import registers them, names)
+# Kind -> (module whose import registers them, names).
 BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "data.format": (
         "recipe_lib.data.formats",
@@ -61,11 +61,12 @@ _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BU
 def register(
     kind: str, name: str, facts: OptimizerFacts | None = None
 ) -> Callable[[Component], Component]:
-    """Decorator: makes a function or class selectable as `name` where a config asks for a `kind`.
+    """Return a decorator that makes a function or class selectable as `name` in a config.
 
-    kind: a key of `BUILT_IN`. facts: of an optimizer, what a plan has to know of it; without them
-    its states' bytes are not known before the first step. Raises ConfigError for an unknown kind,
-    an empty name, or a name that is taken.
+    kind: a key of `BUILT_IN`.
+    facts: of an optimizer, what a plan has to know of it; without them its states' bytes are not
+    known before the first step.
+    Raises ConfigError for an unknown kind, an empty name, or a name that is taken.
     """
     _check_kind(kind)
     if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name:
@@ -74,9 +75,10 @@ def register(
         )
 
     def add(component: Component) -> Component:
+        # Our own names are registered by our modules when one is first asked for.
         is_ours = getattr(component, "__module__", "").startswith("recipe_lib.")
-        taken = name in _components[kind] or (name in BUILT_IN[kind][1] and not is_ours)
-        if taken and _components[kind].get(name) is not component:
+        is_taken = name in _components[kind] or (name in BUILT_IN[kind][1] and not is_ours)
+        if is_taken and _components[kind].get(name) is not component:
             raise ConfigError(
                 f"register({kind!r}, {name!r}): the name is taken; register another one"
             )
@@ -89,8 +91,7 @@ def register(
 
 
 def get_registered(kind: str, name: str) -> Callable[..., Any]:
-    """The component that was registered as `name`; imports the owner of a built-in one on first
-    use.
+    """Return the component that was registered as `name`; imports the owner of a built-in one.
 
     Raises ConfigError with the nearest name if there is none.
     """
@@ -107,14 +108,12 @@ def get_registered(kind: str, name: str) -> Callable[..., Any]:
 
 
 def import_owner(kind: str) -> ModuleType:
-    """The module that registers the built-in names of a kind, imported with the first of them that
-    is asked for.
-    """
+    """Return the module that registers the built-in names of a kind, imported."""
     return importlib.import_module(BUILT_IN[kind][0])
 
 
 def list_names(kind: str) -> list[str]:
-    """Every name of a kind, the built-in ones first; imports nothing."""
+    """Return every name of a kind, the built-in ones first; imports nothing."""
     _check_kind(kind)
     built_in = BUILT_IN[kind][1]
     return [*built_in, *(name for name in _components[kind] if name not in built_in)]
@@ -127,13 +126,14 @@ def _check_kind(kind: str) -> None:
         )
 
 
+# Files of plugins, links followed: a second import would register the same names again.
 _loaded: set[Path] = set()
 
 
 def load_plugin(path: str | Path) -> None:
-    """Imports a .py file, once a process. Only ever called with a path from the command line, never
-    from a config.
+    """Import a plugin's .py file, once a process.
 
+    path: from the command line, never from a config, so that no config runs code.
     Raises ConfigError with the file's line if it cannot be found or raises while it is imported.
     """
     shown = show(str(path))
@@ -147,34 +147,34 @@ def load_plugin(path: str | Path) -> None:
     file = file.resolve()
     if file in _loaded:
         return
+    # Two plugins of one file name are two modules.
     name = f"tune_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"--plugin {shown}: cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
+    # Before its code runs, as import does: dataclasses look their module up.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except UserError as error:
         del sys.modules[name]
         raise ConfigError(*(f"{shown}: {fault}" for fault in error.faults)) from error
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # an exit code of a plugin's own would be taken for one of ours
+    except (Exception, SystemExit) as error:
+        # SystemExit too: an exit code of a plugin's own would be taken for one of ours.
         del sys.modules[name]
-        place = f"{shown}:{_line_in(error, file)}"
+        place = f"{shown}:{_find_line(error, file)}"
         raise ConfigError(f"{place}: raised {type(error).__name__}: {show(str(error))}") from error
     _loaded.add(file)
 
 
 def list_loaded_plugins() -> list[Path]:
-    """The files that were imported, links followed."""
+    """Return the plugins' files that were imported, links followed."""
     return sorted(_loaded)
 
 
-def _line_in(error: BaseException, file: Path) -> int:
-    """The line of the file at which it failed."""
+def _find_line(error: BaseException, file: Path) -> int:
+    """Return the line of the file at which its import failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,13 +1,14 @@
 """Every key of a config: its type, default, legal values and one line of description.
 
 The dataclasses are the schema that a YAML file is checked against, that `docs/config.md` and
-`tune cat --describe` are generated from, and that a recipe reads. This file imports no torch.
+`tune cat --describe` are generated from, and that a recipe reads. Here is the config of full
+fine-tuning, FullFinetuneConfig; those of other recipes are its subclasses. No torch.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from recipe_lib.config import key_conditions as idle
+from recipe_lib.config import key_conditions
 from recipe_lib.config.flat_schema import key
 from recipe_lib.config.schema_data import (
     DataConfig,
@@ -18,11 +19,8 @@ from recipe_lib.config.schema_data import (
 )
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
 
-# What a recipe's batch and model are, for all that plans or divides them; its config class says so.
-
-
-# What a recipe may train on -> the formats of `data.format` that have it; of plugins' formats
-# nobody knows.
+# What a recipe may train on -> the formats of `data.format` that have it. A plugin's formats are in
+# none: nobody knows what its samples are.
 SAMPLES: dict[str, tuple[str, ...]] = {
     "answers": ("alpaca", "sharegpt", "messages", "prompt_completion", "text"),
     "pairs": ("preference",),
@@ -32,12 +30,13 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 
 
 class RecipeFacts:
-    """Those of full fine-tuning; the config of a recipe of another kind overrides what is
-    different.
+    """Facts of a recipe's batch and model, for all that plans or divides them.
+
+    They are those of full fine-tuning; the config of a recipe of another kind overrides what
+    is different. So nothing below the recipes knows one by its name.
     """
 
-    # Whether a score head reads each sequence's last token, in place of a head that predicts the
-    # next one.
+    # A score head reads each sequence's last token, in place of a head that predicts the next one.
     scores_sequences: ClassVar[bool] = False
     # Keys and values by which the recipe trains adapters in place of every parameter; empty: it
     # cannot.
@@ -48,56 +47,53 @@ class RecipeFacts:
 
     @property
     def samples(self) -> str:
-        """What a sample is, a key of SAMPLES."""
+        """Return what a sample is, a key of SAMPLES."""
         return "answers"
 
     @property
     def trains_on_pairs(self) -> bool:
-        """Whether a row is a pair of answers: data.format=preference."""
+        """Return True if a sample is a pair of answers: data.format=preference."""
         return self.samples == "pairs"
 
     @property
     def compares_mismatched(self) -> bool:
-        """Whether a step also evaluates each prompt with the answer of another sample."""
+        """Return True if a step also evaluates each prompt with the answer of another sample."""
         return False
 
     @property
     def sequences_per_item(self) -> int:
-        """Sequences of a micro-batch for each of `batch_size`."""
+        """Return the sequences of a micro-batch for each of `batch_size`."""
         return 2 if self.trains_on_pairs else 1
 
     @property
     def num_labels(self) -> int | None:
-        """Rows of that head; None: as many as the checkpoint's has."""
+        """Return the scores that a score head gives; None: as many as the checkpoint's."""
         return None
 
     @property
     def own_loss(self) -> str | None:
-        """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss,
-        ipo`.
-        """
+        """Return what replaces `loss` here: `the loss of pairs is dpo.loss, ipo`; None: nothing."""
         return None
 
     @property
     def trained_adapters(self) -> "LoraConfig | None":
-        """The settings of what is trained; None: every parameter is."""
+        """Return the settings of the adapters that are trained; None: every parameter is."""
         return None
 
     @property
     def runs_reference(self) -> bool:
-        """Whether a step also evaluates micro-batches by a frozen model."""
+        """Return True if a step also evaluates micro-batches by a frozen model."""
         return False
 
     @property
     def copies_model(self) -> bool:
-        """Whether that is a second copy of the model, as there are no adapters that could be turned
-        off.
-        """
+        """Return True if that frozen model is a second copy of the model."""
+        # With adapters it is the model itself, with the adapters turned off.
         return self.runs_reference and self.trained_adapters is None
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Names of what its validation measures, of which `checkpoint.best_metric` is to be one."""
+        """Return the names of what validation measures, for `checkpoint.best_metric`."""
         return ("validation_loss",)
 
 
@@ -141,14 +137,14 @@ class OptimizerConfig:
         minimum=0,
         below=1,
         length=2,
-        needs=idle.require_optimizer_key("betas"),
+        needs=key_conditions.require_optimizer_key("betas"),
         known_as="torch betas",
     )
     eps: float = key(
         1e-8,
         "AdamW's epsilon.",
         above=0,
-        needs=idle.require_optimizer_key("eps"),
+        needs=key_conditions.require_optimizer_key("eps"),
         known_as="torch eps",
     )
     momentum: float | None = key(
@@ -156,7 +152,7 @@ class OptimizerConfig:
         "Momentum; null: for sgd 0, for muon 0.95.",
         minimum=0,
         below=1,
-        needs=idle.require_optimizer_key("momentum"),
+        needs=key_conditions.require_optimizer_key("momentum"),
         known_as="torch SGD momentum",
     )
     state_bits: int | None = key(
@@ -165,21 +161,24 @@ class OptimizerConfig:
         " which 4 train little but the largest numbers; null: those of dtype, beside"
         " master_weights 32.",
         choices=(4, 8, 16, 32),
-        needs=idle.require_optimizer_key("state_bits"),
+        needs=key_conditions.require_optimizer_key("state_bits"),
         known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
     )
     master_weights: bool = key(
         False,
         "Also keep the weights in fp32, which the steps add up in, and unless state_bits says"
         " otherwise the states; dtype=bf16 is what is computed with.",
-        needs=(idle.require_optimizer_key("master_weights"), idle.TRAINS_BF16),
+        needs=(key_conditions.require_optimizer_key("master_weights"), key_conditions.TRAINS_BF16),
         known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
     )
     stochastic_rounding: bool = key(
         False,
         "Round a step's bf16 weights, and states in bf16, up or down at random, so that changes"
         " smaller than bf16's resolution add up.",
-        needs=(idle.require_optimizer_key("stochastic_rounding"), idle.TRAINS_BF16),
+        needs=(
+            key_conditions.require_optimizer_key("stochastic_rounding"),
+            key_conditions.TRAINS_BF16,
+        ),
         known_as="torchao bf16_stochastic_round",
     )
     implementation: str = key(
@@ -188,7 +187,7 @@ class OptimizerConfig:
         " `auto`: fused where torch has such a kernel and it is right (for SGD neither with FSDP"
         " nor in bf16 on a CPU), else foreach.",
         choices=("auto", "fused", "foreach", "single"),
-        needs=idle.STEPS_WITH_TORCH,
+        needs=key_conditions.STEPS_WITH_TORCH,
         known_as="torchtitan optimizer.implementation",
     )
 
@@ -398,7 +397,7 @@ class FullFinetuneConfig(RecipeFacts):
         "cross_entropy",
         "The loss.",
         kind="loss",
-        needs=idle.SUMS_OVER_TOKENS,
+        needs=key_conditions.SUMS_OVER_TOKENS,
         known_as="torchtune loss",
     )
     router_aux_loss_coef: float = key(
@@ -477,19 +476,16 @@ class FullFinetuneConfig(RecipeFacts):
     )
 
 
-# The sections about adapters and preference pairs.
-
-
-# The linears of a native model's layers, and what PEFT's files call the parts that may have an
-# adapter.
+# The linears of a native model's layers.
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+# What PEFT's files call the parts that may have an adapter.
 PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {
     "embedding": "embed_tokens",
     "head": "lm_head",
 }
-# Of a mixture of experts, whose parameters PEFT finds by target_parameters.
+# Parts of a mixture of experts, whose parameters PEFT finds by target_parameters.
 MIXTURE_TARGETS = ("router", "experts")
-_SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
+_SHORT_NAMES = {peft_name: name for name, peft_name in PEFT_NAMES.items()}
 
 
 @dataclass
@@ -501,14 +497,14 @@ class LoraConfig:
         "Rank of the two matrices.",
         minimum=1,
         most=2**16,
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT r; torchtune lora_rank",
     )
     alpha: float = key(
         32.0,
         "The product is multiplied by alpha / rank.",
         above=0,
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT lora_alpha",
     )
     dropout: float = key(
@@ -516,7 +512,7 @@ class LoraConfig:
         "Share of the adapter's inputs set to zero in training.",
         minimum=0,
         below=1,
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT lora_dropout",
     )
     target_modules: list[str] = key(
@@ -526,58 +522,60 @@ class LoraConfig:
         " (each expert's factors are its own), `all-linear`: every linear of the layers, which"
         " routers and experts are not; of a model that is not native, ends of its linears' names,"
         " as `c_attn`.",
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT target_modules",
     )
     rslora: bool = key(
         False,
         "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).",
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT use_rslora",
     )
     dora: bool = key(
         False,
         "Also train the length of each output's weights (DoRA, arXiv 2402.09353).",
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT use_dora",
     )
     quantize_base: str = key(
         "none",
         "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
         choices=("none", "nf4", "int8"),
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="torchtune quantize_base; HF load_in_4bit",
     )
     dtype: str | None = key(
         None,
         "Type of the adapters' weights; null: dtype.",
         choices=("fp32", "bf16"),
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT autocast_adapter_dtype",
     )
     adapter_path: str | None = key(
         None,
         "Folder of a PEFT adapter to go on training; null: a new one.",
         path=True,
-        needs=idle.TRAINS_ADAPTERS,
+        needs=key_conditions.TRAINS_ADAPTERS,
         known_as="Axolotl lora_model_dir; LLaMA-Factory adapter_name_or_path",
     )
     merge_on_save: bool = key(
         False,
         "At the end also write the model with the adapter merged in, as output_dir/model.",
-        needs=(idle.TRAINS_ADAPTERS, "checkpoint.save_model"),
+        needs=(key_conditions.TRAINS_ADAPTERS, "checkpoint.save_model"),
         known_as="PEFT merge_and_unload",
     )
 
     def __post_init__(self) -> None:
-        """Each target under one name, so that two configs that mean the same are the same."""
-        named = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
-        if "all-linear" in named:
-            named = ["all-linear", *(name for name in named if name not in LINEARS)]
-        self.target_modules = list(dict.fromkeys(named))
+        """Give each target its short name, so that two configs that mean the same are the same."""
+        targets = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
+        if "all-linear" in targets:
+            targets = ["all-linear", *(name for name in targets if name not in LINEARS)]
+        self.target_modules = list(dict.fromkeys(targets))
 
     @property
     def targets(self) -> list[str]:
-        """The short names of a native model's targets, `all-linear` taken apart."""
-        rest = [name for name in self.target_modules if name != "all-linear"]
-        return [*LINEARS, *rest] if len(rest) < len(self.target_modules) else rest
+        """Return the short names of a native model's targets, `all-linear` taken apart."""
+        single_targets = [name for name in self.target_modules if name != "all-linear"]
+        if "all-linear" in self.target_modules:
+            return [*LINEARS, *single_targets]
+        return single_targets

@@ -1,8 +1,12 @@
-"""The sections about what is trained on: model, tokenizer, data."""
+"""The sections about what is trained: model, tokenizer, data, validation.
+
+After them, what the data sections mean together: `resolve_sources` fills in what a source leaves
+to the section `data`.
+"""
 
 from dataclasses import dataclass, field
 
-from recipe_lib.config import key_conditions as idle
+from recipe_lib.config import key_conditions
 from recipe_lib.config.flat_schema import key
 
 
@@ -107,7 +111,10 @@ class DataConfig:
         known_as="LLaMA-Factory formatting; Axolotl type",
     )
     split: str = key(
-        "train", "Split of a hub dataset.", needs=idle.READS_HUB, known_as="HF load_dataset split"
+        "train",
+        "Split of a hub dataset.",
+        needs=key_conditions.READS_HUB,
+        known_as="HF load_dataset split",
     )
     columns: dict[str, str] = key(
         {},
@@ -126,7 +133,7 @@ class DataConfig:
         "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one,"
         " `auto` chat if any.",
         choices=("auto", "chat", "plain"),
-        needs=idle.HAS_TURNS,
+        needs=key_conditions.HAS_TURNS,
         known_as="LLaMA-Factory template",
     )
     train_on: str | list[str] = key(
@@ -135,7 +142,7 @@ class DataConfig:
         " roles; a message's own `train: false` takes it out.",
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
-        needs=idle.LABELS_ARE_OPEN,
+        needs=key_conditions.LABELS_ARE_OPEN,
         known_as="Axolotl roles_to_train; TRL assistant_only_loss",
     )
     history: str = key(
@@ -145,7 +152,7 @@ class DataConfig:
         " when generating; `split`: each answer gets its own; `refuse`: such a sample is a bad"
         " one.",
         choices=("auto", "split", "refuse"),
-        needs=(idle.HAS_EARLIER_ANSWERS, "data.train_on != all"),
+        needs=(key_conditions.HAS_EARLIER_ANSWERS, "data.train_on != all"),
         known_as="none has it: others train all answers of one rendering, or the last one",
     )
     check_label_mask: bool = key(
@@ -180,7 +187,7 @@ class DataConfig:
         True,
         "End each `text`, each completion and each answer that is rendered already with EOS, unless"
         " an end token ends it.",
-        needs=idle.HAS_TEXTS,
+        needs=key_conditions.HAS_TEXTS,
         known_as="torchtune add_eos; Axolotl, TRL and LLaMA-Factory always do",
     )
     parse_special_tokens: bool | None = key(
@@ -188,7 +195,7 @@ class DataConfig:
         "Special tokens that samples spell out become tokens; false: they stay text. null: by"
         " format: in the texts of `text`, `prompt_completion`, `preference`, `kto` and"
         " `classification`, and not in messages.",
-        needs=idle.PARSES_UNLIKE_FORMAT,
+        needs=key_conditions.PARSES_UNLIKE_FORMAT,
         known_as="LLaMA-Factory split_special_tokens; HF has it too: its opposite",
     )
     max_samples: int | None = key(
@@ -214,7 +221,7 @@ class DataConfig:
         "truncate",
         "What a sequence over max_seq_len tokens does.",
         choices=("truncate", "drop", "error"),
-        needs=idle.MAY_EXCEED_LENGTH,
+        needs=key_conditions.MAY_EXCEED_LENGTH,
         known_as="Axolotl excess_length_strategy",
     )
     num_proc: int | None = key(
@@ -266,7 +273,7 @@ class ValidationConfig:
     split: str | None = key(
         None,
         "Like data.split, such as test, or train[:5%]; null: the same.",
-        needs=idle.VALIDATES_ON_HUB,
+        needs=key_conditions.VALIDATES_ON_HUB,
         known_as="HF load_dataset split; TRL dataset_test_split",
     )
     every_n_steps: int | None = key(
@@ -306,7 +313,7 @@ class ValidationConfig:
         "Tokens of an answer that is generated for a plugin's metric.",
         minimum=1,
         most=2**20,
-        needs=idle.GENERATES_IN_VALIDATION,
+        needs=key_conditions.GENERATES_IN_VALIDATION,
         known_as="HF generation_max_length",
     )
     patience: int | None = key(
@@ -325,34 +332,33 @@ class ValidationConfig:
     )
 
 
+# Before the name of a dataset on the hub.
 HUB = "hub:"
 
 
 def resolve_sources(cfg: DataConfig) -> list[SourceConfig]:
-    """Every source of training data, what it leaves null filled in from the section `data`.
+    """Return every source of training data, what it leaves null filled in from the section `data`.
 
     `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not
     changed.
     """
     if cfg.sources:
-        return [_filled(source, cfg) for source in cfg.sources]
-    return [] if cfg.source is None else [_filled(SourceConfig(cfg.source), cfg)]
+        return [_fill_source(source, cfg) for source in cfg.sources]
+    return [] if cfg.source is None else [_fill_source(SourceConfig(cfg.source), cfg)]
 
 
 def list_sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
-    """`resolved_sources` by the section of the config that each is from: `data`, or
-    `data.sources[0]`, ...
+    """Return `resolve_sources` by the section of each: `data`, or `data.sources[0]`, ...
 
     The key that names the source is `SECTION.source`.
     """
-    sources = resolve_sources(data)
     return {
-        f"data.sources[{number}]" if data.sources else "data": one
-        for number, one in enumerate(sources)
+        f"data.sources[{number}]" if data.sources else "data": source
+        for number, source in enumerate(resolve_sources(data))
     }
 
 
-def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
+def _fill_source(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
     columns = cfg.columns if source.columns is None else source.columns
     return SourceConfig(
         source=source.source,
@@ -367,9 +373,7 @@ def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
 def resolve_validation_source(
     data: DataConfig, validation: "ValidationConfig"
 ) -> SourceConfig | None:
-    """The source of validation data, what it leaves null filled in from the section `data`; None:
-    no validation.
-    """
+    """Return the source of validation data, filled in from `data`; None: no validation."""
     if validation.source is None:
         return None
     return SourceConfig(
@@ -377,10 +381,11 @@ def resolve_validation_source(
         format=validation.format or data.format,
         split=validation.split or data.split,
         columns=dict(data.columns),
+        # Not data.max_samples, which is about the training data alone.
         max_samples=validation.max_samples,
     )
 
 
 def is_hub(source: str | None) -> bool:
-    """True for the name of a hub dataset."""
+    """Return True for the name of a hub dataset."""
     return source is not None and source.startswith(HUB)

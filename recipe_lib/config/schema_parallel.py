@@ -1,4 +1,4 @@
-"""The sections about ranks and memory."""
+"""The sections about ranks and memory: `parallel` and `memory`."""
 
 from dataclasses import dataclass
 

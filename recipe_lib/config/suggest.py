@@ -1,4 +1,8 @@
-"""The nearest valid spelling of what a user wrote, for `did you mean ...?`."""
+"""Shows what a user wrote in messages, with the nearest valid spelling of it.
+
+`did_you_mean` gives `; did you mean lr?`. `show` and `quote` make a text of the user's safe to
+print: one line, without secrets.
+"""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -8,32 +12,34 @@ from recipe_lib.redaction import redact
 CLOSE_ENOUGH = 0.6  # difflib ratio; below it a suggestion misleads more often than it helps
 
 
-def find_nearest(found: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -> str | None:
-    """The member of `valid` that is most like `found`, upper and lower case alike; None if none is
-    close.
+def find_nearest(written: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -> str | None:
+    """Return the valid name that is most like what was written; None if none is close.
+
+    Upper and lower case count as the same.
     """
-    spelled = {name.lower(): name for name in valid}
-    close = get_close_matches(found.lower()[:200], list(spelled), n=1, cutoff=cutoff)
-    return spelled[close[0]] if close else None
+    by_lower = {name.lower(): name for name in valid}
+    # Cut: difflib's time grows with the square of the length, and the text is a user's.
+    matches = get_close_matches(written.lower()[:200], list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
-def did_you_mean(found: str, valid: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing when no valid name is close."""
-    name = find_nearest(found, valid)
+def did_you_mean(written: str, valid: Iterable[str]) -> str:
+    """Return `; did you mean X?`, or nothing when no valid name is close."""
+    name = find_nearest(written, valid)
     return f"; did you mean {name}?" if name else ""
 
 
-PATH_LIMIT = 250  # letters
+PATH_LIMIT = 250  # characters of a path that are shown
 
 
 def show(text: str, limit: int = 80) -> str:
-    """A user's text as one printable line: control characters escaped, the middle of a long one
-    left out.
+    """Return a user's text as one printable line, the middle of a long one left out.
 
-    Secrets go first: the rest of one that is cut would not be known as one. A path is to be copied,
-    and far longer ones stay whole.
+    limit: characters. Control characters are escaped.
     """
+    # Before the cut: the rest of a secret would not be known as one.
     text = redact(text)
+    # A path is to be copied, so that far longer ones stay whole.
     if "/" in text and not any(letter.isspace() for letter in text):
         limit = max(limit, PATH_LIMIT)
     line = "".join(
@@ -45,5 +51,5 @@ def show(text: str, limit: int = 80) -> str:
 
 
 def quote(text: str) -> str:
-    """The same in single quotes."""
+    """Return a text as `show` does, in single quotes."""
     return f"'{show(text)}'"

@@ -132,9 +132,9 @@ def list_optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list
     trained = {parameter: name for name, parameter in pairs if parameter.requires_grad}
     sizes: list[int] = []
     for parameter, name in trained.items():
-        states = facts.states_of(cfg, layer_matrix=is_layer_matrix(parameter, name))
+        states = facts.list_states(cfg, layer_matrix=is_layer_matrix(parameter, name))
         sizes += list_state_sizes(
-            parameter, states, facts.state_bits(cfg), master=facts.has_master_weights(cfg)
+            parameter, states, facts.get_state_bits(cfg), master=facts.has_master_weights(cfg)
         )
     return sizes
 

@@ -17,7 +17,7 @@ KINDS = ("full", "lora", "KD_lora", "qat", "dpo")
 def imported(path: Path) -> str:
     """Return the faults of a file, empty if it becomes a config of ours."""
     try:
-        import_file(str(path)).yaml("ours.yaml")
+        import_file(str(path)).format_yaml("ours.yaml")
     except UserError as error:
         assert error.faults and all(
             "\n" not in fault and len(fault) < 6000 for fault in error.faults

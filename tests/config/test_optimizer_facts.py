@@ -64,11 +64,11 @@ def test_a_plugin_gives_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_states_follow_the_keys() -> None:
     momentum = read_built_in_optimizers()["sgd"]
-    assert momentum.states_of(OptimizerConfig(), layer_matrix=True) == ()
-    assert momentum.states_of(OptimizerConfig(momentum=0.9), layer_matrix=True) == (
+    assert momentum.list_states(OptimizerConfig(), layer_matrix=True) == ()
+    assert momentum.list_states(OptimizerConfig(momentum=0.9), layer_matrix=True) == (
         "momentum_buffer",
     )
-    assert momentum.state_bits(OptimizerConfig(state_bits=8)) is None
-    assert read_built_in_optimizers()["muon"].states_of(OptimizerConfig(), layer_matrix=True) == (
+    assert momentum.get_state_bits(OptimizerConfig(state_bits=8)) is None
+    assert read_built_in_optimizers()["muon"].list_states(OptimizerConfig(), layer_matrix=True) == (
         "momentum_buffer",
     )

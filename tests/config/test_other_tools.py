@@ -8,9 +8,9 @@ import pytest
 
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
-from recipe_lib.config.check_settings import find_hint, find_meant_keys, find_misspelled_name
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.unknown_keys import find_hint, find_meant_keys, find_misspelled_name
 
 SCHEMA = read_schema(DpoFinetuneConfig)
 TOOLS = ("torch", "HF", "PEFT", "TRL", "torchtitan", "Megatron", "torchtune", "Axolotl", "LLaMA-Factory", "DeepSpeed",

@@ -21,7 +21,7 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
         path = tmp_path / "configs" / f"{name}.yaml"
         path.parent.mkdir(parents=True)
         path.write_text(f"# {name}\n#\n{GOOD}")
-    monkeypatch.setattr(paths, "_shipped_folder", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(paths, "_find_shipped_folder", lambda kind: tmp_path / kind)
     return tmp_path
 
 

@@ -64,12 +64,12 @@ def check_whole(path: Path, imported: ImportedConfig, tmp_path: Path) -> None:
     rows = {key: fate for key, fate in imported.fates.items() if fate.kind != DEFAULT}
     assert set(rows) == set(theirs)
     assert {fate.kind for fate in rows.values()} <= {CARRIED, CHANGED, DROPPED}
-    assert sum(imported.counts().values()) == len(theirs)
+    assert sum(imported.count_keys().values()) == len(theirs)
     assert all(fate.why for fate in rows.values() if fate.kind != CARRIED)
-    said = imported.table()
+    said = imported.format_table()
     assert all(key in said or key.rpartition(".")[2] in said for key in theirs)
     ours = tmp_path / "ours.yaml"
-    ours.write_text(imported.yaml("ours.yaml"), encoding="utf-8")
+    ours.write_text(imported.format_yaml("ours.yaml"), encoding="utf-8")
     schema = RECIPE_CONFIGS[imported.recipe]
     assert load_config(ours, (), schema) == imported.cfg
     assert max(map(len, ours.read_text(encoding="utf-8").splitlines()[:3])) <= 120
@@ -193,7 +193,7 @@ def test_a_config_in_their_style(tmp_path: Path):
     assert cfg.max_steps == 100 and imported.fates["max_steps_per_epoch"].kind == CHANGED
     assert cfg.output_dir == "/tmp/out" and imported.fates["checkpointer.output_dir"].why
     assert set(imported.fates) >= {name for name, _ in leaves(yaml.safe_load(STYLE))}
-    header = imported.yaml("mine.yaml").splitlines()
+    header = imported.format_yaml("mine.yaml").splitlines()
     assert "#   tune download o/Small-Model" in header
     assert "#   tune run lora_finetune_distributed --config mine.yaml" in header
 
@@ -457,7 +457,7 @@ def planned(*words: str) -> str:
 @pytest.mark.slow
 def test_what_is_imported_can_be_planned(tmp_path: Path):
     ours = tmp_path / "ours.yaml"
-    ours.write_text(read(PLANNED["qlora"], tmp_path).yaml("ours.yaml"), encoding="utf-8")
+    ours.write_text(read(PLANNED["qlora"], tmp_path).format_yaml("ours.yaml"), encoding="utf-8")
     words = [
         "~model.path",
         "model.preset=demo/0.5M",

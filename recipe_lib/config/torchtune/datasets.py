@@ -1,4 +1,8 @@
-"""Datasets of torchtune's configs, which name a function, as source, format and columns."""
+"""Converts the datasets of torchtune's configs, which name a function: source, format, columns.
+
+DATASETS has what each function of torchtune.datasets reads; `convert_datasets` notes every key of
+the sections `dataset` and `dataset_val`.
+"""
 
 import os
 from collections.abc import Mapping
@@ -12,22 +16,22 @@ from recipe_lib.config.torchtune.conversion import ConfigImport
 
 @dataclass(frozen=True)
 class TorchtuneDataset:
-    """What a function of torchtune.datasets reads."""
+    """The samples that a function of torchtune.datasets reads, in our words."""
 
+    # The value of `data.format`.
     format: str
-    """The value of `data.format`."""
+    # Its dataset on the hub, where it is of one.
     source: str | None = None
-    """Its dataset on the hub, where it is of one."""
+    # Theirs by the names that our format knows.
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Theirs by the names that our format knows."""
+    # Names of theirs in `column_map` -> ours.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Names of theirs in `column_map` -> ours."""
+    # Its default of train_on_input is false.
     masks: bool = True
-    """Its default of train_on_input is false."""
+    # What is different here.
     why: str = ""
-    """What is different here."""
+    # The subset of `source`.
     subset: str | None = None
-    """The subset of `source`."""
 
 
 _ALPACA = (
@@ -89,7 +93,7 @@ STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "mes
 # What `load_dataset` takes in place of a name, with the files in data_files.
 LOADERS = ("json", "csv", "parquet", "text")
 
-# Keys of a dataset that are ours of all data.
+# Keys of a dataset that are ours for all data.
 SWITCHES = {"packed": "data.packing", "add_eos": "data.add_eos"}
 
 # Of one dataset: why nothing is missed, or what is missing.
@@ -112,63 +116,62 @@ REFUSED = {
 def convert_datasets(conversion: ConfigImport) -> None:
     """Note the keys of `dataset`, a section or a list of them, and of `dataset_val`."""
     values = conversion.theirs.values
-    numbers = sorted(
-        {int(key[8:].partition("]")[0]) for key in values if key.startswith("dataset[")}
-    )
+    listed = [key.removeprefix("dataset[") for key in values if key.startswith("dataset[")]
+    numbers = sorted({int(key.partition("]")[0]) for key in listed})
     if not numbers and "dataset._component_" not in values:
-        raise conversion.stop("dataset._component_ is missing, which says what is trained on")
+        raise conversion.build_error(
+            "dataset._component_ is missing, which says what is trained on"
+        )
     for number in numbers:
         _convert_dataset(conversion, f"dataset[{number}]", f"data.sources[{number}]")
-    for section, ours in (("dataset", "data"), ("dataset_val", "validation")):
-        if f"{section}._component_" in values and not (numbers and section == "dataset"):
-            _convert_dataset(conversion, section, ours)
+    if not numbers:
+        _convert_dataset(conversion, "dataset", "data")
+    if "dataset_val._component_" in values:
+        _convert_dataset(conversion, "dataset_val", "validation")
 
 
-def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
-    """Note the keys of one dataset. ours: the section of ours that it becomes."""
+def _convert_dataset(conversion: ConfigImport, section: str, our_section: str) -> None:
+    """Note the keys of one dataset. our_section: the one that it becomes."""
     component = f"{section}._component_"
     dataset = DATASETS.get(conversion.read_component(section))
     if dataset is None:
         conversion.refuse(
             component, f"no such dataset; known are {', '.join(DATASETS)}", may_be_left_out=False
         )
-        for key in conversion.theirs.under(section):
+        for key in conversion.theirs.list_keys(section):
             if key != component:
                 conversion.drop(key, "of that dataset")
         return
-    style = conversion.value(f"{section}.conversation_style")
-    said = {f"{ours}.format": STYLES[style][0] if style in STYLES else dataset.format}
-    source = _convert_source(conversion, section, ours, dataset)
+    style = conversion.get_value(f"{section}.conversation_style")
+    our_keys = {f"{our_section}.format": STYLES[style][0] if style in STYLES else dataset.format}
+    source = _convert_source(conversion, section, our_section, dataset=dataset)
     if source is not None and f"{section}.source" not in conversion.theirs.values:
-        said[f"{ours}.source"] = source
-    _convert_columns(conversion, section, ours, dataset)
-    conversion.carry(component, said, dataset.why, differs=bool(dataset.why))
-    for key in conversion.theirs.under(section):
+        our_keys[f"{our_section}.source"] = source
+    _convert_columns(conversion, section, our_section, dataset=dataset)
+    conversion.carry(component, our_keys, dataset.why, differs=bool(dataset.why))
+    for key in conversion.theirs.list_keys(section):
         if not conversion.is_noted(key):
-            _convert_key(conversion, key, ours, dataset, source)
-    trains_on_all = f"{section}.train_on_input"
-    if not dataset.masks and trains_on_all not in conversion.theirs.values and ours != "validation":
-        conversion.defaults[trains_on_all] = True
-        _convert_key(conversion, trains_on_all, ours, dataset, source)
+            _convert_key(conversion, key, our_section, dataset=dataset, source=source)
+    # After the keys of the file: a default counts only where the file says nothing.
+    train_on_input = f"{section}.train_on_input"
+    is_default = train_on_input not in conversion.theirs.values
+    if is_default and not dataset.masks and our_section != "validation":
+        conversion.defaults[train_on_input] = True
+        _convert_key(conversion, train_on_input, our_section, dataset=dataset, source=source)
 
 
 def _convert_source(
-    conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset
+    conversion: ConfigImport, section: str, our_section: str, *, dataset: TorchtuneDataset
 ) -> str | None:
     """Note where a dataset is; return what `data.source` is, None after a fault."""
     key = f"{section}.source"
-    subset = (
-        conversion.value(f"{section}.subset")
-        or conversion.value(f"{section}.name")
-        or dataset.subset
-    )
     if key not in conversion.theirs.values:
         if dataset.source is None:
             conversion.faults.append(f"{conversion.theirs.shown}: {key} is missing")
             return None
-        return _name_on_hub(dataset.source, dataset.subset)
-    name = str(conversion.value(key))
-    files = conversion.value(f"{section}.data_files")
+        return _format_hub_name(dataset.source, dataset.subset)
+    name = str(conversion.get_value(key))
+    files = conversion.get_value(f"{section}.data_files")
     if "://" in name:
         conversion.refuse(
             key, "storage by URL is not read; copy the files here", may_be_left_out=False
@@ -185,65 +188,73 @@ def _convert_source(
         source = str(paths[0])
         conversion.carry(f"{section}.data_files", {})
     else:
-        source = name if is_local(name) else _name_on_hub(name, subset)
+        # `load_dataset` takes the subset as `name`.
+        subset = conversion.get_value(f"{section}.subset") or conversion.get_value(
+            f"{section}.name"
+        )
+        source = name if is_local(name) else _format_hub_name(name, subset or dataset.subset)
         if files is not None:
             conversion.refuse(f"{section}.data_files", _NO_PART)
-    conversion.carry(key, {f"{ours}.source": source})
+    conversion.carry(key, {f"{our_section}.source": source})
     return source
 
 
-def _name_on_hub(name: str, subset: str | None) -> str:
+def _format_hub_name(name: str, subset: str | None) -> str:
     return f"{HUB}{name}:{subset}" if subset else f"{HUB}{name}"
 
 
 def is_local(name: str) -> bool:
-    """Return whether it names a file or folder: one that is there, or what no dataset on the hub is
-    called.
-    """
+    """Return True for a file or folder: one that is there, or what no hub dataset is called."""
     path = expand_home(name)
     return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
 
 
 def _convert_columns(
-    conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset
+    conversion: ConfigImport, section: str, our_section: str, *, dataset: TorchtuneDataset
 ) -> None:
     """Note the names of columns: theirs by our names, as far as they differ."""
     columns = dict(dataset.columns)
-    for key in conversion.theirs.under(f"{section}.column_map"):
+    for key in conversion.theirs.list_keys(f"{section}.column_map"):
         word = key.rpartition(".")[2]
         if key.endswith("column_map"):
             conversion.drop(key, "is empty")
         elif word not in dataset.renamed:
             conversion.refuse(key, f"expected {' or '.join(dataset.renamed) or 'no column_map'}")
         else:
-            columns[dataset.renamed[word]] = str(conversion.value(key))
+            columns[dataset.renamed[word]] = str(conversion.get_value(key))
             conversion.carry(key, {})
-    style = conversion.value(f"{section}.conversation_style")
-    ours_of = {"column": "text", "conversation_column": STYLES.get(style, ("", ""))[1]}
-    for word, name in ours_of.items():
+    style = conversion.get_value(f"{section}.conversation_style")
+    column_keys = {"column": "text", "conversation_column": STYLES.get(style, ("", ""))[1]}
+    for word, name in column_keys.items():
         key = f"{section}.{word}"
         if conversion.is_on(key) and name:
-            columns[name] = str(conversion.value(key))
+            columns[name] = str(conversion.get_value(key))
             conversion.carry(key, {})
     columns = {name: theirs for name, theirs in columns.items() if name != theirs}
-    if ours == "validation":
+    # Validation takes the columns of the section `data`.
+    if our_section == "validation":
         if columns != conversion.ours.get("data.columns", {}):
             why = "validation has the columns of the training data; rename those in its file"
             conversion.refuse(f"{section}._component_", why)
     elif columns:
-        conversion.ours[f"{ours}.columns"] = columns
+        conversion.ours[f"{our_section}.columns"] = columns
 
 
 def _convert_key(
-    conversion: ConfigImport, key: str, ours: str, dataset: TorchtuneDataset, source: str | None
+    conversion: ConfigImport,
+    key: str,
+    our_section: str,
+    *,
+    dataset: TorchtuneDataset,
+    source: str | None,
 ) -> None:
     """Note a key of a dataset besides its source and columns."""
-    value = conversion.value(key)
+    value = conversion.get_value(key)
     word = key.rpartition(".")[2]
     if word == "split":
-        _convert_split(conversion, key, ours, source)
+        _convert_split(conversion, key, our_section, source=source)
     elif word in SWITCHES:
-        conversion.carry(key, {SWITCHES[word]: bool(value)} if ours != "validation" else {})
+        conversion.carry(key, {SWITCHES[word]: bool(value)} if our_section != "validation" else {})
     elif word == "train_on_input":
         _convert_labels(conversion, key, dataset, trains_on_all=bool(value))
     elif word == "conversation_style":
@@ -259,11 +270,13 @@ def _convert_key(
         conversion.drop(key, "is off, as here")
 
 
-def _convert_split(conversion: ConfigImport, key: str, ours: str, source: str | None) -> None:
+def _convert_split(
+    conversion: ConfigImport, key: str, our_section: str, *, source: str | None
+) -> None:
     """Note the split of a dataset of the hub; files have none."""
-    split = str(conversion.value(key))
+    split = str(conversion.get_value(key))
     if source is None or source.startswith(HUB):
-        conversion.carry(key, {f"{ours}.split": split})
+        conversion.carry(key, {f"{our_section}.split": split})
     elif split == "train":
         conversion.drop(key, "files are read whole")
     else:

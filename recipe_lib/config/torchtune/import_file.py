@@ -1,5 +1,8 @@
-"""A file of torchtune's as a config of ours: checked, and as YAML in the shape of the shipped
-ones.
+"""Imports a file of torchtune's as a config of ours, checked.
+
+`import_file` returns an `ImportedConfig`: the config, as YAML in the shape of the shipped ones, and
+what became of every key of the file. torchtune's configs name no recipe: the model's builder and
+the loss say which is meant.
 """
 
 import os
@@ -58,29 +61,26 @@ _LEAST_WIDTH = 20
 class ImportedConfig:
     """A config of ours, and what it came of."""
 
+    # The recipe of ours that it is for.
     recipe: str
-    """Of ours."""
+    # The name of the file.
     source: str
-    """The name of the file."""
+    # The config object.
     cfg: Any
-    """The config object."""
+    # What became of each key of the file, and of what torchtune takes for keys that the file leaves
+    # out.
     fates: dict[str, KeyFate]
-    """What became of each key of the file, and of what torchtune takes for keys that the file
-    leaves out.
-    """
+    # Our keys that differ from the defaults.
     settings: dict[str, Any]
-    """Our keys that differ from the defaults."""
+    # What to know of the config.
     notes: list[str]
-    """What to know of the config."""
 
-    def counts(self) -> dict[str, int]:
-        """Count the keys of the file that were carried, that have another effect, and that were
-        dropped.
-        """
+    def count_keys(self) -> dict[str, int]:
+        """Count the keys of the file that were carried, have another effect, or were dropped."""
         kinds = Counter(fate.kind for fate in self.fates.values())
         return {kind: kinds[kind] for kind in (CARRIED, CHANGED, DROPPED)}
 
-    def yaml(self, name: str) -> str:
+    def format_yaml(self, name: str) -> str:
         """Return the config as text. name: of its file, for the command in its header."""
         header = (
             f"# Imported from {show(self.source)} of torchtune; `tune import` says what became of"
@@ -89,37 +89,35 @@ class ImportedConfig:
         models = [self.settings.get(name) for name in ("model.path", "distill.teacher")]
         commands = [f"tune download {name}" for name in models if name and is_hub_id(name)]
         commands.append(f"tune run {self.recipe} --config {show(name)}")
-        names = sorted(
-            self.settings, key=lambda name: "." not in name
-        )  # sections first, as in the shipped configs
+        # Sections first, as in the shipped configs.
+        names = sorted(self.settings, key=lambda name: "." not in name)
         settings = {"recipe": self.recipe} | {name: self.settings[name] for name in names}
         lines = [header, "#", *(f"#   {line}" for line in commands)]
-        return (
-            "\n".join(lines)
-            + "\n"
-            + format_settings(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
-        )
+        keys = read_schema(RECIPE_CONFIGS[self.recipe]).keys
+        return "\n".join(lines) + "\n" + format_settings(settings, keys)
 
-    def table(self) -> str:
-        """Write a line for each key of the file, and for defaults of theirs that are not ours."""
+    def format_table(self) -> str:
+        """Return a line for each key of the file, and for defaults of theirs that are not ours."""
         rows: list[tuple[str, str]] = []
         for kind in (CARRIED, CHANGED, DEFAULT, DROPPED):
-            found = {
+            fates = {
                 key: fate
                 for key, fate in self.fates.items()
                 if fate.kind == kind and self._is_shown(fate)
             }
-            if found:
-                rows.append((f"{kind} ({len(found)})", ""))
-                rows += [(f"  {show(name)}", _said(fate)) for name, fate in found.items()]
+            if fates:
+                rows.append((f"{kind} ({len(fates)})", ""))
+                rows += [(f"  {show(name)}", _describe_fate(fate)) for name, fate in fates.items()]
         width = max([_LEAST_WIDTH, *(len(key) for key, _ in rows)])
         return "".join(f"{f'{key:{width}}  {text}'.rstrip()}\n" for key, text in rows)
 
     def _is_shown(self, fate: KeyFate) -> bool:
-        is_ours = (
-            not any(name in self.settings for name in fate.ours) if fate.ours else not fate.why
-        )
-        return fate.kind != DEFAULT or not is_ours
+        if fate.kind != DEFAULT:
+            return True
+        # Of defaults of theirs, those that are not ours.
+        if fate.ours:
+            return any(name in self.settings for name in fate.ours)
+        return bool(fate.why)
 
 
 def import_file(
@@ -132,74 +130,80 @@ def import_file(
     that cannot be carried, a config that would not run.
     """
     theirs = read_torchtune_file(path)
-    if not any(
-        key.rpartition(".")[2] == "_component_" for key in theirs.values
-    ):  # torchtune's alone name Python code
+    # Of all tools' configs torchtune's alone name Python code so.
+    if not any(key.rpartition(".")[2] == "_component_" for key in theirs.values):
         raise ConfigError(
             f"{theirs.shown}: has no key _component_, as torchtune's configs have, which alone are"
             f" imported; `tune validate {theirs.shown}` checks a config of ours, and has our key"
             " for each of another tool's"
         )
-    left_out = omit_keys(omitted, theirs)
+    omitted_fates = omit_keys(omitted, theirs)
     conversion = ConfigImport(theirs, DEFAULTS)
     convert(conversion)
     given = {word.removeprefix("~").partition("=")[0] for word in overrides}
     loaded = _load(conversion, overrides, given)
-    fates = _drop_idle(conversion, loaded, given) | left_out
+    fates = _drop_idle(conversion, loaded, given) | omitted_fates
     settings = _select_settings(loaded, conversion.recipe)
     notes = [f"note: {line}" for line in describe_stalled_means(loaded.cfg)]
-    return ImportedConfig(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
+    return ImportedConfig(
+        recipe=conversion.recipe,
+        source=theirs.path.name,
+        cfg=loaded.cfg,
+        fates=fates,
+        settings=settings,
+        notes=notes,
+    )
 
 
 def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> LoadedConfig:
-    """Check the config as `tune validate` does; our keys are handed over as if they had been
-    typed.
-    """
-    taken = dict(conversion.ours)
-    for pair in ALTERNATIVES:  # what the user sets takes the place of its alternative
-        for one, other in (pair, pair[::-1]):
-            if one in given:
-                taken = {name: value for name, value in taken.items() if not name.startswith(other)}
-    words = [f"{name}={format_value(value)}" for name, value in _in_lists(taken).items()]
+    """Check the config as `tune validate` does; our keys are taken as if they had been typed."""
+    ours = dict(conversion.ours)
+    for pair in ALTERNATIVES:
+        # What the user sets takes the place of its alternative.
+        for name, alternative in (pair, pair[::-1]):
+            if name in given:
+                ours = {key: ours[key] for key in ours if not key.startswith(alternative)}
+    words = [f"{name}={format_value(value)}" for name, value in _join_sources(ours).items()]
     try:
         return load_with_origins((), [*words, *overrides], RECIPE_CONFIGS[conversion.recipe])
     except ConfigError as error:
-        own = f"{COMMAND_LINE}: "
-        theirs = {name: key for key, fate in conversion.fates.items() for name in fate.ours}
-
-        def placed(line: str) -> str:
-            said = line.removeprefix(own)
-            key = theirs.get(said.partition("=")[0])
-            where = (
-                f"{conversion.theirs.place(key)}: {show(key)}" if key else conversion.theirs.shown
-            )
-            return f"{where}: as ours: {said}"
-
-        typed = tuple(f"{own}{show(word)}" for word in overrides)
+        typed = tuple(f"{COMMAND_LINE}: {show(word)}" for word in overrides)
         faults = (
-            line if typed and line.startswith(typed) else placed(line) for line in error.faults
+            line if typed and line.startswith(typed) else _place_fault(conversion, line)
+            for line in error.faults
         )
         raise ConfigError(*faults) from error
 
 
-def _in_lists(ours: dict[str, Any]) -> dict[str, Any]:
+def _place_fault(conversion: ConfigImport, line: str) -> str:
+    """Return the line of a fault with the place in their file that it came of."""
+    fault = line.removeprefix(f"{COMMAND_LINE}: ")
+    our_name = fault.partition("=")[0]
+    place = conversion.theirs.shown
+    for key, fate in conversion.fates.items():
+        if our_name in fate.ours:
+            place = f"{conversion.theirs.format_place(key)}: {show(key)}"
+    return f"{place}: as ours: {fault}"
+
+
+def _join_sources(ours: dict[str, Any]) -> dict[str, Any]:
     """Put `data.sources[0].source` and its like into one list."""
+    joined = {}
     sources: dict[int, dict[str, Any]] = {}
     for name, value in ours.items():
-        if found := _SOURCE.fullmatch(name):
-            sources.setdefault(int(found[1]), {})[found[2]] = value
-    rest = {name: value for name, value in ours.items() if not _SOURCE.fullmatch(name)}
-    return rest | (
-        {"data.sources": [sources[number] for number in sorted(sources)]} if sources else {}
-    )
+        if match := _SOURCE.fullmatch(name):
+            sources.setdefault(int(match[1]), {})[match[2]] = value
+        else:
+            joined[name] = value
+    if sources:
+        joined["data.sources"] = [sources[number] for number in sorted(sources)]
+    return joined
 
 
 def _drop_idle(
     conversion: ConfigImport, loaded: LoadedConfig, given: set[str]
 ) -> dict[str, KeyFate]:
-    """Return the fates; keys whose counterpart has no effect in this config, or is given by the
-    user, are dropped.
-    """
+    """Return the fates, with keys dropped whose counterpart is idle or given by the user."""
     reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
     reasons |= {name: f"{name} is set on the command line" for name in given}
     fates = dict(conversion.fates)
@@ -210,39 +214,40 @@ def _drop_idle(
 
 
 def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
-    """Return our keys that differ from the defaults and have an effect, in the schema's order; of a
-    list of sections what differs of each.
+    """Return our keys that differ from the defaults and have an effect, in the schema's order.
+
+    Of a list of sections it is what differs of each.
     """
     keys = read_schema(RECIPE_CONFIGS[recipe]).keys
-    settings = {}
+    settings: dict[str, Any] = {}
     for name, value, where in loaded.rows:
         if "no effect" in where or value == keys[name].default:
             continue
         if keys[name].section_class is not None:
-            value = [{key: item for key, item in vars(one).items() if item != getattr(type(one), key, None)}
-                     for one in value]  # fmt: skip
+            value = [_select_fields(section) for section in value]
         settings[name] = value
     return settings
 
 
-def _said(fate: KeyFate) -> str:
+def _select_fields(section: Any) -> dict[str, Any]:
+    fields = vars(section).items()
+    return {name: value for name, value in fields if value != getattr(type(section), name, None)}
+
+
+def _describe_fate(fate: KeyFate) -> str:
     ours = ", ".join(f"{name}: {format_value(value)}" for name, value in fate.ours.items())
     return "; ".join(part for part in (f"-> {ours}" if ours else "", fate.why) if part) or "as here"
 
 
-# Every key of a file of torchtune's as one of ours.
-#
-# Its configs name no recipe: the model's builder and the loss say which is meant.
-
-
 def convert(conversion: ConfigImport) -> None:
-    """Note every key of the file. Raises ConfigError for what does not train, or cannot be trained
-    here.
+    """Note every key of the file.
+
+    Raises ConfigError for what does not train, or cannot be trained here.
     """
     _check_purpose(conversion)
     is_adapted = conversion.read_component("model").startswith(("lora_", "qlora_"))
     trainable = "adapters" if is_adapted else "all"
-    if conversion.asks_for("teacher_model"):
+    if conversion.is_any_on("teacher_model"):
         conversion.recipe = "distill_distributed"
         conversion.ours["distill.trainable"] = trainable
     elif conversion.read_component("loss") in ("DPOLoss", "RSOLoss"):
@@ -254,7 +259,7 @@ def convert(conversion: ConfigImport) -> None:
         )
     if not is_adapted:
         del conversion.defaults["model.lora_rank"], conversion.defaults["model.lora_alpha"]
-    if conversion.value("optimizer._component_") == "torch.optim.Adam" and conversion.is_on(
+    if conversion.get_value("optimizer._component_") == "torch.optim.Adam" and conversion.is_on(
         "optimizer.weight_decay"
     ):
         why = (
@@ -263,6 +268,7 @@ def convert(conversion: ConfigImport) -> None:
         )
         conversion.refuse("optimizer._component_", why)
     convert_datasets(conversion)
+    # Those first that bring defaults for others.
     for key in [*CONVERTED, *MEANINGS]:
         if key in conversion.theirs.values or key in conversion.defaults:
             _convert_key(conversion, key)
@@ -276,9 +282,9 @@ def _check_purpose(conversion: ConfigImport) -> None:
     """Raise ConfigError for a file that trains no model of ours."""
     for key, purpose in OTHER_PURPOSES.items():
         if key in conversion.theirs.values:
-            raise conversion.stop(f"{key}: {purpose}", key)
-    if conversion.is_on("quantizer._component_") and not conversion.theirs.under("dataset"):
-        raise conversion.stop(
+            raise conversion.build_error(f"{key}: {purpose}", key)
+    if conversion.is_on("quantizer._component_") and not conversion.theirs.list_keys("dataset"):
+        raise conversion.build_error(
             "quantizer: it quantizes a model; `tune export MODEL --quantize int4` does", "quantizer"
         )
     builder = conversion.read_component("model")
@@ -289,13 +295,15 @@ def _check_purpose(conversion: ConfigImport) -> None:
     ]
     for word, why in NO_MODELS:
         if any(word in component for component in components):
-            full_name = conversion.value("model._component_") or builder
-            raise conversion.stop(f"model._component_: {full_name}: {why}", "model._component_")
+            full_name = conversion.get_value("model._component_") or builder
+            raise conversion.build_error(
+                f"model._component_: {full_name}: {why}", "model._component_"
+            )
 
 
 def _convert_key(conversion: ConfigImport, key: str) -> None:
     """Note what became of a key, if that is not known yet."""
-    value = conversion.value(key)
+    value = conversion.get_value(key)
     if conversion.is_noted(key):
         return
     if (
@@ -307,11 +315,8 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
     elif key in CONVERTED:
         try:
             CONVERTED[key](conversion, key)
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-        ):  # text where a number is expected, a list where text is
+        except (AttributeError, TypeError, ValueError):
+            # Text where a number is expected, a list where text is.
             conversion.refuse(key, "is no value of this key", may_be_left_out=False)
     elif meaning := _find_meaning(key, str(value)):
         conversion.take(key, meaning)
@@ -334,9 +339,8 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
 
 
 def _find_meaning(key: str, value: str) -> Meaning | None:
-    """Return the meaning of a value of a key, which may be a component: of optimizers the module
-    counts too.
-    """
+    """Return the meaning of a value of a key, which may be a component."""
+    # As it is written first: of optimizers the module counts too.
     meanings = MEANINGS.get(key, {})
     spellings = (value, value.rpartition(".")[2], value.partition(":")[0], ANY)
     return next((meanings[spelling] for spelling in spellings if spelling in meanings), None)
@@ -357,7 +361,7 @@ def _convert_model(c: ConfigImport, key: str) -> None:
     """Read the builder: family and size are the folder's, adapters and quantization are keys of
     ours.
     """
-    component = str(c.value(key))
+    component = str(c.get_value(key))
     family, _, builder = component.removeprefix("torchtune.models.").partition(".")
     if not component.startswith("torchtune.models.") or family not in FAMILIES:
         c.refuse(key, f"expected a builder of one of {', '.join(FAMILIES)}", may_be_left_out=False)
@@ -367,15 +371,16 @@ def _convert_model(c: ConfigImport, key: str) -> None:
         c.carry(key, {"lora.quantize_base": "nf4"})
     else:
         c.carry(key, {}, in_folder)
-    if c.asks_for("teacher_model"):
+    if c.is_any_on("teacher_model"):
         c.carry("teacher_model._component_", {}, in_folder)
 
 
 def _convert_folder(c: ConfigImport, key: str) -> None:
-    """Keep a folder that is here; take the hub's name of one that is not, if the file's `tune
-    download` line has it.
+    """Keep a folder that is here; of one that is not, take the name on the hub.
+
+    The file's `tune download` line has it.
     """
-    folder = str(c.value(key)).rstrip("/")
+    folder = str(c.get_value(key)).rstrip("/")
     ours = "distill.teacher" if key.startswith("teacher") else "model.path"
     outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
     if os.path.isdir(expand_home(outer)):
@@ -398,29 +403,35 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
 
 
 def find_hub_name(theirs: TorchtuneFile, folder: str) -> str | None:
-    """Return the name on the hub that the comments' `tune download NAME --output-dir FOLDER` brings
-    into a folder: into this one, or one that has the model's own name.
+    """Return the name on the hub of the model that is downloaded into a folder.
+
+    The comments of a file have `tune download NAME --output-dir FOLDER`. The folder is this one, or
+    one that has the model's own name.
     """
     for line in theirs.comments:
         download = re.search(r"tune download (\S+/(\S+))(.*)", line)
         if download is None:
             continue
-        into = re.search(r"--output-dir[ =](\S+)", download[3])
-        if folder.rpartition("/")[2] == download[2] or (into and into[1].rstrip("/") == folder):
+        output_dir = re.search(r"--output-dir[ =](\S+)", download[3])
+        if folder.rpartition("/")[2] == download[2]:
+            return download[1]
+        if output_dir and output_dir[1].rstrip("/") == folder:
             return download[1]
     return None
 
 
 def _convert_reference(c: ConfigImport, key: str) -> None:
-    if str(c.value(key)).rstrip("/") == str(c.value("checkpointer.checkpoint_dir")).rstrip("/"):
+    if str(c.get_value(key)).rstrip("/") == str(c.get_value("checkpointer.checkpoint_dir")).rstrip(
+        "/"
+    ):
         c.carry(key, {}, "the reference is the model before training")
     else:
         c.refuse(key, "the reference is the model before training, no other one")
 
 
 def _convert_tokenizer(c: ConfigImport, key: str) -> None:
-    path = str(c.value(key))
-    folder = str(c.value("checkpointer.checkpoint_dir")).rstrip("/").removesuffix("/original")
+    path = str(c.get_value(key))
+    folder = str(c.get_value("checkpointer.checkpoint_dir")).rstrip("/").removesuffix("/original")
     if path.startswith(f"{folder}/"):
         c.drop(key, "the tokenizer in the model's folder is used")
     elif path.endswith((".json", ".txt")):
@@ -435,10 +446,8 @@ def _convert_tokenizer(c: ConfigImport, key: str) -> None:
 
 
 def _convert_template(c: ConfigImport, key: str) -> None:
-    """Take a model's own template for the one in its tokenizer's files; another one's words are to
-    be in a file.
-    """
-    if str(c.value(key)).startswith("torchtune.models."):
+    """Take a model's own template for the one in its tokenizer's files."""
+    if str(c.get_value(key)).startswith("torchtune.models."):
         c.carry(
             key,
             {},
@@ -456,10 +465,10 @@ def _convert_template(c: ConfigImport, key: str) -> None:
 
 def _convert_linears(c: ConfigImport, key: str) -> None:
     """Join three keys, which are one list here."""
-    modules = [ATTENTION.get(str(word), str(word)) for word in c.value(key)]
-    if c.value("model.apply_lora_to_mlp"):
+    modules = [ATTENTION.get(str(word), str(word)) for word in c.get_value(key)]
+    if c.get_value("model.apply_lora_to_mlp"):
         modules += MLP
-    if c.value("model.apply_lora_to_output"):
+    if c.get_value("model.apply_lora_to_output"):
         modules.append("head")
     is_every_one = set(modules) == {*ATTENTION.values(), *MLP}
     c.carry(key, {"lora.target_modules": ["all-linear"] if is_every_one else modules})
@@ -469,8 +478,8 @@ def _convert_linears(c: ConfigImport, key: str) -> None:
 
 
 def _convert_steps(c: ConfigImport, key: str) -> None:
-    steps = c.value(key)
-    epochs = c.value("epochs") or 1
+    steps = c.get_value(key)
+    epochs = c.get_value("epochs") or 1
     if epochs == 1:
         c.carry(key, {"max_steps": steps})
     else:

@@ -1,7 +1,8 @@
-"""torchtune's keys and values (0.6.1): which are ours under another name, which are not needed,
-which are missing here.
+"""Tables of torchtune's keys and values (0.6.1).
 
-In the tables of reasons a name is that of a key or of a section.
+SAME and MEANINGS have those that are ours under another name, WITHOUT those that are not needed,
+REFUSED those that are missing here. In the tables of reasons a name is that of a key or of a
+section.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from recipe_lib.config.torchtune.conversion import VALUE, Meaning
 
 ANY = "any value"
 
+# What torchtune takes for keys that a file leaves out, where that is not ours.
 DEFAULTS: dict[str, Any] = {
     "clip_grad_norm": None,
     "lr_scheduler._component_": "none",
@@ -59,11 +61,12 @@ OPTIMIZERS = {
     "bitsandbytes.optim.PagedAdamW": _describe_adamw(32, PAGED),
     "bitsandbytes.optim.PagedAdamW8bit": _describe_adamw(8, f"{PAGED}; {BLOCKS}"),
 }
-for _module in ("prototype.low_bit_optim", "optim"):  # where torchao has them, and had them
+# Where torchao had them, and has them.
+for _module in ("prototype.low_bit_optim", "optim"):
     OPTIMIZERS[f"torchao.{_module}.AdamW8bit"] = _describe_adamw(8, NO_ZEROS)
     OPTIMIZERS[f"torchao.{_module}.AdamW4bit"] = _describe_adamw(4, FOUR_BITS, differs=False)
 
-# torchtune's schedules are transformers'.
+# torchtune's schedules are transformers', whose first step has a rate of 0.
 WARM_UP = (
     "each step of the warm-up has the rate that theirs has one step later: the first trains, there"
     " at a rate of 0"
@@ -176,9 +179,15 @@ NO_MEANING = {
 }
 # Keys without which the rest cannot be imported.
 NEEDED = (
-    "optimizer._component_", "lr_scheduler._component_", "loss._component_", "kd_loss._component_",
-    "quantizer._component_", "dtype", "device", "model._component_",
-)  # fmt: skip
+    "optimizer._component_",
+    "lr_scheduler._component_",
+    "loss._component_",
+    "kd_loss._component_",
+    "quantizer._component_",
+    "dtype",
+    "device",
+    "model._component_",
+)
 
 # The linears of a layer.
 ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "output_proj": "o"}
@@ -195,6 +204,7 @@ _CHECKPOINTER = {
     "safe_serialization": "files are safetensors",
 }
 
+# Key -> our name for it, with the same values.
 SAME = {
     "output_dir": "output_dir",
     "shuffle": "data.shuffle",
@@ -232,16 +242,20 @@ SAME = {
     "kd_ratio": "distill.weight",
     "quantizer.groupsize": "qat_group_size",
     "fake_quant_after_n_steps": "qat_start_step",
-}  # fmt: skip
+}
+# Key or section -> why nothing is missed without it.
 WITHOUT = {
-    **{f"{section}.{word}": why for section in ("checkpointer", "ref_checkpointer", "teacher_checkpointer")
-       for word, why in _CHECKPOINTER.items()},
+    **{f"checkpointer.{word}": why for word, why in _CHECKPOINTER.items()},
+    **{f"ref_checkpointer.{word}": why for word, why in _CHECKPOINTER.items()},
+    **{f"teacher_checkpointer.{word}": why for word, why in _CHECKPOINTER.items()},
     "tokenizer._component_": "the folder's tokenizer files say what it is",
     "tokenizer.merges_file": "tokenizer.json has the merges",
     "tokenizer.merges_path": "tokenizer.json has the merges",
     "tokenizer.vocab_path": "tokenizer.json has the vocabulary",
     "tokenizer.special_tokens_path": "tokenizer.json has the special tokens",
-    "save_adapter_weights_only": "output_dir/adapter has the adapter alone, a state what a run goes on with",
+    "save_adapter_weights_only": (
+        "output_dir/adapter has the adapter alone, a state what a run goes on with"
+    ),
     "metric_logger.log_dir": "output_dir has metrics.jsonl and trackers/",
     "metric_logger.organize_logs": "each run has its own output_dir",
     "log_peak_memory_stats": "every step has its peak memory",
@@ -255,21 +269,35 @@ WITHOUT = {
     "collate_fn": "batches are padded to their longest sequence",
     "kd_loss.num_output_chunks": "the divergence is computed in memory.loss_chunks pieces",
     "low_cpu_ram": "weights are read one by one",
-}  # fmt: skip
+}
+# Key or section -> what is missing here. Of a value that is off nothing is.
 REFUSED = {
     "resume_from_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
     "checkpointer.recipe_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
-    "checkpointer.adapter_checkpoint": "is torchtune's; lora.adapter_path goes on with a folder of PEFT's",
+    "checkpointer.adapter_checkpoint": (
+        "is torchtune's; lora.adapter_path goes on with a folder of PEFT's"
+    ),
     "teacher_checkpointer.recipe_checkpoint": "the teacher is a folder in the Hugging Face layout",
     "ref_checkpointer.recipe_checkpoint": "the reference is the model before training",
     "data_parallel_dim": "expected data_parallel_shard_dim or data_parallel_replicate_dim",
-}  # fmt: skip
+}
 
-# Models: families that are here, sizes that have a preset, and what there is none of.
+# Modules of torchtune.models whose models are here.
 FAMILIES = (
-    "code_llama2", "gemma", "gemma2", "llama2", "llama3", "llama3_1", "llama3_2", "llama3_3", "mistral", "phi3",
-    "phi4", "qwen2", "qwen2_5",
-)  # fmt: skip
+    "code_llama2",
+    "gemma",
+    "gemma2",
+    "llama2",
+    "llama3",
+    "llama3_1",
+    "llama3_2",
+    "llama3_3",
+    "mistral",
+    "phi3",
+    "phi4",
+    "qwen2",
+    "qwen2_5",
+)
 
 # Words in a component's path -> why there is no such model here.
 NO_MODELS = (

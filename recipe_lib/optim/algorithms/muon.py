@@ -72,7 +72,7 @@ class Muon(ChunkedOptimizer):
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Return one momentum for a matrix of a layer, AdamW's two states for others."""
-        return FACTS.states_of(self.cfg, layer_matrix=not self.is_elementwise(parameter))
+        return FACTS.list_states(self.cfg, layer_matrix=not self.is_elementwise(parameter))
 
     def is_elementwise(self, parameter: nn.Parameter) -> bool:
         """Return True if AdamW's rule steps a parameter: it is not made orthogonal."""
