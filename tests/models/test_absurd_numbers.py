@@ -83,7 +83,7 @@ def test_numbers_are_refused_or_written(family: str, rope: dict[str, Any] | None
             assert all("\n" not in fault and len(fault) < 600 for fault in error.faults)
             refused += 1
         else:
-            for value in [*held.numbers.values(), *itertools.chain(*held.factors.values())]:
+            for value in [*held.metadata.values(), *itertools.chain(*held.rope_tables.values())]:
                 (
                     struct.pack("<f" if isinstance(value, float) else "<I", value)
                     if not isinstance(value, str)

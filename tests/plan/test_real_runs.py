@@ -22,7 +22,7 @@ import torch._dynamo  # so that no process pays for the import
 import torch.distributed as dist
 
 from recipe_lib.config import load_config
-from recipe_lib.ops import gathered
+from recipe_lib.ops import gathered, sequence_shards
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
@@ -284,7 +284,8 @@ def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
     it.
     """
     places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
-    places += [(gathered, name) for name in ("_exchange", "_gather", "all_reduce")]
+    places += [(gathered, "_gather"), (gathered, "all_reduce")]
+    places += [(sequence_shards, name) for name in ("_send_blocks", "_gather_rows", "all_reduce")]
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), operation in zip(places, originals, strict=True):
         setattr(owner, name, wrap(operation))

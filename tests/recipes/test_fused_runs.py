@@ -50,7 +50,7 @@ def fused() -> Iterator[list[int]]:
         mock.patch.object(fused_kernels, "has_triton", lambda: True),
         mock.patch.object(fused_kernels, "can_compile", lambda tensor: calls.append(0) or False),
         mock.patch.object(fused_kernels, "_find_compile_fault", lambda device: ""),
-        mock.patch.object(fused_kernels, "_is_on", False),
+        mock.patch.object(fused_kernels._fusing, "value", False),
     ):
         yield calls
 
