@@ -219,13 +219,13 @@ HEAD = """# Label masking
 Label tokens, those that the loss counts, are the answers of the assistant, each from the first token after the
 generation prompt up to and including the token that ends the turn. `data.train_on` chooses others: `last`, `all`, or a
 list of roles such as `[assistant, tool]`. A message with `train: false` is left out and one with `train: true` is
-included, whatever its role. In `prompt_completion` the labels are the completion and the EOS token after it, in `text`
-every token but the first, the EOS token after it included, in `preference` the chosen and the rejected answer, whatever
-`data.train_on` says. A completion or text that ends with an end token has no second one after it.
+included, whatever its role. Whatever `data.train_on` says, the labels in
+`prompt_completion` are the completion and the EOS token after it. In `text` they are every token but the first, and the
+EOS token after it; in `preference` the chosen and the rejected answer. A completion or text that ends with an end token has no second one after it.
 
 An answer is located by two renderings of the chat template: of the conversation before it, with the generation prompt,
 and of the conversation in which it comes last. What the second adds to the first is what a model must write, and it
-ends with the last token that the model must write: for Command R7B `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`, for
+ends with the last token of that. For Command R7B this is `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`, for
 gpt-oss `<|return|>`, or `<|call|>` after a tool call. A newline after that is not a label, nor an EOS that the template
 puts after the whole conversation. GLM-4.5 writes no end of turn: the first token of the next turn ends the answer
 (`<|user|>`, or `<|observation|>` after a tool call), and that is a label.
@@ -234,7 +234,7 @@ puts after the whole conversation. GLM-4.5 writes no end of turn: the first toke
 
 Many templates drop the reasoning of earlier turns, write the last answer with another end, or move the system message.
 One sequence cannot hold all answers of such a conversation as they are generated. With `data.history: auto` the answers
-that fit into one sequence share it, and each of the others gets a separate sequence, which ends with it: the turns
+that fit into one sequence share it, and each of the others gets a separate sequence, which ends with it. The turns
 before it are rendered as for generation and are not labels. Where nothing is rewritten a conversation stays one
 sequence. The log says how many conversations became how many sequences, and what that costs in tokens; `data.packing`
 packs them with others. `split` gives every answer a separate sequence, and `refuse` makes a sample invalid if the
@@ -261,8 +261,8 @@ after it, and one with reasoning after the prompt that the template has for thin
 
 Some templates mark with `{% generation %}` what an answer is. The labels are then what is marked, as in transformers'
 `return_assistant_tokens_mask`. The log and `tune data check` say in how many answers it differs from what the
-generation prompt asks for (`generation-marks`: the mark begins before the end of the prompt, or does not contain the
-end of the turn), with the first of them.
+generation prompt asks for, with the first of them. That is `generation-marks`: the mark begins before the end of the
+prompt, or does not contain the end of the turn.
 
 ## What is refused
 
