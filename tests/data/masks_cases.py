@@ -221,7 +221,8 @@ generation prompt up to and including the token that ends the turn. `data.train_
 list of roles such as `[assistant, tool]`. A message with `train: false` is left out and one with `train: true` is
 included, whatever its role. Whatever `data.train_on` says, the labels in
 `prompt_completion` are the completion and the EOS token after it. In `text` they are every token but the first, and the
-EOS token after it; in `preference` the chosen and the rejected answer. A completion or text that ends with an end token has no second one after it.
+EOS token after it; in `preference` the chosen and the rejected answer. A completion or text that ends with an end token
+has no second one after it.
 
 An answer is located by two renderings of the chat template: of the conversation before it, with the generation prompt,
 and of the conversation in which it comes last. What the second adds to the first is what a model must write, and it
