@@ -76,7 +76,7 @@ def main() -> None:
 def fastest_of(name: str, size: int, ranks: int) -> Fastest:
     """The fastest settings of a config on so many cards of so many GB, in this process."""
     cards = f"{ranks}x{size}GB"
-    best = searched(name, cards).found[0]
+    best = searched(name, cards).fitting[0]
     cfg, settings = prepared(name, cards)
     kind = recipe_class(recipe_for(name))
     plain = estimate_run(kind, cfg, settings)

@@ -34,7 +34,7 @@ from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT
 from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import find_shape, make_plannable
-from recipe_lib.plan.timing import cost
+from recipe_lib.plan.timing import kernel_rates
 from recipe_lib.plan.tracing.trace import OP, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY
 
@@ -170,7 +170,9 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
         else nullcontext()
     )
     # The sources are of 2023 to 2025: their torch did not prefer cuDNN's attention on any card yet.
-    flash = mock.patch.object(cost, "attention_backend", lambda architecture: "flash")
+    flash = mock.patch.object(
+        kernel_rates, "choose_attention_backend", lambda architecture: "flash"
+    )
     with norms, flash:
         plan, trace = make_plan(recipe_class(recipe_for(row.config)), cfg, settings)
     assert plan.time is not None, row.id

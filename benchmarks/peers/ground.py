@@ -89,7 +89,12 @@ def make_adapter(model: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
     lora = LoraConfig(rank=RANK, alpha=ALPHA)
-    fields = make_config_fields(lora, str(model), modules, [child for _, child in LINEARS.values()])
+    fields = make_config_fields(
+        lora,
+        str(model),
+        ranks=modules,
+        target_modules=[child for _, child in LINEARS.values()],
+    )
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1), encoding="utf-8")
 
 

@@ -330,8 +330,8 @@ def test_random_weights_are_those_that_a_plain_model_draws(kind: str) -> None:
 @pytest.mark.slow
 def test_importing_torchao_is_late_and_silent() -> None:
     code = (
-        "import sys, torch; from recipe_lib.adapters.quantized import dequantized; assert 'torchao'"
-        " not in sys.modules; dequantized(torch.randn(64, 64), 'nf4'); assert 'torchao' in"
+        "import sys, torch; from recipe_lib.adapters.quantized import fake_quantize_weight; assert 'torchao'"
+        " not in sys.modules; fake_quantize_weight(torch.randn(64, 64), 'nf4'); assert 'torchao' in"
         " sys.modules"
     )
     root = Path(__file__).parents[2]
