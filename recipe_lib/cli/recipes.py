@@ -255,6 +255,12 @@ def load_module(path: Path) -> ModuleType:
                 f"{show(str(error.filename or path))}:{error.lineno or 1}"
             )
             raise ConfigError(f"{place}: {error.msg}") from error
+        if isinstance(error, ImportError) and (error.name or "").startswith("recipe_lib"):
+            # A copy outlives the names that it was copied with.
+            raise ConfigError(
+                f"{show(str(path))}: {error.msg}; a recipe that was copied from another version is"
+                " copied anew with `tune cp`"
+            ) from error
         if isinstance(error, SystemExit):  # its exit code would be taken for one of ours
             raise ConfigError(
                 f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe"

@@ -31,6 +31,17 @@ def test_one_line_and_exit_code_2(
     assert str(file) in said and BAD[text] in said
 
 
+def test_a_copy_with_a_name_of_another_version_is_told_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    file = tmp_path / "mine.py"
+    file.write_text("from recipe_lib.errors import a_name_of_another_version\n")
+    assert main(["validate", "demo/full", "--recipe", str(file)]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file}: cannot import name 'a_name_of_another_version'")
+    assert said.endswith("is copied anew with `tune cp`\n") and said.count("\n") == 1
+
+
 def test_the_code_of_a_saved_run_is_of_a_saved_run(capsys: pytest.CaptureFixture):
     def leave() -> int:
         raise SystemExit(STOPPED_AND_SAVED)
