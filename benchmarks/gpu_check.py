@@ -57,10 +57,10 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.gpu_cases import CAP_GIB, RECIPES, Case, describe, plan  # noqa: E402
 from benchmarks.gpu_report import write_report  # noqa: E402
 from recipe_lib.adapters import is_adapter  # noqa: E402
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig  # noqa: E402
 from recipe_lib.config.schema import (  # noqa: E402
     FullFinetuneConfig,
     LoraConfig,
+    LoraFinetuneConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,

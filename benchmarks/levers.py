@@ -9,7 +9,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 
-from recipe_lib.config.compatibility.table import RULES
+from recipe_lib.config.compatibility.table import list_rules
 from tests.recipes.levers import FINE, LEVERS, LOSS, REFUSED, STEPS, TOGETHER, Setting, refusal
 
 WAITS = Path(__file__).parents[1] / "docs" / "host_waits.json"
@@ -87,7 +87,7 @@ def report() -> str:
 def _sentence(words: str) -> str:
     """The reason in the table of combinations that has these words, or what only a run can tell."""
     told = f"reported at the start of a run: {words}"
-    return next((entry.reason for entry in RULES if words in entry.reason), told)
+    return next((entry.reason for entry in list_rules() if words in entry.reason), told)
 
 
 def _of(lever: str) -> list[Setting]:

@@ -120,24 +120,21 @@ class _Imitated:
         else:
             _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
-        self.trained = {
-            name: weight for name, weight in self.model.named_parameters() if weight.requires_grad
-        }
 
     def train_step(self, batches: StepBatches) -> Any:
         """The recipe's, except that FSDP1's flat shards are no DTensors to take a norm of."""
         clip = (
-            (lambda *_: torch.zeros(()))
+            (lambda *_, **__: torch.zeros(()))
             if self.stack.sharding == FSDP1
             else training.clip_grad_norm
         )
         with mock.patch.object(training, "clip_grad_norm", clip):
             return super().train_step(batches)  # type: ignore[misc]
 
-    def summed_loss(self, batch: Batch) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Logits of all tokens at once, where the stack makes them."""
         if not self.stack.logits:
-            return super().summed_loss(batch)  # type: ignore[misc]
+            return super().compute_loss(batch)  # type: ignore[misc]
         if self.stack.logits == PIECES:
             return self._loss_in_pieces(batch)
         logits = self.model(batch.tokens, batch.positions, batch.attention)

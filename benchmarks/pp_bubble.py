@@ -34,8 +34,8 @@ from recipe_lib.parallel.pipeline import driver  # noqa: E402
 from recipe_lib.parallel.pipeline.driver import Pipeline  # noqa: E402
 from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders  # noqa: E402
 from recipe_lib.parallel.pipeline.simulation import (  # noqa: E402
+    add_transfers,
     simulate,
-    with_transfers,
 )
 from tests.distributed.ranks import run_ranks  # noqa: E402
 from tests.parallel.pipeline.formulas import theoretical_bubble  # noqa: E402
@@ -117,9 +117,8 @@ def _timed_step(
     driver.on_action = lambda action: ends.append(time.monotonic())
     begin = _agreed_begin(seconds)
     try:
-        pipeline.train(
-            batches, lambda number, batch: model(batch.tokens, labels=batch.labels) / 100
-        )
+        for batch in pipeline.train(batches):
+            pipeline.backward(model(batch.tokens, labels=batch.labels) / 100)
     finally:
         driver.on_action = None
     model.zero_grad(set_to_none=True)
@@ -161,7 +160,7 @@ def measure(schedules: Sequence[str], ranks: int, count: int, seconds: float) ->
 def simulated(schedule: str, ranks: int, count: int) -> float:
     """The bubble of the lists that the ranks run, by simulation."""
     parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
-    orders = with_transfers(compute_orders(parallel, count), parallel)
+    orders = add_transfers(compute_orders(parallel, count), parallel)
     return simulate(orders, parallel, lambda action: UNITS[action.kind]).bubble
 
 

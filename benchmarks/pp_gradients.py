@@ -159,7 +159,8 @@ def _run_ours(situation: Situation, schedule: str) -> Found:
         shard_model(model, cfg.parallel, cfg.memory, world)
         materialize(model, cfg.memory, world.device)
         init_weights(model, 1, SPEC)
-        pipeline.train(_rows(world), lambda number, one: model(one.tokens, labels=one.labels) / 100)
+        for batch in pipeline.train(_rows(world)):
+            pipeline.backward(model(batch.tokens, labels=batch.labels) / 100)
         return _compared(
             {name: one.grad for name, one in model.named_parameters()}, situation, world
         )

@@ -41,10 +41,10 @@ from recipe_lib.parallel.pipeline.schedules import (
 from recipe_lib.parallel.pipeline.simulation import (
     Live,
     StageBytes,
-    live_bytes,
+    add_transfers,
+    compute_live_bytes,
+    find_taken,
     simulate,
-    taken_in,
-    with_transfers,
 )
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 64, 32, 4, 2, 48
@@ -197,16 +197,16 @@ def expected(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) 
     sizes = {}
     for stage in {action.stage for action in order}:
         sizes[stage] = stage_bytes(spec, each, mode, last=stage == stages - 1, splits=splits)
-    return live_bytes(order, parallel, sizes, boundary_bytes(), taken=taken)
+    return compute_live_bytes(order, parallel, sizes, boundary_bytes(), taken=taken)
 
 
 def taken_sends(
     cfg: FullFinetuneConfig, rank: int, count: int
 ) -> tuple[list[Action], dict[Action, int]]:
-    """A rank's list, and until when the driver holds what it sends: as `taken_in` has it."""
-    orders = with_transfers(compute_orders(cfg.parallel, count), cfg.parallel)
+    """A rank's list, and until when the driver holds what it sends: as `find_taken` has it."""
+    orders = add_transfers(compute_orders(cfg.parallel, count), cfg.parallel)
     timeline = simulate(orders, cfg.parallel, lambda action: UNITS[action.kind])
-    return orders[rank], taken_in(timeline, orders[rank], rank, cfg.parallel)
+    return orders[rank], find_taken(timeline, orders[rank], rank, cfg.parallel)
 
 
 def total_of(live: Live) -> int:
@@ -352,7 +352,7 @@ def run_ours(
         model.to_empty(device="cpu")
         init_weights(model, 1, spec)
         assert world.pipeline is not None
-        order = with_transfers(compute_orders(cfg.parallel, count), cfg.parallel)[
+        order = add_transfers(compute_orders(cfg.parallel, count), cfg.parallel)[
             world.pipeline.rank
         ]
         if spoil is not None:
@@ -399,7 +399,8 @@ class _Tracing:
             found.held = []
             driver.on_action = self._note
             with self._storages:
-                self._pipeline.train(batches, self._loss)
+                for batch in self._pipeline.train(batches):
+                    self._pipeline.backward(self._loss(batch))
                 driver.on_action = None
                 found.left = sum(self._storages.alive().values())
             found.most, found.first = self._storages.most, found.forwards
@@ -408,7 +409,7 @@ class _Tracing:
             optimizer.zero_grad(set_to_none=True)
         return found
 
-    def _loss(self, number: int, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         head_loss = CrossEntropy(self._cfg.memory.loss_chunks)
         return self._model(batch.tokens, labels=batch.labels, head_loss=head_loss) / 100
 

@@ -134,14 +134,17 @@ def run_both(
         )
         with loop:
             batches_of = loop.steps()
+            schedule = training.build_lr_schedule(cfg, loop.total_steps)
             for _ in range(steps):
                 began = time.perf_counter()
                 batches = next(batches_of)
                 taking = time.perf_counter() - began
-                bare = bare_step(model, optimizer, batches, cfg, loop._lr)
+                lr = schedule(loop.step)
+                bare = bare_step(model, optimizer, batches, cfg, lr)
                 began = time.perf_counter()
+                training.set_learning_rate(recipe.optimizer, lr)
                 step = recipe.train_step(batches)
-                loop.finish(step, batches, recipe.validate)
+                loop.finish(step, batches, learning_rate=lr, validate=recipe.validate)
                 seconds = time.perf_counter() - began + taking
                 own = {
                     "seconds": seconds,

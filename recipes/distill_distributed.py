@@ -1,9 +1,11 @@
 """Distillation: a model learns a larger one's probabilities of each next token, on one process or
 many.
 
-    tune run distill_distributed --config demo/distill                                        one process
-    tune run --nproc_per_node 2 distill_distributed --config llama3_2/1B_distill              every parameter, two GPUs
-    tune run distill_distributed --config demo/distill distill.trainable=adapters             LoRA
+    tune run distill_distributed --config demo/distill
+    tune run --nproc_per_node 2 distill_distributed --config llama3_2/1B_distill
+    tune run distill_distributed --config demo/distill distill.trainable=adapters
+
+The first two train every parameter, the last adapters.
 
 The loss of a label token is distill.weight x divergence + (1 - distill.weight) x cross-entropy; the
 divergence is that of distill.divergence, between softmax(logits / distill.temperature) of both,
@@ -13,7 +15,7 @@ The frozen teacher runs a micro-batch before the model does, without a graph, an
 hidden states. Logits of either model exist for one chunk of the tokens at a time. The teacher is
 sharded as the model is; its levers:
 
-    distill.quantize_teacher=nf4           its layers in 4 bits, quantized while they are read (int8: in 8)
+    distill.quantize_teacher=nf4           its layers in 4 bits, quantized as they are read
     distill.stream_teacher=true            its layers in host memory, each here while it runs
 
 and for both models
@@ -29,13 +31,24 @@ from pathlib import Path
 import torch
 
 from recipe_lib import training
-from recipe_lib.adapters import add_adapters, describe_adapters
+from recipe_lib.adapters import add_adapters, describe_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.huggingface import check_room
-from recipe_lib.config import DistillFinetuneConfig, parse_arguments
+from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.huggingface import check_room, load_weights
+from recipe_lib.config import parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, run_for_exit_code
-from recipe_lib.models import build_meta
+from recipe_lib.methods.distill.config import DistillFinetuneConfig
+from recipe_lib.methods.distill.loss import compute_distillation_means, validate_distillation
+from recipe_lib.methods.distill.teacher import (
+    build_teacher,
+    check_same_ids,
+    compute_teacher_states,
+    describe_teacher,
+    load_teacher,
+    resolve_teacher,
+)
+from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.distillation import Distillation, Divergence
 from recipe_lib.parallel import (
     DTYPES,
@@ -44,17 +57,6 @@ from recipe_lib.parallel import (
     describe_units,
     materialize,
     parallelize,
-)
-from recipe_lib.training.teacher import (
-    check_same_ids,
-    describe_teacher,
-    distill_means,
-    load_student,
-    load_teacher,
-    place_teacher,
-    resolve_teacher,
-    teacher_states,
-    validation_distillation,
 )
 
 Config = DistillFinetuneConfig
@@ -68,134 +70,213 @@ class DistillFinetune:
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 
     def __init__(self, cfg: Config, world: World):
+        self.cfg = cfg
+        self.world = world
+        self.device = world.device
+        self.output = Path(cfg.output_dir)
+        self.step = 0  # optimizer steps that an earlier process has done
         training.check_output(cfg)
-        self.cfg, self.world, self.device, self.output = (
-            cfg,
-            world,
-            world.device,
-            Path(cfg.output_dir),
-        )
-        self.adapts = cfg.trained_adapters is not None
+        self.lora = cfg.trained_adapters  # None: every parameter is trained
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
-        if self.adapts and cfg.lora.adapter_path:
-            check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
+        if self.lora is not None and self.lora.adapter_path:
+            check_adapter(Path(self.lora.adapter_path), self.spec, self.lora, self.source.folder)
         self.teacher_source = resolve_teacher(cfg)
         self.divergence = Divergence(
-            cfg.distill.divergence, cfg.distill.temperature, cfg.distill.beta
+            cfg.distill.divergence, temperature=cfg.distill.temperature, beta=cfg.distill.beta
         )
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Tokens and labels, which mean the same to the teacher."""
+        """Open the tokenized samples, whose tokens mean the same to the teacher."""
         self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
         check_same_ids(self.teacher_source, self.data.tokenizer, self.data)
 
     def setup_model(self) -> None:
         """Build the teacher and the model; neither has values yet."""
-        cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
-        self.teacher, self.teacher_parallel = place_teacher(self.teacher_source, cfg, self.world)
-        self.model = build_meta(self.spec, dtype)
-        if self.adapts:
-            add_adapters(self.model, cfg.lora, dtype)
+        cfg = self.cfg
+        dtype = DTYPES[cfg.dtype]
+        self.teacher, self.teacher_parallel = build_teacher(self.teacher_source, cfg, self.world)
+        self.model = build_meta(self.spec, dtype)  # shapes, no bytes
+        if self.lora is not None:
+            add_adapters(self.model, self.lora, dtype)
+        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
         self.parallel = parallelize(self.model, cfg, self.world)
         training.check_host_memory(self.model, self.parallel, cfg, self.world, other=self.teacher)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
-        """Those of both, each from its checkpoint; adapters change nothing yet."""
-        load_student(self.model, self.source, self.cfg)
+        """Read this rank's part of both models, each from its checkpoint, or draw it; adapters
+        change nothing yet.
+        """
+        seed = training.derive_seed(self.cfg.seed, "model")
+        if self.source.folder:
+            load_weights(self.model, self.spec, self.source.folder, seed)
+        else:
+            init_weights(self.model, seed, self.spec)
+        if self.lora is not None:
+            init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
+            if self.lora.adapter_path:
+                load_adapter(self.model, self.spec, Path(self.lora.adapter_path))
         load_teacher(self.teacher, self.teacher_source, self.cfg)
+        # Documents that see each other would be trained on silently: looked at once, with weights.
         if self.cfg.data.packing:
             check_packing_isolation(
-                self.model, self.spec, self.device, multiple=self.parallel.token_ranks
+                self.model,
+                spec=self.spec,
+                device=self.device,
+                pipeline=self.parallel.pipeline,
+                multiple=self.parallel.token_ranks,
             )
 
     def setup_optimizer(self) -> None:
-        """The optimizer over what is trained of the model."""
-        cfg, model, device = self.cfg, self.model, self.device
-        self.trained = [one for one in model.parameters() if one.requires_grad]
+        """Build the optimizer over what is trained of the model."""
+        self.trained = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ]
         self.optimizer = training.build_optimizer(
-            cfg.optimizer, model.named_parameters(), device, self.world, cfg.seed
+            self.cfg.optimizer,
+            params=self.model.named_parameters(),
+            device=self.device,
+            world=self.world,
+            seed=self.cfg.seed,
         )
+        # Steps in backward and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
-            self.optimizer, model, self.parallel, cfg.memory, device
+            self.optimizer,
+            model=self.model,
+            parallel=self.parallel,
+            memory=self.cfg.memory,
+            device=self.device,
         )
 
     def resume(self) -> None:
-        """Jumps to the step of a saved state, if the config asks for one; it holds nothing of the
+        """Go on from the step of a saved state, if the config asks for one; it holds nothing of the
         teacher.
         """
         self.step = training.resume_run(
-            self.cfg, self.model, self.optimizer, self.levers, self.data, self.world
+            self.cfg,
+            model=self.model,
+            optimizer=self.optimizer,
+            levers=self.levers,
+            data=self.data,
+            world=self.world,
         )
 
     def describe(self) -> list[str]:
-        """What the config comes to here: data, global batch, steps, bytes per rank, teacher, FSDP
+        """Return lines for the log: data, global batch, steps, bytes per rank, teacher, FSDP
         units.
         """
         lines = self.data.report()
-        lines += training.derived_numbers(
-            self.cfg, self.world, self.model, self.parallel, self.data
+        lines += training.list_derived_numbers(
+            self.cfg,
+            world=self.world,
+            model=self.model,
+            parallel=self.parallel,
+            data=self.data,
         )
-        if self.adapts:
-            lines.append(describe_adapters(self.model, self.cfg.lora))
+        if self.lora is not None:
+            lines.append(describe_adapters(self.model, self.lora))
         lines.append(describe_teacher(self.cfg.distill, self.teacher, self.teacher_parallel))
-        return [*lines, describe_units(self.model, self.parallel)]
+        lines.append(describe_units(self.model, self.parallel))
+        return lines
 
-    def summed_loss(self, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
-        """The loss summed over a micro-batch's label tokens; its two parts are added to `sums`."""
-        keys, chunks = self.cfg.distill, self.cfg.memory.loss_chunks
-        states = teacher_states(self.teacher, batch)
-        head_loss = Distillation(states, self.divergence, keys.weight, chunks, sums)
-        return self.model(
-            batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=head_loss
+    def compute_loss(self, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
+        """Return the loss summed over the label tokens of a micro-batch; add divergence and
+        cross-entropy to `sums`.
+        """
+        teacher_states = compute_teacher_states(self.teacher, batch)
+        head_loss = Distillation(
+            teacher_states,
+            divergence=self.divergence,
+            weight=self.cfg.distill.weight,
+            chunks=self.cfg.memory.loss_chunks,
+            sums=sums,
         )
+        inputs = (batch.tokens, batch.positions, batch.attention)
+        return self.model(*inputs, labels=batch.labels, head_loss=head_loss)
 
     def train_step(self, batches: StepBatches) -> training.Step:
-        """One optimizer step; gradients are sums over ranks, so losses are divided by the step's
-        label tokens.
-        """
-        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-
-        def loss_of(number: int, batch: Batch) -> torch.Tensor:
-            return self.summed_loss(batch, sums) / max(1, batches.num_label_tokens)
-
-        sums = training.backward_each(self.parallel, loss_of, batches, sums)
+        """Run one optimizer step on this rank's micro-batches."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for micro_batch in self.parallel.micro_batches(batches):
+            # Gradients are sums over ranks, so the mean is over the label tokens of all of them.
+            micro_loss = self.compute_loss(micro_batch, sums) / max(1, batches.num_label_tokens)
+            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            self.parallel.backward(micro_loss)
+            del micro_loss  # with its graph: what is alive is what is planned
+        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
-            self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
+            self.trained,
+            max_norm=self.cfg.clip_grad_norm,
+            world=self.world,
+            parallel=self.parallel,
+            earlier=self.levers.norms,
         )
-        means = distill_means(sums, batches.num_label_tokens, self.cfg.distill, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return training.Step(means.pop("loss"), grad_norm, means)
+        metrics = compute_distillation_means(
+            sums,
+            num_label_tokens=batches.num_label_tokens,
+            keys=self.cfg.distill,
+            world=self.world,
+        )
+        return training.Step(loss=metrics.pop("loss"), grad_norm=grad_norm, metrics=metrics)
 
     def validate(self) -> dict[str, float]:
-        """The same means over all validation sequences."""
-        return validation_distillation(
-            self.model, self.parallel, self.summed_loss, self.data, self.cfg.distill, self.world
+        """Return the same means over all validation sequences."""
+        return validate_distillation(
+            self.model,
+            parallel=self.parallel,
+            add_sums=self.compute_loss,
+            data=self.data,
+            keys=self.cfg.distill,
+            world=self.world,
         )
 
     def train(self) -> None:
-        """The loop over steps; at its end what was trained is on disk."""
-        cfg, model, data, world = self.cfg, self.model, self.data, self.world
-        if cfg.checkpoint.save_model and not self.adapts:
-            check_room(model, self.output / "model", world)
-        with training.TrainingLoop(cfg, world, model, self.optimizer, data, done=self.step) as loop:
+        """Train all steps; end with what was trained on disk, or with a state if stopped."""
+        if self.cfg.checkpoint.save_model and self.lora is None:
+            check_room(self.model, self.output / "model", self.world)
+        schedule = training.build_lr_schedule(self.cfg, self.data.total_steps)
+        with training.TrainingLoop(
+            self.cfg,
+            world=self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            data=self.data,
+            done=self.step,
+        ) as loop:
             for batches in loop.steps():
-                loop.finish(self.train_step(batches), batches, self.validate)
-            if cfg.checkpoint.save_model:
-                export = (
-                    training.export_trained_adapter
-                    if self.adapts
-                    else training.export_trained_model
+                learning_rate = schedule(loop.step)
+                training.set_learning_rate(self.optimizer, learning_rate)
+                loop.finish(
+                    self.train_step(batches),
+                    batches,
+                    learning_rate=learning_rate,
+                    validate=self.validate,
                 )
-                export(cfg, model, self.source, data, world)
+            if self.cfg.checkpoint.save_model and self.lora is not None:
+                training.export_trained_adapter(
+                    self.cfg,
+                    model=self.model,
+                    source=self.source,
+                    data=self.data,
+                    world=self.world,
+                )
+            elif self.cfg.checkpoint.save_model:
+                training.export_trained_model(
+                    self.cfg,
+                    model=self.model,
+                    source=self.source,
+                    data=self.data,
+                    world=self.world,
+                )
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
+    """Run the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
     training.run_recipe(DistillFinetune, parse_arguments(argv, Config))
 
 

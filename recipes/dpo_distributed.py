@@ -1,10 +1,13 @@
 """Preference optimization on pairs of chosen and rejected answers (DPO, IPO, SimPO), or on answers
 that are wanted or not (KTO), on one process or many.
 
-    tune run dpo_distributed --config llama3/8B_dpo                                           adapters on one GPU
-    tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.trainable=all      every parameter on four
-    tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.simpo_gamma=1  without a reference
-    tune run dpo_distributed --config llama3/8B_kto                                           single answers, labeled
+    tune run dpo_distributed --config llama3/8B_dpo
+    tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.trainable=all
+    tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.simpo_gamma=1
+    tune run dpo_distributed --config llama3/8B_kto
+
+The first trains adapters on one GPU, the second every parameter on four, the third has no
+reference, the last takes single answers with labels.
 
 data.format=preference: samples of a prompt, a chosen and a rejected answer. A pair counts as one of
 batch_size and takes the memory of two sequences; both answers go through the model in one batch,
@@ -18,15 +21,14 @@ copy, sharded like the model, which costs its parameters once more. dpo.loss=sim
 dpo.reference_free=true need none. A run that starts from lora.adapter_path has the base without it
 as reference: merge it first (tune export --merge) to have both as reference.
 
-    memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
-    memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward
+    memory.activation_checkpointing=full   keep the layers' inputs, recompute the rest in backward
+    memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     lora.quantize_base=nf4                 frozen weights in 4 bits
 
 Each step logs the answers' mean rewards and their difference (reward_margin).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -38,9 +40,18 @@ from recipe_lib.adapters import add_adapters, describe_adapters, disable_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
-from recipe_lib.config import DpoFinetuneConfig, parse_arguments
+from recipe_lib.config import parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, run_for_exit_code
+from recipe_lib.methods.dpo.checks import check_answers, check_reference, describe_reference
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
+from recipe_lib.methods.dpo.kl import estimate_kl
+from recipe_lib.methods.dpo.loss import (
+    compute_preference_loss,
+    compute_step_metrics,
+    count_sums,
+)
+from recipe_lib.methods.dpo.validation import validate_preference
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
@@ -53,203 +64,282 @@ from recipe_lib.parallel import (
     materialize,
     parallelize,
 )
-from recipe_lib.training.preference import (
-    answer_log_probs,
-    check_answers,
-    check_reference,
-    count_of_numbers,
-    describe_reference,
-    loss_of_answers,
-    reference_point,
-    step_numbers,
-    validation_preference,
-)
 
 Config = DpoFinetuneConfig
+# Of each micro-batch when it is asked for; None on ranks of a pipeline that do not know them.
+Logps = Iterator[torch.Tensor | None]
 
 
 class DpoFinetune:
-    """Trains adapters or every parameter to prefer the chosen answers. `world`: this process's
-    rank, device, mesh.
-    """
+    """Trains adapters or every parameter to prefer the chosen answers."""
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 
     def __init__(self, cfg: Config, world: World):
+        self.cfg = cfg
+        self.world = world
+        self.device = world.device
+        self.output = Path(cfg.output_dir)
+        self.step = 0  # optimizer steps that an earlier process has done
         training.check_output(cfg)
-        self.cfg, self.world, self.device, self.output = (
-            cfg,
-            world,
-            world.device,
-            Path(cfg.output_dir),
-        )
-        self.adapts = cfg.trained_adapters is not None
+        self.lora = cfg.trained_adapters  # None: every parameter is trained
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
-        if self.adapts and cfg.lora.adapter_path:
-            check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
+        if self.lora is not None and self.lora.adapter_path:
+            check_adapter(Path(self.lora.adapter_path), self.spec, self.lora, self.source.folder)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the
-        rejected one; or answers with labels.
+        """Open the tokenized samples: pairs, or answers with labels.
+
+        Of pair i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one.
         """
         self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
         check_answers(self.data, self.cfg.dpo)
 
     def setup_model(self) -> None:
-        """The model and, when all of it is trained, a frozen reference; neither has values yet."""
+        """Build the policy and, when all of it is trained, a frozen reference; neither has values
+        yet.
+        """
         self.reference: Decoder | None = None
         if self.cfg.copies_model:
-            self.reference, self.reference_parallel = self.placed(trained=False)
-        self.model, self.parallel = self.placed(trained=True)
+            self.reference, self.reference_parallel = self.build_model(trainable=False)
+        self.model, self.parallel = self.build_model(trainable=True)
         check_reference(self.cfg.dpo, self.model, self.reference)
 
-    def placed(self, *, trained: bool) -> tuple[Decoder, Parallel]:
-        """A model in this rank's memory, with or without adapters, or frozen as a whole; and how it
-        is divided.
+    def build_model(self, *, trainable: bool) -> tuple[Decoder, Parallel]:
+        """Return a model in this rank's memory, with or without adapters, or frozen as a whole; and
+        how it is divided.
         """
-        cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
-        model = build_meta(self.spec, dtype)
-        if not trained:
+        cfg = self.cfg
+        dtype = DTYPES[cfg.dtype]
+        model = build_meta(self.spec, dtype)  # shapes, no bytes
+        if not trainable:
             model.requires_grad_(False)
-        elif self.adapts:
-            add_adapters(model, cfg.lora, dtype)
-        parallel = parallelize(model, cfg, self.world, for_training=trained)
-        training.check_host_memory(
-            model, parallel, cfg, self.world, other=self.reference if trained else None
-        )
+        elif self.lora is not None:
+            add_adapters(model, self.lora, dtype)
+        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
+        parallel = parallelize(model, cfg, self.world, for_training=trainable)
+        # The reference, if there is one, is there already.
+        training.check_host_memory(model, parallel, cfg, self.world, other=self.reference)
         materialize(model, cfg.memory, self.device)
         return model, parallel
 
     def load_weights(self) -> None:
-        """Both models start from the same checkpoint, or the same random values; adapters change
-        nothing yet.
-        """
+        """Read, or draw, this rank's part of both models, which start as the same one."""
         seed = training.derive_seed(self.cfg.seed, "model")
         for model in (self.model, self.reference):
-            if model is not None and self.source.folder:
+            if model is None:
+                continue
+            if self.source.folder:
                 load_weights(model, self.spec, self.source.folder, seed)
-            elif model is not None:
+            else:
                 init_weights(model, seed, self.spec)
-        if self.adapts:
+        if self.lora is not None:
             init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
-            if self.cfg.lora.adapter_path:
-                load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
+            if self.lora.adapter_path:
+                load_adapter(self.model, self.spec, Path(self.lora.adapter_path))
+        # Documents that see each other would be trained on silently: looked at once, with weights.
         if self.cfg.data.packing:
-            pipeline, multiple = self.parallel.pipeline, self.parallel.token_ranks
-            check_packing_isolation(self.model, self.spec, self.device, pipeline, multiple)
+            check_packing_isolation(
+                self.model,
+                spec=self.spec,
+                device=self.device,
+                pipeline=self.parallel.pipeline,
+                multiple=self.parallel.token_ranks,
+            )
 
     def setup_optimizer(self) -> None:
-        """The optimizer over what is trained."""
+        """Build the optimizer over what is trained."""
         self.trained = [
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ]
-        weights = self.model.named_parameters()
         self.optimizer = training.build_optimizer(
-            self.cfg.optimizer, weights, self.device, self.world, self.cfg.seed
+            self.cfg.optimizer,
+            params=self.model.named_parameters(),
+            device=self.device,
+            world=self.world,
+            seed=self.cfg.seed,
         )
+        # Steps in backward and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
-            self.optimizer, self.model, self.parallel, self.cfg.memory, self.device
+            self.optimizer,
+            model=self.model,
+            parallel=self.parallel,
+            memory=self.cfg.memory,
+            device=self.device,
         )
 
     def resume(self) -> None:
-        """Jumps to the step of a saved state, if the config asks for one; the reference is what was
-        loaded.
-        """
+        """Go on from a saved state, if the config asks for one; the reference is what was read."""
         self.step = training.resume_run(
-            self.cfg, self.model, self.optimizer, self.levers, self.data, self.world
+            self.cfg,
+            model=self.model,
+            optimizer=self.optimizer,
+            levers=self.levers,
+            data=self.data,
+            world=self.world,
         )
 
     def describe(self) -> list[str]:
-        """What the config comes to here: pairs, global batch, steps, bytes per rank, reference,
-        FSDP units.
-        """
+        """Return lines for the log: data, steps, bytes per rank, reference, FSDP units."""
         lines = self.data.report()
-        lines += training.derived_numbers(
-            self.cfg, self.world, self.model, self.parallel, self.data
+        lines += training.list_derived_numbers(
+            self.cfg,
+            world=self.world,
+            model=self.model,
+            parallel=self.parallel,
+            data=self.data,
         )
-        if self.adapts:
-            lines.append(describe_adapters(self.model, self.cfg.lora))
+        if self.lora is not None:
+            lines.append(describe_adapters(self.model, self.lora))
         lines.append(describe_reference(self.cfg.dpo, self.reference))
-        return [*lines, describe_units(self.model, self.parallel)]
+        lines.append(describe_units(self.model, self.parallel))
+        return lines
 
-    def answers(self, model: Decoder, batch: Batch) -> torch.Tensor:
-        """Log-probability of each answer of a micro-batch; logits exist for one chunk of its tokens
-        at a time.
+    def compute_logps(self, model: Decoder, batch: Batch) -> torch.Tensor:
+        """Return the log-probability of each answer of a micro-batch, fp64 `[answers]`.
+
+        Logits exist for one chunk of its tokens at a time.
         """
         inputs = (batch.tokens, batch.positions, batch.attention)
-        log_probs = model(
-            *inputs, labels=batch.labels, head_loss=TokenLogProbs(self.cfg.memory.loss_chunks)
-        )
-        return answer_log_probs(log_probs, batch, self.cfg.dpo)
+        head_loss = TokenLogProbs(self.cfg.memory.loss_chunks)
+        token_logps = model(*inputs, labels=batch.labels, head_loss=head_loss)
+        return training.compute_answer_logps(token_logps, batch, mean=self.cfg.dpo.takes_mean_logps)
 
-    def reference_answers(self, micro_batches: Sequence[Batch]) -> Iterator[torch.Tensor | None]:
-        """What the reference makes of the same answers, without a graph; None for a loss that needs
-        none.
-        """
+    def compute_policy_logps(self, micro_batches: Sequence[Batch]) -> Logps:
+        """Return the policy's log-probabilities of each micro-batch, without gradients."""
+        compute = partial(self.compute_logps, self.model)
+        return training.evaluate_micro_batches(self.parallel, compute, micro_batches)
+
+    def compute_reference_logps(self, micro_batches: Sequence[Batch]) -> Logps:
+        """Return the reference's of the same answers; None of each for a loss without one."""
         if not self.cfg.runs_reference:
-            return repeat(None)
-        model, off = (
-            self.reference or self.model,
-            nullcontext if self.reference else partial(disable_adapters, self.model),
+            return repeat(None, len(micro_batches))
+        if self.reference is not None:
+            return training.evaluate_micro_batches(
+                self.reference_parallel, partial(self.compute_logps, self.reference), micro_batches
+            )
+        return training.evaluate_micro_batches(
+            self.parallel,
+            partial(self.compute_logps, self.model),
+            micro_batches,
+            inside=partial(disable_adapters, self.model),
         )
-        parallel = self.reference_parallel if self.reference else self.parallel
-        return training.result_of_each(
-            parallel, partial(self.answers, model), micro_batches, inside=off
+
+    def estimate_kl(self, batches: StepBatches) -> torch.Tensor | None:
+        """Return KTO's estimate of KL(policy || reference); None for a loss that asks for none."""
+        if not batches.mismatched:
+            return None
+        return estimate_kl(
+            self.compute_policy_logps(batches.mismatched),
+            self.compute_reference_logps(batches.mismatched),
+            num_items=batches.num_items,
+            world=self.world,
         )
+
+    def compute_loss(
+        self, batch: Batch, reference_logps: Logps, kl: torch.Tensor | None, sums: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the loss summed over the items of a micro-batch; add what is logged to `sums`.
+
+        reference_logps: of this micro-batch and the following ones.
+        """
+        policy_logps = self.compute_logps(self.model, batch)
+        loss, micro_sums = compute_preference_loss(
+            policy_logps,
+            # The reference's forward is here: it runs when it is asked for.
+            reference_logps=next(reference_logps),
+            batch=batch,
+            kl=kl,
+            cfg=self.cfg.dpo,
+        )
+        sums += micro_sums
+        return loss
 
     def train_step(self, batches: StepBatches) -> training.Step:
-        """One optimizer step; gradients are sums over ranks, so losses are divided by the items of
-        the global batch.
-        """
-        cfg, own, others = self.cfg.dpo, partial(self.answers, self.model), self.reference_answers
-        sums = torch.zeros(count_of_numbers(cfg), device=self.device, dtype=torch.float64)
-        point = reference_point(self.parallel, own, others, batches, self.world)
-        references = others(batches.micro_batches)
-
-        def loss_of(number: int, batch: Batch) -> torch.Tensor:
-            loss, numbers = loss_of_answers(own(batch), next(references), batch, point, cfg)
-            sums.add_(numbers)
-            return loss / batches.num_items
-
-        sums = training.backward_each(self.parallel, loss_of, batches, sums)
-        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.num_items, point, cfg)
+        """Run one optimizer step on this rank's micro-batches."""
+        sums = torch.zeros(count_sums(self.cfg.dpo), dtype=torch.float64, device=self.device)
+        kl = self.estimate_kl(batches)
+        reference_logps = self.compute_reference_logps(batches.micro_batches)
+        for micro_batch in self.parallel.micro_batches(batches):
+            # Gradients are sums over ranks, so the mean is over the items of all of them.
+            micro_loss = (
+                self.compute_loss(micro_batch, reference_logps, kl, sums) / batches.num_items
+            )
+            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            self.parallel.backward(micro_loss)
+            del micro_loss  # with its graph: what is alive is what is planned
+        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
-            self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
+            self.trained,
+            max_norm=self.cfg.clip_grad_norm,
+            world=self.world,
+            parallel=self.parallel,
+            earlier=self.levers.norms,
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return training.Step(loss, grad_norm, numbers)
+        metrics = compute_step_metrics(
+            self.world.all_reduce_sum(sums), num_items=batches.num_items, kl=kl, cfg=self.cfg.dpo
+        )
+        return training.Step(loss=metrics.pop("loss"), grad_norm=grad_norm, metrics=metrics)
 
     def validate(self) -> dict[str, float]:
-        """The same numbers over all validation samples."""
-        own, others = partial(self.answers, self.model), self.reference_answers
-        return validation_preference(
-            self.model, self.parallel, own, others, self.cfg.dpo, self.data, self.world
+        """Return the same metrics over all validation samples."""
+        return validate_preference(
+            self.model,
+            parallel=self.parallel,
+            compute_policy_logps=self.compute_policy_logps,
+            compute_reference_logps=self.compute_reference_logps,
+            cfg=self.cfg.dpo,
+            data=self.data,
+            world=self.world,
         )
 
     def train(self) -> None:
-        """The loop over steps; at its end what was trained is on disk."""
-        if self.cfg.checkpoint.save_model and not self.adapts:
+        """Train all steps; end with what was trained on disk, or with a state if stopped."""
+        if self.cfg.checkpoint.save_model and self.lora is None:
             check_room(self.model, self.output / "model", self.world)
+        schedule = training.build_lr_schedule(self.cfg, self.data.total_steps)
         with training.TrainingLoop(
-            self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step
+            self.cfg,
+            world=self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            data=self.data,
+            done=self.step,
         ) as loop:
             for batches in loop.steps():
-                loop.finish(self.train_step(batches), batches, self.validate)
-            if self.cfg.checkpoint.save_model:
-                export = (
-                    training.export_trained_adapter
-                    if self.adapts
-                    else training.export_trained_model
+                learning_rate = schedule(loop.step)
+                training.set_learning_rate(self.optimizer, learning_rate)
+                loop.finish(
+                    self.train_step(batches),
+                    batches,
+                    learning_rate=learning_rate,
+                    validate=self.validate,
                 )
-                export(self.cfg, self.model, self.source, self.data, self.world)
+            if self.cfg.checkpoint.save_model and self.lora is not None:
+                training.export_trained_adapter(
+                    self.cfg,
+                    model=self.model,
+                    source=self.source,
+                    data=self.data,
+                    world=self.world,
+                )
+            elif self.cfg.checkpoint.save_model:
+                training.export_trained_model(
+                    self.cfg,
+                    model=self.model,
+                    source=self.source,
+                    data=self.data,
+                    world=self.world,
+                )
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
+    """Run the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
     training.run_recipe(DpoFinetune, parse_arguments(argv, Config))
 
 

@@ -1,7 +1,7 @@
 """LoRA, QLoRA and DoRA: small trained adapters on frozen weights, on one process or many.
 
-    tune run lora_finetune_distributed --config demo/lora                                  one process
-    tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_qlora         two GPUs, base in 4 bits
+    tune run lora_finetune_distributed --config demo/lora                       one process
+    tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_qlora     two GPUs
     tune run lora_finetune_distributed --config llama3/8B_lora lora.dora=true lora.rank=8  DoRA
 
 A rank holds its shard of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16
@@ -9,13 +9,13 @@ bytes; of the adapters it holds weights, gradients and optimizer states. Frozen 
 gradients. What layers keep for backward is as large as in full fine-tuning, and the same levers
 reduce it:
 
-    lora.quantize_base=nf4                 frozen weights in 4 bits, quantized while they are read (int8: in 8)
-    memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
-    data.packing=true                      short sequences packed into one of max_seq_len: no memory for padding
+    lora.quantize_base=nf4                 frozen weights in 4 bits, quantized as they are read
+    memory.activation_checkpointing=full   keep the layers' inputs, recompute the rest in backward
+    data.packing=true                      short sequences packed into one: none for padding
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
-    parallel.context=4                     a quarter of each long sequence on each rank; attention has whole ones
+    parallel.context=4                     a quarter of each long sequence on each rank
     memory.stream_layers=true              frozen layers in host memory, each here while it runs
-    memory.cpu_offload=true                weights and states in host memory, gathered layer by layer
+    memory.cpu_offload=true                weights and states in host memory
 
 It ends with output_dir/adapter, which PEFT and vLLM load; lora.merge_on_save=true also writes
 output_dir/model.
@@ -52,125 +52,181 @@ class LoraFinetune:
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 
     def __init__(self, cfg: Config, world: World):
-        self.cfg, self.world, self.device = cfg, world, world.device
+        self.cfg = cfg
+        self.world = world
+        self.device = world.device
         self.output = Path(cfg.output_dir)
+        self.step = 0  # optimizer steps that an earlier process has done
         training.check_output(cfg)
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
-        self.step = 0  # optimizer steps that an earlier process has done
         if cfg.lora.adapter_path:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
         self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Rows of tokens and labels."""
+        """Open the tokenized samples."""
         self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
 
     def setup_model(self) -> None:
-        """Frozen weights with adapters, before there is memory for either."""
-        cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
-        self.model = build_meta(self.spec, dtype)
+        """Build the frozen model with adapters; neither has values yet."""
+        cfg = self.cfg
+        dtype = DTYPES[cfg.dtype]
+        self.model = build_meta(self.spec, dtype)  # shapes, no bytes
         add_adapters(self.model, cfg.lora, dtype)
+        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
         self.parallel = parallelize(self.model, cfg, self.world)
         training.check_host_memory(self.model, self.parallel, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)
-        self.trained = {
-            name: weight for name, weight in self.model.named_parameters() if weight.requires_grad
-        }
 
     def load_weights(self) -> None:
-        """Frozen weights: each rank reads, and quantizes, its own part. Adapters: new ones, or
+        """Read, and quantize, this rank's part of the frozen weights; make new adapters, or read
         those of a folder.
         """
-        model, cfg = self.model, self.cfg
-        seed = training.derive_seed(cfg.seed, "model")
+        seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
-            load_weights(model, self.spec, self.source.folder, seed)
+            load_weights(self.model, self.spec, self.source.folder, seed)
         else:
-            init_weights(model, seed, self.spec)
-        init_adapters(model, training.derive_seed(cfg.seed, "adapters"))
-        if cfg.lora.adapter_path:
-            load_adapter(model, self.spec, Path(cfg.lora.adapter_path))
-        if cfg.data.packing:
+            init_weights(self.model, seed, self.spec)
+        init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
+        if self.cfg.lora.adapter_path:
+            load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
+        # Documents that see each other would be trained on silently: looked at once, with weights.
+        if self.cfg.data.packing:
             check_packing_isolation(
-                model, self.spec, self.device, self.parallel.pipeline, self.parallel.token_ranks
+                self.model,
+                spec=self.spec,
+                device=self.device,
+                pipeline=self.parallel.pipeline,
+                multiple=self.parallel.token_ranks,
             )
 
     def setup_optimizer(self) -> None:
-        """The optimizer over the adapters: nothing else has gradients or states."""
-        trained = self.trained.items()
+        """Build the optimizer over the adapters: nothing else has gradients or states."""
+        self.trained = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ]
         self.optimizer = training.build_optimizer(
-            self.cfg.optimizer, trained, self.device, self.world, self.cfg.seed
+            self.cfg.optimizer,
+            params=self.model.named_parameters(),
+            device=self.device,
+            world=self.world,
+            seed=self.cfg.seed,
         )
+        # Steps in backward and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
-            self.optimizer, self.model, self.parallel, self.cfg.memory, self.device
+            self.optimizer,
+            model=self.model,
+            parallel=self.parallel,
+            memory=self.cfg.memory,
+            device=self.device,
         )
 
     def resume(self) -> None:
-        """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no
+        """Go on from the step of a saved state, if the config asks for one; it holds adapters, no
         frozen weights.
         """
         self.step = training.resume_run(
-            self.cfg, self.model, self.optimizer, self.levers, self.data, self.world
+            self.cfg,
+            model=self.model,
+            optimizer=self.optimizer,
+            levers=self.levers,
+            data=self.data,
+            world=self.world,
         )
 
     def describe(self) -> list[str]:
-        """What the config comes to here: data, global batch, steps, bytes per rank, adapters, FSDP
+        """Return lines for the log: data, global batch, steps, bytes per rank, adapters, FSDP
         units.
         """
-        numbers = training.derived_numbers(
-            self.cfg, self.world, self.model, self.parallel, self.data
+        lines = self.data.report()
+        lines += training.list_derived_numbers(
+            self.cfg,
+            world=self.world,
+            model=self.model,
+            parallel=self.parallel,
+            data=self.data,
         )
-        shape = [
-            describe_adapters(self.model, self.cfg.lora),
-            describe_units(self.model, self.parallel),
-        ]
-        return self.data.report() + numbers + shape
+        lines.append(describe_adapters(self.model, self.cfg.lora))
+        lines.append(describe_units(self.model, self.parallel))
+        return lines
 
-    def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token losses of a micro-batch."""
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of the token losses of a micro-batch."""
         inputs = (batch.tokens, batch.positions, batch.attention)
         return self.model(*inputs, labels=batch.labels, head_loss=self.head_loss)
 
-    def validate(self) -> dict[str, float]:
-        """Mean loss of the label tokens of all validation sequences, each counted once."""
-        return training.validation_loss(
-            self.model, self.parallel, self.summed_loss, self.data, self.world
-        )
-
     def train_step(self, batches: StepBatches) -> training.Step:
-        """One optimizer step over the adapters."""
-        loss = training.sum_gradients(self.parallel, self.summed_loss, batches, self.device)
+        """Run one optimizer step on this rank's micro-batches; only the adapters are trained."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro_batch in self.parallel.micro_batches(batches):
+            # Gradients are sums over ranks, so the mean is over the label tokens of all of them.
+            micro_loss = self.compute_loss(micro_batch) / max(1, batches.num_label_tokens)
+            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            self.parallel.backward(micro_loss)
+            loss += micro_loss.detach()
+            del micro_loss  # with its graph: what is alive is what is planned
+        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
-            self.trained.values(),
-            self.cfg.clip_grad_norm,
-            self.world,
-            self.parallel,
-            self.levers.norms,
+            self.trained,
+            max_norm=self.cfg.clip_grad_norm,
+            world=self.world,
+            parallel=self.parallel,
+            earlier=self.levers.norms,
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return training.Step(self.world.all_reduce_sum(loss), grad_norm)
+        mean_loss = self.world.all_reduce_sum(loss)
+        return training.Step(loss=mean_loss, grad_norm=grad_norm)
+
+    def validate(self) -> dict[str, float]:
+        """Return the mean loss of the label tokens of all validation sequences, each counted
+        once.
+        """
+        return training.compute_validation_loss(
+            self.model,
+            parallel=self.parallel,
+            compute_loss=self.compute_loss,
+            data=self.data,
+            world=self.world,
+        )
 
     def train(self) -> None:
-        """The loop; it ends with the adapter on disk, or with a state if the run was stopped."""
+        """Train all steps; end with the adapter on disk, or with a state if the run was stopped."""
         if self.cfg.lora.merge_on_save:
             check_room(self.model, self.output / "model", self.world)
+        schedule = training.build_lr_schedule(self.cfg, self.data.total_steps)
         with training.TrainingLoop(
-            self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step
+            self.cfg,
+            world=self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            data=self.data,
+            done=self.step,
         ) as loop:
             for batches in loop.steps():
-                loop.finish(self.train_step(batches), batches, self.validate)
+                learning_rate = schedule(loop.step)
+                training.set_learning_rate(self.optimizer, learning_rate)
+                loop.finish(
+                    self.train_step(batches),
+                    batches,
+                    learning_rate=learning_rate,
+                    validate=self.validate,
+                )
             if self.cfg.checkpoint.save_model:
                 training.export_trained_adapter(
-                    self.cfg, self.model, self.source, self.data, self.world
+                    self.cfg,
+                    model=self.model,
+                    source=self.source,
+                    data=self.data,
+                    world=self.world,
                 )
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
+    """Run the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
     training.run_recipe(LoraFinetune, parse_arguments(argv, Config))
 
 

@@ -222,7 +222,7 @@ MUTATIONS = [
     # Training.
     Mutation(
         name="loss_over_all_tokens",
-        path="recipe_lib/training/micro_batches.py",
+        path="recipes/full_finetune_distributed.py",
         old="/ max(1, batches.num_label_tokens)",
         new="/ max(1, batches.total_tokens)",
         harm="prompts make losses and gradients smaller",
@@ -242,9 +242,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="point_of_one_rank",
-        path="recipe_lib/training/preference.py",
-        old="return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)",
-        new="return (total / max(1, items)).clamp(min=0)",
+        path="recipe_lib/methods/dpo/kl.py",
+        old="return (world.all_reduce_sum(total) / max(1, num_items)).clamp(min=0)",
+        new="return (total / max(1, num_items)).clamp(min=0)",
         harm="several: KTO compares with the point of reference of one rank's samples",
         tests=("tests/recipes/test_kto.py", "-k", "two_ranks and accumulation"),
     ),
@@ -362,8 +362,8 @@ MUTATIONS = [
     Mutation(
         name="logs_one_rank_s_loss",
         path="recipes/full_finetune_distributed.py",
-        old="return training.Step(self.world.all_reduce_sum(loss), grad_norm)",
-        new="return training.Step(loss, grad_norm)",
+        old="mean_loss = self.world.all_reduce_sum(loss)",
+        new="mean_loss = loss",
         harm="several: the loss that is logged is that of the first rank's samples",
         tests=(
             "tests/recipes/test_worlds.py",
@@ -374,8 +374,8 @@ MUTATIONS = [
     Mutation(
         name="reward_is_a_sum",
         path="recipes/reward_distributed.py",
-        old="            return loss / batches.num_items\n",
-        new="            return loss\n",
+        old="self.compute_loss(micro_batch, sums) / batches.num_items",
+        new="self.compute_loss(micro_batch, sums)",
         harm="gradients of a reward model grow with its batch",
         tests=(
             "tests/recipes/test_reward.py",

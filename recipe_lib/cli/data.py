@@ -115,7 +115,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     """
     from recipe_lib.data import build_datasets, settle_formats
     from recipe_lib.training.resolve_model import resolve_model
-    from recipe_lib.training.training_data import load_tokenizer_of
+    from recipe_lib.training.training_data import load_tokenizer_for
 
     checks = arguments.action == "check"
     if checks:
@@ -132,7 +132,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     found = "".join(f"{escape_invisible(line)}\n" for line in settle_formats(cfg))
     found = "" if arguments.json else found
     sys.stdout.write(found if checks else "")
-    tokenizer = load_tokenizer_of(cfg, source)
+    tokenizer = load_tokenizer_for(cfg, source)
     dataset, validation = build_datasets(cfg, tokenizer, may_be_empty=checks)
     sys.stderr.write("" if checks or is_quiet() else found)
     return tokenizer, dataset, validation, source

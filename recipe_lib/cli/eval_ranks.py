@@ -16,8 +16,7 @@ from recipe_lib.cli.arguments import check_output_folder
 from recipe_lib.cli.export_trained import load_run_config, run_of
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import DataConfig, resolve_validation_source
 from recipe_lib.config.suggest import show
 from recipe_lib.data import (

@@ -19,7 +19,6 @@ from recipe_lib.config import parse_arguments
 from recipe_lib.config.load import LoadedConfig, load_with_origins, refuse_repeated
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
-    RECIPE_CONFIGS,
     find_config,
     find_recipe,
     get_recipes_folder,
@@ -27,6 +26,7 @@ from recipe_lib.config.paths import (
     list_recipes,
     suggest_config,
 )
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, run_for_exit_code
@@ -75,7 +75,7 @@ class RecipeFile:
         if name_or_path in _ELSEWHERE:
             raise ConfigError(f"{name_or_path}: no such recipe; {_ELSEWHERE[name_or_path]}")
         path = find_recipe(name_or_path)
-        shipped = _is_shipped(path) and path.stem in RECIPE_CONFIGS
+        shipped = _is_shipped(path) and path.stem in read_recipe_configs()
         return cls(path.stem, path, shipped)
 
     def reads_as_ours(self) -> bool:
@@ -89,7 +89,7 @@ class RecipeFile:
         is imported.
         """
         if self.shipped:
-            return RECIPE_CONFIGS[self.name]
+            return read_recipe_configs()[self.name]
         name = _find_parsed_class(self.path) or "Config"
         schema = getattr(load_module(self.path), name, None)
         if not isinstance(schema, type):
@@ -136,18 +136,18 @@ def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> Recip
     for config in reversed([configs] if isinstance(configs, str) else configs):
         path = find_config(config)
         if name := recipe_of(path):
-            if name not in RECIPE_CONFIGS:
-                near = [known for known in RECIPE_CONFIGS if known.startswith(name)] or [""]
-                hint = did_you_mean(name, RECIPE_CONFIGS) or (
+            if name not in read_recipe_configs():
+                near = [known for known in read_recipe_configs() if known.startswith(name)] or [""]
+                hint = did_you_mean(name, read_recipe_configs()) or (
                     f"; did you mean {near[0]}?" if near[0] else ""
                 )
                 raise ConfigError(
                     f"{show(str(config))}: recipe: found {quote(name)}, expected"
-                    f" {', '.join(RECIPE_CONFIGS)}{hint}; one of your own comes before --config,"
+                    f" {', '.join(read_recipe_configs())}{hint}; one of your own comes before --config,"
                     " and as --recipe FILE for validate and data"
                 )
             return RecipeFile.find(name)
-    return RecipeFile.find(next(iter(RECIPE_CONFIGS)))
+    return RecipeFile.find(next(iter(read_recipe_configs())))
 
 
 def open_config(

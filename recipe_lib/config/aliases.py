@@ -2,7 +2,10 @@
 
 A config that is brought from another tool is answered with our name for what it says, and with what
 there is in place of what we do not have. `unknown_keys.py` and `convert_values.py` look words up.
+Names for a method's keys are with its config class.
 """
+
+from collections.abc import Mapping
 
 # Our key -> what it was called here before. A bare word is known in any section.
 _EARLIER = {
@@ -30,8 +33,6 @@ _EARLIER = {
     "lora.quantize_base": "lora.quantize",
     "lora.adapter_path": "lora.adapter",
     "lora.merge_on_save": "lora.merge",
-    "dpo.trainable": "dpo.train",
-    "dpo.simpo_gamma": "dpo.margin",
     "memory.host_memory_limit_gib": "host_memory",
     "memory.activation_budget_gib": "activation_budget",
     "memory.activation_offload_prefetch_layers": "activation_offload_ahead",
@@ -338,17 +339,6 @@ _ELSEWHERE = {
         "lora_model_dir adapter_name_or_path adapter_dir adapter_model resume_adapter"
     ),
     "lora.merge_on_save": "merge_adapter merge_lora merge_and_unload merge_weights",
-    "dpo": "rl preference dpo_config pref",
-    "dpo.beta": "dpo_beta pref_beta rl_beta beta",
-    "dpo.loss": "pref_loss dpo_loss loss_type",
-    "dpo.label_smoothing": "dpo_label_smoothing label_smoothing",
-    "dpo.simpo_gamma": "cpo_simpo_gamma gamma",
-    "dpo.trainable": "finetuning_type",
-    "dpo.reference_free": "rl_reference_free",
-    "distill": "kd kd_config distillation",
-    "distill.teacher": "teacher_model teacher_model_name_or_path teacher_model_path",
-    "distill.temperature": "kd_temperature",
-    "distill.weight": "kd_alpha kd_ratio",
 }
 
 # Our key -> names of torchtune, whose configs name Python code.
@@ -367,12 +357,13 @@ _TORCHTUNE = {
     "resume": "recipe_checkpoint",
 }
 
-KEY_ALIASES = {
-    name: ours
-    for table in (_ELSEWHERE, _TORCHTUNE, _EARLIER)
-    for ours, names in table.items()
-    for name in names.split()
-}
+
+def invert_aliases(table: Mapping[str, str]) -> dict[str, str]:
+    """Return each of the names of a table with our key."""
+    return {name: ours for ours, names in table.items() for name in names.split()}
+
+
+KEY_ALIASES = invert_aliases(_ELSEWHERE) | invert_aliases(_TORCHTUNE) | invert_aliases(_EARLIER)
 
 # Our section -> those of other tools; "": our keys of that kind stand at the top level.
 _SECTIONS = {
@@ -386,11 +377,10 @@ _SECTIONS = {
     "checkpoint": "checkpointer checkpointing",
     "log": "metrics logging metric_logger wandb",
     "lora": "peft peft_config lora_config",
-    "dpo": "rl preference dpo_config",
 }
 
 # Sections of other tools -> ours.
-SECTION_ALIASES = {name: ours for ours, names in _SECTIONS.items() for name in names.split()}
+SECTION_ALIASES = invert_aliases(_SECTIONS)
 
 # Words of other tools whose matter is nothing here, or something else than a word like them.
 NOTHING_LIKE_IT = frozenset(
@@ -429,18 +419,11 @@ ANSWERS = {
     "profiler": (
         "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step"
     ),
-    "distill.from_disk": (
-        "the teacher runs with the model: distill.teacher names it; distill.quantize_teacher and"
-        " distill.stream_teacher make it fit"
-    ),
     "new_system_prompt": "there is none; write the system's message into the samples",
     "_component_": (
         "no config names Python code; `tune cat CONFIG --describe` lists the keys that choose"
     ),
 }
-
-# Of preference optimization in its own tools, and something else in others.
-OF_PAIRS = frozenset("loss_type label_smoothing beta gamma finetuning_type".split())
 
 # Last words that say little without their section: no key of another section is offered for them.
 GENERIC = frozenset(

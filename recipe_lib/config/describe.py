@@ -13,11 +13,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.compatibility.table import RULES
+from recipe_lib.config.compatibility.table import list_rules
 from recipe_lib.config.convert_values import describe_expected
 from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
 from recipe_lib.config.key_conditions import Condition, describe_needs
-from recipe_lib.config.paths import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig
 
 # The lines of the page are wider than those of this file: a backslash joins two.
@@ -62,7 +62,7 @@ def format_markdown(*schemas: type) -> str:
 
     None given: of every shipped recipe's.
     """
-    views = [read_schema(schema) for schema in schemas or RECIPE_CONFIGS.values()]
+    views = [read_schema(schema) for schema in schemas or read_recipe_configs().values()]
     parts = [_INTRODUCTION]
     done = set()
     for view in views:
@@ -76,7 +76,7 @@ def format_markdown(*schemas: type) -> str:
             parts += [heading, _format_table(keys)]
     parts.append("## Incompatible settings\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]
-    for rule in RULES:
+    for rule in list_rules():
         names = ", ".join(f"`{key}`" for key in rule.keys)
         rows.append(f"| {names} | {rule.reason} | {rule.remedy} |")
     parts.append("\n".join(rows) + "\n")
@@ -216,8 +216,9 @@ def _read_title(section_class: type) -> str:
     return "" if first_line.startswith(f"{section_class.__name__}(") else first_line
 
 
-# Which keys change the memory of a run: these sections, and single keys of others.
-LEVER_SECTIONS = ("lora", "dpo", "distill", "memory", "parallel")
+# Which keys change the memory of a run: these sections, and single keys of others;
+# those of a method are its config class's `memory_keys`.
+LEVER_SECTIONS = ("lora", "memory", "parallel")
 LEVERS = (
     "compile",
     "fused_kernels",
@@ -241,14 +242,6 @@ NO_LEVERS = (
     "lora.rslora",
     "lora.adapter_path",
     "lora.merge_on_save",
-    "dpo.beta",
-    "dpo.label_smoothing",
-    "dpo.simpo_gamma",
-    "distill.teacher",
-    "distill.teacher_preset",
-    "distill.beta",
-    "distill.temperature",
-    "distill.weight",
     "memory.host_memory_limit_gib",
     "parallel.data_shard",
     "parallel.data_replicate",
@@ -262,9 +255,12 @@ NO_LEVERS = (
 def list_changed_levers(cfg: Any) -> dict[str, str]:
     """Return the levers of a config that are not at their defaults: key -> value as written."""
     schema: type = type(cfg)
+    single_keys = {*LEVERS, *cfg.memory_keys}
     levers = {}
     for name, key in read_schema(schema).keys.items():
-        if name in NO_LEVERS or not (name in LEVERS or name.partition(".")[0] in LEVER_SECTIONS):
+        if name in NO_LEVERS or not (
+            name in single_keys or name.partition(".")[0] in LEVER_SECTIONS
+        ):
             continue
         value = attrgetter(name)(cfg)
         if value != key.default:

@@ -251,4 +251,4 @@ STEPS_WITH_TORCH = Condition("a step of torch's own optimizers", _why_not_by_tor
 SUMS_OVER_TOKENS = Condition(
     "a recipe without its own loss", lambda cfg: getattr(cfg, "own_loss", None)
 )
-TRAINS_ADAPTERS = Condition("`dpo.trainable, distill.trainable = adapters`", _why_no_adapters)
+TRAINS_ADAPTERS = Condition("a recipe that trains adapters", _why_no_adapters)

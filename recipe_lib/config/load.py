@@ -30,8 +30,9 @@ from recipe_lib.config.compatibility.table import find_broken_rules
 from recipe_lib.config.convert_values import describe_node
 from recipe_lib.config.flat_schema import Schema, build_item_schema, read_schema
 from recipe_lib.config.key_conditions import reset_idle_keys
-from recipe_lib.config.paths import RECIPE_CONFIGS, expand_home, find_config
+from recipe_lib.config.paths import expand_home, find_config
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show
@@ -241,13 +242,13 @@ def _check_recipe(checked: CollectedSettings) -> None:
     config_class = checked.schema.config_class
     owners = [owner for owner in config_class.__mro__ if "recipe" in vars(owner)]
     legal = list(dict.fromkeys(vars(owner)["recipe"] for owner in owners))
-    if config_class in RECIPE_CONFIGS.values():
+    if config_class in read_recipe_configs().values():
         # A shipped class takes only its own: another method's config has other settings, or lacks
         # those that matter here.
         legal = legal[:1]
     if setting.value not in legal:
         hint = did_you_mean(setting.value, legal)
-        if setting.value in RECIPE_CONFIGS:
+        if setting.value in read_recipe_configs():
             hint = (
                 f"; run it with that recipe: tune run {setting.value}, or override it:"
                 f" recipe={legal[0]}"

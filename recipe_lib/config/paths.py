@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
@@ -73,7 +73,7 @@ def list_recipes() -> list[str]:
 def list_configs() -> dict[str, list[str]]:
     """Return the names of the shipped configs by their recipes, by family and then by size."""
     by_recipe: dict[str, list[str]] = {
-        name: [] for name in sorted({*list_recipes(), *RECIPE_CONFIGS})
+        name: [] for name in sorted({*list_recipes(), *read_recipe_configs()})
     }
     files = _list_config_files()
     for name in sorted(files, key=_get_sort_key):

@@ -6,7 +6,8 @@ fine-tuning, FullFinetuneConfig; those of other recipes are its subclasses. No t
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar
 
 from recipe_lib.config import key_conditions
 from recipe_lib.config.flat_schema import key
@@ -44,6 +45,22 @@ class RecipeFacts:
     # Keys that name the checkpoints of further models, and for each the key of a preset in its
     # place.
     other_models: ClassVar[dict[str, str]] = {}
+    # Keys of its sections by which those models take less memory: for each the values, those of
+    # least memory first, and what each costs.
+    other_model_levers: ClassVar[dict[str, dict[Any, str]]] = {}
+    # All keys of its sections that change the memory of a run.
+    memory_keys: ClassVar[tuple[str, ...]] = ()
+    # Combinations of its keys that are refused (`compatibility.rule.Rule`), besides those of all
+    # recipes.
+    rules: ClassVar[tuple[Any, ...]] = ()
+    # Its keys -> what they are called in other tools, and were called here before; and the sections
+    # of other tools -> its own.
+    key_aliases: ClassVar[dict[str, str]] = {}
+    section_aliases: ClassVar[dict[str, str]] = {}
+    # Of these names those that mean something else in other recipes.
+    ambiguous_names: ClassVar[frozenset[str]] = frozenset()
+    # Keys that there are not -> what there is in their place.
+    key_answers: ClassVar[dict[str, str]] = {}
 
     @property
     def samples(self) -> str:
@@ -105,6 +122,7 @@ __all__ = [
     "FullFinetuneConfig",
     "LogConfig",
     "LoraConfig",
+    "LoraFinetuneConfig",
     "LrSchedulerConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -579,3 +597,23 @@ class LoraConfig:
         if "all-linear" in self.target_modules:
             return [*LINEARS, *single_targets]
         return single_targets
+
+
+@dataclass
+class LoraFinetuneConfig(FullFinetuneConfig):
+    """Config of `lora_finetune_distributed`."""
+
+    recipe: str = key(
+        "lora_finetune_distributed",
+        "The recipe this config is for.",
+        known_as="torchtune: the first word of `tune run`",
+    )
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """Return the section `lora`; None if a key of the recipe says to train every parameter."""
+        for name, value in self.adapters_instead.items():
+            if attrgetter(name)(self) != value:
+                return None
+        return self.lora

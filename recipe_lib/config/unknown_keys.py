@@ -2,21 +2,14 @@
 
 The answer is the name that the key has here, the nearest spelling, or nothing. Nothing rather than
 something far: another tool's name leads to ours only where both mean the same, and a spelling only
-where each word of it is near. `aliases.py` has the tables of other tools' names.
+where each word of it is near. `read_aliases` has the tables of other tools' names.
 """
 
 from collections.abc import Iterable
 
-from recipe_lib.config.aliases import (
-    ANSWERS,
-    GENERIC,
-    KEY_ALIASES,
-    NOTHING_LIKE_IT,
-    OF_PAIRS,
-    SECTION_ALIASES,
-)
+from recipe_lib.config.aliases import GENERIC, NOTHING_LIKE_IT
 from recipe_lib.config.flat_schema import Schema, read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_aliases, read_recipe_configs
 from recipe_lib.config.suggest import find_nearest
 
 
@@ -27,9 +20,9 @@ def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str,
     if meant_keys == [name] and section and in_file:
         # Right but for its form: a file has keys of a section indented under it.
         return f"; write {word}: under {section}:", meant_keys
-    answer = ANSWERS.get(_normalize(name))
+    answer = read_aliases().answers.get(_normalize(name))
     if not answer and not meant_keys:
-        answer = ANSWERS.get(_normalize(word)) or _describe_owner(name, schema)
+        answer = read_aliases().answers.get(_normalize(word)) or _describe_owner(name, schema)
     if answer:
         return f"; {answer}", []
     if meant_keys:
@@ -47,7 +40,7 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
     By another tool's name for it, the section that it belongs to, or the nearest spelling.
     """
     valid = [name for name in (*schema.keys, *schema.sections) if name]
-    alias = KEY_ALIASES.get(_normalize(name), name)
+    alias = read_aliases().keys.get(_normalize(name), name)
     section, _, word = name.rpartition(".")
     word = _normalize(word)
     ours = _find_section(section, schema)
@@ -57,7 +50,7 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
         return []
     if section.endswith("]"):
         # Sections of a list, as data.sources[0], have mostly the keys of the one around them.
-        alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{word}", "")
+        alias = read_aliases().keys.get(f"{section.partition('.')[0]}.{word}", "")
         inside = f"{section}.{alias.rpartition('.')[2]}"
         if inside in valid:
             return [inside]
@@ -66,7 +59,7 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
     if not section or word not in GENERIC:
         scopes.append((word, valid))
     for scoped_name, keys in scopes:
-        alias = KEY_ALIASES.get(scoped_name, "")
+        alias = read_aliases().keys.get(scoped_name, "")
         if alias in valid:
             return [alias]
         similar_keys = _find_similar_keys(word, keys, in_section=bool(ours))
@@ -99,7 +92,7 @@ def find_misspelled_name(written: str, valid: Iterable[str]) -> str | None:
 
 def is_foreign_section(name: str) -> bool:
     """Return True for a section that only other tools have, as torchtitan's `training`."""
-    return _normalize(name) in SECTION_ALIASES
+    return _normalize(name) in read_aliases().sections
 
 
 def _normalize(name: str) -> str:
@@ -112,7 +105,7 @@ def _find_section(section: str, schema: Schema) -> str | None:
     It is ours already, another tool's, or a misspelling of ours.
     """
     outer = _normalize(section.partition(".")[0])
-    ours = section if section in schema.sections else SECTION_ALIASES.get(outer)
+    ours = section if section in schema.sections else read_aliases().sections.get(outer)
     if ours is None:
         ours = find_misspelled_name(outer, [name for name in schema.sections if name])
     return ours if ours in schema.sections else None
@@ -120,9 +113,9 @@ def _find_section(section: str, schema: Schema) -> str | None:
 
 def _describe_owner(name: str, schema: Schema) -> str:
     """Return `lora.rank is a key of the recipe lora_finetune_distributed` of another's key."""
-    if _normalize(name) in OF_PAIRS or "[" in name:
+    if _normalize(name) in read_aliases().ambiguous or "[" in name:
         return ""
-    for recipe, config_class in RECIPE_CONFIGS.items():
+    for recipe, config_class in read_recipe_configs().items():
         view = read_schema(config_class)
         meant_keys = find_meant_keys(name, view)
         if len(meant_keys) != 1:

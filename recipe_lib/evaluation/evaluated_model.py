@@ -17,8 +17,7 @@ from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
 from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.checkpoint.verify import make_adapter_settings
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.generation.source import GenerationSource
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears

@@ -19,7 +19,7 @@ from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.world import derive_seed
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.training.validation import token_scores_of
+from recipe_lib.training.validation import compute_token_scores
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -259,7 +259,7 @@ def score_continuations(
             targets.append(torch.tensor(ignored + ids[len(ids) - count :], dtype=torch.int64))
         tokens = pad_sequence(inputs, batch_first=True).to(device)
         labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED).to(device)
-        scores = token_scores_of(model, tokens, labels)
+        scores = compute_token_scores(model, tokens, labels)
         log_likelihoods = scores[..., 0].double().sum(dim=1)
         # A token that is as likely as the likeliest
         is_greedy = ((scores[..., 0] == scores[..., 1]) | (labels == IGNORED)).all(dim=1)

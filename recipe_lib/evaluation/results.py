@@ -24,8 +24,8 @@ from recipe_lib.redaction import redact
 from recipe_lib.report.chart import render_page
 from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.training import result_of_each
-from recipe_lib.training.validation import scores_by, sequence_sums
+from recipe_lib.training import evaluate_micro_batches
+from recipe_lib.training.validation import make_scorer, sum_over_sequences
 
 EXAMPLES_FILE = "examples.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -89,10 +89,10 @@ def score_sequences(
     own: list[tuple[int, float, int, int]] = []
     for batches in steps:
         micro_batch = batches.to(world.device).micro_batches[0]
-        (scores,) = result_of_each(parallel, scores_by(model), [micro_batch])
+        (scores,) = evaluate_micro_batches(parallel, make_scorer(model), [micro_batch])
         if scores is None:  # another stage of the pipeline has them
             continue
-        sums = sequence_sums(scores, micro_batch).tolist()
+        sums = sum_over_sequences(scores, micro_batch).tolist()
         for row, (likelihood, tokens, right) in zip(micro_batch.sequences, sums, strict=True):
             # A row that only fills up a batch has no sequence.
             own += [(number, likelihood, int(tokens), int(right)) for number in row]

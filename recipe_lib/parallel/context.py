@@ -37,7 +37,7 @@ from recipe_lib.parallel.world import World
 
 
 def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> None:
-    """Divides the tokens of a meta model's micro-batches among the ranks that share sequences, in
+    """Divide the tokens of a meta model's micro-batches among the ranks that share sequences, in
     place.
 
     Called after `shard_tensors`, whose ranks divide a rank's tokens and heads first. The model then
@@ -98,8 +98,8 @@ def refuse_for_context(model: LanguageModel) -> None:
 
 
 def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
-    """Refuses a model whose heads `parallel.context` ranks cannot share: ConfigError, with the
-    sizes that fit.
+    """Refuse a model whose heads `parallel.context` ranks cannot share: ConfigError, with the sizes
+    that fit.
 
     A rank has as many heads as the others, all of its tensor-parallel part; kv heads may be fewer
     than the ranks.

@@ -39,7 +39,7 @@ class Replicas:
     dtype: torch.dtype | None
 
 
-def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
+def find_replicas(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
     """Return the replicas of a model that `shard_model` leaves whole; None for one that is sharded,
     as by `auto` that nobody has decided, or the only one.
     """
@@ -49,8 +49,8 @@ def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) ->
 
 
 @torch.no_grad()
-def sum_gradients_of_replicas(model: nn.Module, replicas: Replicas, world: World) -> None:
-    """Sums the trained gradients of a replicated model over the data ranks, in place.
+def sum_replica_gradients(model: nn.Module, replicas: Replicas, world: World) -> None:
+    """Sum the trained gradients of a replicated model over the data ranks, in place.
 
     Once a step, after its last backward. The same parameters have gradients on all ranks: those
     without one are left out. Of a parameter that a tensor-parallel group shares, the rank's part is

@@ -64,7 +64,7 @@ class Unit:
 def resolve_wrapping(
     model: nn.Module, wrapping: str | Iterable[str], *, whole_layers: bool = False
 ) -> list[Unit]:
-    """The FSDP units of a model, in module order; what they leave out is in the root.
+    """Return the FSDP units of a model, in module order; what they leave out is in the root.
 
     wrapping: `layers`: each element of the model's module lists. `memory_efficient`: also each
     module outside them that owns a matrix, in a decoder the embedding and the output projection
@@ -89,7 +89,8 @@ def resolve_wrapping(
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of a module's whole parameters, shared ones counted once; also before they have memory.
+    """Return the bytes of a module's whole parameters, shared ones counted once; also before they
+    have memory.
 
     Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers.
     """
@@ -99,7 +100,9 @@ def parameter_bytes(module: nn.Module) -> int:
 
 
 def whole_elements(parameter: Tensor) -> int:
-    """Elements of a whole parameter; of what a tensor-parallel group shares, of one rank's part."""
+    """Return the elements of a whole parameter; of what a tensor-parallel group shares, of one
+    rank's part.
+    """
     names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
     if not isinstance(parameter, DTensor) or "tensor" not in names:
         return parameter.numel()
@@ -129,7 +132,7 @@ def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[
 
 
 def _experts(model: nn.Module, layers: list[str]) -> list[str]:
-    """The experts of layers that are most of their layer. As a unit they are gathered while
+    """Return the experts of layers that are most of their layer. As a unit they are gathered while
     attention runs, and only what attention needs while they run: not two layers' experts at a time.
     """
     found = []
@@ -142,8 +145,8 @@ def _experts(model: nn.Module, layers: list[str]) -> list[str]:
 
 
 def _matrices_outside(model: nn.Module, layers: list[str]) -> list[str]:
-    """Names of modules outside the layers that own a parameter of two dimensions or more:
-    embedding, output.
+    """Return the names of modules outside the layers that own a parameter of two dimensions or
+    more: embedding, output.
 
     What is inside of one of them, such as an adapter's matrices, is gathered with it.
     """
@@ -157,7 +160,7 @@ def _matrices_outside(model: nn.Module, layers: list[str]) -> list[str]:
 
 
 def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
-    """Names of the modules that the patterns match, in module order."""
+    """Return the names of the modules that the patterns match, in module order."""
     if not patterns:
         raise ConfigError(
             "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as"
@@ -180,8 +183,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _matches_nothing(pattern: str, model: nn.Module) -> str:
-    """The fault of a pattern without a match: the nearest names, then the largest modules there
-    are.
+    """Return the fault of a pattern without a match: the nearest names, then the largest modules
+    there are.
     """
     templates = _templates(model)
     best = find_nearest(pattern, templates)
@@ -193,8 +196,8 @@ def _matches_nothing(pattern: str, model: nn.Module) -> str:
 
 
 def _templates(model: nn.Module) -> list[str]:
-    """Patterns that would match: names of modules that can be units, a list's elements as `*`;
-    larger ones first.
+    """Return the patterns that would match: names of modules that can be units, a list's elements
+    as `*`; larger ones first.
     """
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -205,8 +208,8 @@ def _templates(model: nn.Module) -> list[str]:
 
 
 def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
-    """Units in module order. Modules that share a parameter become one, since FSDP keeps a
-    parameter in one place.
+    """Return the units in module order. Modules that share a parameter become one, since FSDP keeps
+    a parameter in one place.
     """
     modules = dict(model.named_modules())
     owned = {
@@ -241,7 +244,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
 
 
 def _own_parameters(module: nn.Module, name: str, unit_names: list[str]) -> list[nn.Parameter]:
-    """Parameters of a unit's module that no unit inside it holds."""
+    """Return the parameters of a unit's module that no unit inside it holds."""
     inside = tuple(f"{other}." for other in unit_names if other.startswith(f"{name}."))
     return [
         parameter
@@ -278,8 +281,8 @@ def shard_model(
     *,
     whole_layers: bool = False,
 ) -> list[Unit]:
-    """Shards parameters over `data_shard` x `context`, copies them over `data_replicate`; returns
-    the units it made.
+    """Shard parameters over `data_shard` x `context`, copy them over `data_replicate`; return the
+    units it made.
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too.
     Gradients arrive as SUMS over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided
@@ -358,7 +361,7 @@ def shard_model(
 
 
 def _without(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
-    """A unit whose bytes are without those of parameters that FSDP leaves alone."""
+    """Return a unit whose bytes are without those of parameters that FSDP leaves alone."""
     inside = (
         {id(each) for name in unit.names for each in model.get_submodule(name).parameters()}
         if kept
@@ -372,7 +375,7 @@ def _without(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
-    """Gives a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters
+    """Give a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters
     on the host.
 
     Tied parameters stay tied. Buffers of an external model get the values that its class gave them,
@@ -408,9 +411,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
 
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
-    """Makes one module a unit; the embedding and the output projection get what their size
-    deserves.
-    """
+    """Make one module a unit; the embedding and the output projection get what their size asks for."""
     is_head = type(module) in _HEADS
     is_embedding = type(module) in _EMBEDDINGS
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
@@ -432,8 +433,8 @@ def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[
 
 
 def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
-    """Gathers before FSDP would, on the stream that computes, where the gather's buffer is free
-    when it returns.
+    """Gather before FSDP would, on the stream that computes, where the gather's buffer is free when
+    it returns.
 
     FSDP gathers on a separate stream and keeps the buffer until the next unit has gathered: for the
     output projection that is a third tensor of the size of its weight next to the weight and its
@@ -493,7 +494,9 @@ def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _is_tied_pair(members: list[nn.Module]) -> bool:
-    """An embedding and the output head that uses the same matrix, and nothing else but adapters."""
+    """Return an embedding and the output head that uses the same matrix, and nothing else but
+    adapters.
+    """
     if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) not in _HEADS:
         return False
     named = [pair for member in members for pair in member.named_parameters()]
@@ -505,7 +508,7 @@ def _is_tied_pair(members: list[nn.Module]) -> bool:
 def _shard_tied_pair(
     members: list[nn.Module], reshard_after_forward: bool, options: dict[str, Any]
 ) -> Callable[[], None]:
-    """Makes the shared matrix a unit that runs twice a forward: as the embedding, and as the output
+    """Make the shared matrix a unit that runs twice a forward: as the embedding, and as the output
     projection.
 
     FSDP's own way, one unit of both modules, keeps the matrix gathered from the embedding to the
@@ -555,7 +558,7 @@ def _shard_tied_pair(
 
 
 def _hand_over(weight: Any, gathered: Any) -> None:
-    """Moves the head's gradient to the parameter that FSDP reduces, before it does so at the end of
+    """Move the head's gradient to the parameter that FSDP reduces, before it does so at the end of
     the head.
     """
     if gathered.grad is not None:

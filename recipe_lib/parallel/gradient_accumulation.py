@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.deferred import DeferredGradients
 from recipe_lib.ops.device import get_kernel_type
@@ -31,12 +32,14 @@ from recipe_lib.parallel.pipeline.schedules import MAKING_GRADIENTS, Action
 
 
 def reduces_once(parallel: ParallelConfig) -> bool:
-    """Whether FSDP reduces gradients once a step."""
+    """Return True if FSDP reduces gradients once a step."""
     return parallel.reduce_gradients == "step" and parallel.strategy != "ddp"
 
 
-def once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
-    """The collectives among data ranks that a step has once, however many micro-batches it has."""
+def list_collectives_once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
+    """Return the collectives among data ranks that a step has once, however many micro-batches it
+    has.
+    """
     if not reduces_once(parallel):
         return ()
     return (
@@ -48,32 +51,38 @@ def once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
 
 class GradientAccumulation:
     """What happens to a model's gradients before and after the backward of each micro-batch of a
-    step.
+    step, and whether a recipe has gone backward for each.
 
     Without a pipeline `begin` comes before each micro-batch and `add` after its backward. A
     pipeline calls `begin` once, `add` after each action that makes gradients, and reduces its
-    stages itself. `finish` ends both.
-
-    once: FSDP reduces gradients once a step. keeps_weights: they stay gathered as long. sums: so
-    far, in fp32 or on the host.
+    stages itself. `finish` ends both. `Parallel.micro_batches` calls all of them.
     """
+
+    once: bool
+    """FSDP reduces gradients once a step."""
+    keeps_weights: bool
+    """Weights stay gathered from a step's first micro-batch to its last."""
+    sums: dict[nn.Parameter, Tensor]
+    """The gradients added up so far, in fp32 or on the host."""
 
     def __init__(
         self, model: nn.Module, parallel: ParallelConfig, device: torch.device | None = None
     ) -> None:
-        """model: sharded by FSDP, or whole on every rank that has it. device: that computes
-        gradients which FSDP sends to the host; None where they stay on it, and where each is
-        stepped in backward.
+        """Prepare for a model that is sharded by FSDP, or whole on every rank that has it.
+
+        device: that computes gradients which FSDP sends to the host; None where they stay on it,
+        and where each is stepped in backward.
         """
         sharded = isinstance(model, FSDPModule)
         self.once = sharded and reduces_once(parallel)
         self.keeps_weights = self.once and not parallel.reshard_after_forward
         self._model: Any = model
-        self._in_fp32 = (
-            parallel.accumulate_grad_in_fp32 and not self.once
-        )  # else FSDP sums them, in reduce_dtype
-        self.sums: dict[nn.Parameter, Tensor] = {}
-        self._done = False
+        # With `once` FSDP sums them itself, in reduce_dtype.
+        self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once
+        self.sums = {}
+        self._is_open = False  # a recipe is in its loop over the micro-batches, or has left it
+        self._awaits_backward = False  # it has a micro-batch, and has not gone backward yet
+        self._is_finished = False
         self._offloaded: OffloadedGradients | None = None
         if sharded and device is not None:
             waits_at_end = parallel.pipeline == 1
@@ -81,9 +90,52 @@ class GradientAccumulation:
                 model, device, self.sums, self._move, waits_at_end=waits_at_end
             )
 
+    def take_in_turn(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Yield a step's micro-batches, one after the other, as a rank without a pipeline has them.
+
+        What is asked of the next one ends the one before: its gradients are there then.
+        """
+        last = len(micro_batches) - 1
+        for number, batch in enumerate(micro_batches):
+            self.begin(is_last=number == last)
+            yield batch
+            self.add()
+
+    def lend(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield each micro-batch to a recipe's loop, and `finish` after the last.
+
+        Raise ConfigError for a loop that does not call `Parallel.backward` once for each of them.
+        Without a pipeline it would train on other tokens than it divides by, and with one the
+        other ranks would wait for its gradient.
+        """
+        self._is_open = True
+        for batch in micro_batches:
+            self._awaits_backward = True
+            yield batch
+            if self._awaits_backward:
+                raise ConfigError(
+                    "train_step: found a micro-batch without a backward, expected one call of"
+                    " parallel.backward(loss) for each that parallel.micro_batches gives; call it"
+                    " at the end of the loop's body"
+                )
+        self._is_open = False
+        self.finish()
+
+    def expect_backward(self) -> None:
+        """Raise ConfigError unless a micro-batch is lent that has not gone backward yet."""
+        if not self._awaits_backward:
+            raise ConfigError(
+                "train_step: found a call of parallel.backward without a micro-batch of its own,"
+                " expected one for each that parallel.micro_batches gives; call it once, in the"
+                " loop's body, with the sum of its losses"
+            )
+        self._awaits_backward = False
+
     def begin(self, is_last: bool) -> None:
-        """A micro-batch begins. Unless it is the last of the step, gradients stay whole from here
-        on where they are reduced once, and so do weights that are kept.
+        """Begin a micro-batch.
+
+        Unless it is the last of the step, gradients stay whole from here on where they are reduced
+        once, and so do weights that are kept.
         """
         if self.once:
             self._model.set_requires_gradient_sync(is_last)
@@ -94,19 +146,13 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Gradients that backward has made are moved to the sums, if there are sums in fp32 or on
-        the host.
+        """Move the gradients that backward has made to the sums, if there are any in fp32 or on the
+        host.
         """
         if self._offloaded is not None:
             self._offloaded.wait()
         if not self.once and (self._in_fp32 or self._offloaded is not None):
             self._move(self._model.parameters())
-
-    def send(self, numbers: Tensor) -> Tensor:
-        """Numbers of the device for the log, on their way to the host if gradients are: the next
-        `add` waits for both. As they are if not.
-        """
-        return numbers if self._offloaded is None else self._offloaded.send(numbers)
 
     @torch.no_grad()
     def _move(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -125,32 +171,37 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward: sums become the parameters' gradients, rounded once to their
-        type.
+        """Make the sums the parameters' gradients, rounded once to their type; after the last
+        backward.
         """
-        self._done = True
+        self._is_finished = True
         while self.sums:
             parameter, total = self.sums.popitem()
             parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
 
     def check(self) -> None:
-        """ConfigError if a recipe has gone backward by itself, so that nothing of this was done;
-        once a step.
+        """Raise ConfigError if a recipe has left the loop over its micro-batches, or gone backward
+        by itself, so that nothing of this was done; once a step.
         """
-        if not self._done and (self.once or self._in_fp32):
-            key = "reduce_gradients" if self.once else "accumulate_grad_in_fp32"
-            found = "step" if self.once else "true"
+        if self._is_open:
             raise ConfigError(
-                f"parallel.{key}: found {found} for a recipe that calls backward itself, expected"
-                " one that calls training.sum_gradients or training.backward_each, which say which"
-                f" micro-batch is the last; call one of them, or remove parallel.{key}"
+                "train_step: found a loop over parallel.micro_batches that was left before its end,"
+                " expected one that goes through all of them; leave out the break"
             )
-        self._done = False
+        if not self._is_finished and (self.once or self._in_fp32):
+            key = "reduce_gradients" if self.once else "accumulate_grad_in_fp32"
+            value = "step" if self.once else "true"
+            raise ConfigError(
+                f"parallel.{key}: found {value} for a recipe that calls backward itself, expected"
+                " one that loops over parallel.micro_batches and calls parallel.backward, which"
+                f" know which micro-batch is the last; call them, or remove parallel.{key}"
+            )
+        self._is_finished = False
 
 
 def is_kept(unit: FSDPModule) -> bool:
-    """Whether a unit's weights stay gathered from one micro-batch to the next."""
-    group = group_of(unit)
+    """Return True if a unit's weights stay gathered from one micro-batch to the next."""
+    group = get_param_group(unit)
     return group is not None and not group.reshard_after_backward
 
 
@@ -161,8 +212,7 @@ def is_kept(unit: FSDPModule) -> bool:
 # not pinned, in order to add the two; and at the end of a step it waits twice. Here gradients go to
 # pinned memory in every micro-batch. From the second one on, the host adds up those of a unit when
 # the next one's are on their way, so that the device goes on and the host has no more than two
-# units' twice; at the end of backward it waits once, for what is left and for the numbers that are
-# logged.
+# units' twice; at the end of backward it waits once, for what is left.
 #
 # Private parts of torch's FSDP2 are used here: a unit's reduction (`post_backward`), the events of
 # its copies, and what its root does at the end of backward.
@@ -186,37 +236,30 @@ class OffloadedGradients:
         self._model: Any = model
         self._device, self._sums, self._add, self._waits_at_end = device, sums, add, waits_at_end
         self._previous: Any = None
-        self._sends_numbers = False
-        groups = [group_of(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
+        groups = [get_param_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._groups = [group for group in groups if group is not None]
         for group in self._groups:
-            group.post_backward = self._following(group)
+            group.post_backward = self._wrap_reduction(group)
 
     def begin(self) -> None:
         """A micro-batch begins."""
         if self._waits_at_end:
             self._model.set_is_last_backward(False)
 
-    def send(self, numbers: Tensor) -> Tensor:
-        """Numbers of the device, on their way to the host: the next `wait` is for them, too."""
-        self._sends_numbers = True
-        return numbers.to("cpu", non_blocking=True)
-
     def wait(self) -> None:
-        """Waits once for all that is on its way."""
+        """Wait once for all that is on its way."""
         if get_kernel_type(self._device) != "cpu":
             arriving = [copy for group in self._groups for copy in self._take_copies(group)]
-            if arriving or self._sends_numbers:
+            if arriving:
                 wait_on_host(arriving, self._device)
-        self._sends_numbers = False
         if self._waits_at_end:
             self._model.set_is_last_backward(True)
             end_backward(self._model)
         self._previous = None
 
-    def _following(self, group: Any) -> Callable[..., None]:
-        """A unit's reduction, after which the gradients of the unit before it are added up, if they
-        have sums.
+    def _wrap_reduction(self, group: Any) -> Callable[..., None]:
+        """Return a unit's reduction, after which the gradients of the unit before it are added up,
+        if they have sums.
         """
         reduce = group.post_backward
 
@@ -249,27 +292,27 @@ class OffloadedGradients:
 # Private parts of torch's FSDP2, which a unit has no public way to.
 
 
-def group_of(unit: FSDPModule) -> Any:
-    """What gathers and reduces a unit's parameters together; None where it has none."""
+def get_param_group(unit: FSDPModule) -> Any:
+    """Return what gathers and reduces a unit's parameters together; None where it has none."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
-def entries_of(unit: FSDPModule) -> list[Any]:
+def list_param_entries(unit: FSDPModule) -> list[Any]:
     """FSDP's entry for each parameter of a unit, with the `sharded_param`."""
-    group = group_of(unit)
+    group = get_param_group(unit)
     return [] if group is None else group.fsdp_params
 
 
 def reduce_kept_gradients(unit: FSDPModule) -> None:
     """Reduce the gradients that a unit has, or add them to its sums where it is to wait."""
-    for entry in entries_of(unit):
+    for entry in list_param_entries(unit):
         # Newer torch has autograd add them up in the reduction's type, and reduces gradients of
         # several types at once.
         if hasattr(entry, "accumulate_unsharded_grad_if_needed"):
             entry.accumulate_unsharded_grad_if_needed()
             if hasattr(entry, "_unsharded_param"):
                 entry.to_accumulated_grad_if_needed()
-    group_of(unit).post_backward()
+    get_param_group(unit).post_backward()
 
 
 def end_backward(root: FSDPModule) -> None:
@@ -307,11 +350,13 @@ class DeferredReduction:
         self._root: Any = model if isinstance(model, FSDPModule) else None
         self._once = accumulation if accumulation is not None and accumulation.once else None
         self.is_last = False
-        units = _units_in([model])
+        units = _list_units([model])
         self._units = []
         for unit in units:
             linears = [
-                one for one in entries_of(unit) if isinstance(one._module_info.module, nn.Linear)
+                one
+                for one in list_param_entries(unit)
+                if isinstance(one._module_info.module, nn.Linear)
             ]
             if any(one.sharded_param.requires_grad for one in linears):
                 self._units.append(unit)
@@ -333,15 +378,15 @@ class DeferredReduction:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
     def add(self, later: list[DeferredGradients]) -> None:
-        """Computes the gradients, last layer first, and reduces those of a unit before the next
+        """Compute the gradients, last layer first, and reduce those of a unit before the next
         one's are made.
         """
-        units = self._places() if self._root is not None else {}
+        units = self._map_units() if self._root is not None else {}
         current: FSDPModule | None = None
         later.reverse()
         while later:
             entry = later.pop()
-            unit = units.get(id(_parameter_of(entry.weights[0])), current)
+            unit = units.get(id(_find_parameter(entry.weights[0])), current)
             if current is not None and unit is not current:
                 reduce_kept_gradients(current)
             current = unit
@@ -372,7 +417,7 @@ class DeferredReduction:
         unit has.
         """
         if self.is_last:
-            for unit in _units_in(modules):
+            for unit in _list_units(modules):
                 unit.set_requires_gradient_sync(True, recurse=False)
                 unit.set_reshard_after_backward(True, recurse=False)
 
@@ -385,9 +430,9 @@ class DeferredReduction:
             self._root.set_reshard_after_backward(True)
             end_backward(self._root)
 
-    def _places(self) -> dict[int, FSDPModule]:
-        """The unit of each whole parameter, by its id."""
-        entries = [(unit, entry) for unit in self._units for entry in entries_of(unit)]
+    def _map_units(self) -> dict[int, FSDPModule]:
+        """Return the unit of each whole parameter, by its id."""
+        entries = [(unit, entry) for unit in self._units for entry in list_param_entries(unit)]
         return {
             id(entry._unsharded_param): unit
             for unit, entry in entries
@@ -395,12 +440,12 @@ class DeferredReduction:
         }
 
 
-def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+def _list_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
-def _parameter_of(weight: Tensor) -> Any:
-    """The parameter that a weight is, or is a part of."""
+def _find_parameter(weight: Tensor) -> Any:
+    """Return the parameter that a weight is, or is a part of."""
     node = weight.grad_fn
     while node is not None and not hasattr(node, "variable"):
         node = node.next_functions[0][0] if node.next_functions else None

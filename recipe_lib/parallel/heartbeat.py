@@ -264,6 +264,26 @@ class Heartbeat:
             yield going
 
     @contextmanager
+    def name_action_in_errors(self) -> Iterator[None]:
+        """Say in what is raised inside which action of a pipeline's schedule this rank was at.
+
+        An action that a generator has begun, and in which it is left, stays the rank's action:
+        around the loop over the generator this names it in what the loop's body has raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            place = f"rank {self._rank}, {self.action}"
+            if self.action and isinstance(error, UserError):
+                error.faults = [f"{fault} ({place})" for fault in error.faults]
+            elif self.action:
+                error.add_note(place)
+            self.action = ""
+            raise
+        else:
+            self.action = ""
+
+    @contextmanager
     def exchange(self, other: int) -> Iterator[None]:
         """Count what begins inside as one exchange with another rank, and as no collective of a
         group.

@@ -1,7 +1,13 @@
 """How a model is divided among the ranks, and what its layers keep: all of it in one list of calls,
 and one result.
+
+    parallel = parallelize(model, cfg, world)
+    for micro_batch in parallel.micro_batches(batches):
+        parallel.backward(compute_loss(micro_batch))
+    all_reduce_gradients(model, parallel, world)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import cast
@@ -12,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, count_stages, count_token_ranks, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
 from recipe_lib.models.decoder import Decoder
@@ -21,7 +28,7 @@ from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import shard_sequences
-from recipe_lib.parallel.ddp import Replicas, replicas_of, sum_gradients_of_replicas
+from recipe_lib.parallel.ddp import Replicas, find_replicas, sum_replica_gradients
 from recipe_lib.parallel.fsdp import Unit, parameter_bytes, shard_model, whole_elements
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.balance import split_layers
@@ -33,27 +40,30 @@ from recipe_lib.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Parallel:
-    """What was decided for one model on this rank; what runs or saves the model takes it as an
-    argument.
-
-    pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name,
-    what its gradient is on a rank of a tensor-parallel group, `sharded` (that of its part) or
-    `partial` (a part of the sum); empty without one. units: that FSDP gathers. replicas: of a model
-    that every data rank has whole. levers: of the section `memory`. accumulation: how the gradients
-    of a step's micro-batches are added up; None: as backward does it. balance: the auxiliary loss
-    of a mixture's routers. data_ranks: that have batches of their own. token_ranks: that share the
-    tokens of a sequence, whose number they divide.
+    """What was decided for one model on this rank; what trains, runs or saves the model takes it as
+    an argument.
     """
 
     pipeline: Pipeline | None = None
+    """Runs this rank's stages; None without a pipeline."""
     tensor_gradients: dict[str, str] = field(default_factory=dict)
+    """By parameter name, what its gradient is on a rank of a tensor-parallel group: `sharded` (that
+    of its part) or `partial` (a part of the sum); empty without one."""
     units: list[Unit] = field(default_factory=list)
+    """The FSDP units."""
     replicas: Replicas | None = None
+    """Of a model that every data rank has whole; None for one that is sharded, or the only one."""
     levers: MemoryLevers = field(default_factory=MemoryLevers)
+    """Of the section `memory`."""
     accumulation: GradientAccumulation | None = None
+    """How the gradients of a step's micro-batches are added up; None for a model that is not
+    trained."""
     balance: BalanceLoss | None = None
+    """The auxiliary loss of a mixture's routers."""
     data_ranks: int = 1
+    """Ranks that have batches of their own."""
     token_ranks: int = 1
+    """Ranks that share the tokens of a sequence, whose number they divide."""
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -62,12 +72,49 @@ class Parallel:
         """
         return None if self.pipeline is None else self.pipeline.tied_copy
 
+    def micro_batches(self, batches: StepBatches) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of a step, each when its loss is to go backward.
+
+        The loop's body computes the loss of a micro-batch by calling the model, and hands it to
+        `backward`, once. In a pipeline this runs the rank's part of the schedule: the rank with the
+        last stage gets each micro-batch when its hidden states have arrived, of which the model
+        then computes the head alone; on other ranks the body never runs. After the loop all
+        gradients are there, but for what `all_reduce_gradients` sums. A collective.
+
+        Raise ConfigError for a body that does not call `backward` once.
+        """
+        if self.accumulation is None:
+            raise ValueError("this model was made with for_training=False, so it has no backward")
+        if self.levers.quantization is not None:
+            self.levers.quantization.begin(batches.step)
+        if self.balance is not None:
+            self.balance.begin(len(batches.micro_batches) * self.data_ranks)
+        if self.pipeline is not None:
+            in_turn = self.pipeline.train(batches.micro_batches, self.accumulation)
+        else:
+            in_turn = self.accumulation.take_in_turn(batches.micro_batches)
+        yield from self.accumulation.lend(in_turn)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a micro-batch's loss and add them to the parameters'.
+
+        In a pipeline that of the head and of its hidden states; the stages' follow when the loop of
+        `micro_batches` goes on. Raise ConfigError outside of that loop, and for a second call.
+        """
+        if self.accumulation is None:
+            raise ValueError("this model was made with for_training=False, so it has no backward")
+        self.accumulation.expect_backward()
+        if self.pipeline is not None:
+            self.pipeline.backward(loss)
+        else:
+            loss.backward()
+
 
 def parallelize(
     model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_training: bool = True
 ) -> Parallel:
-    """Divides a meta model among the ranks and applies the levers of the section `memory`, in
-    place, in this order.
+    """Divide a meta model among the ranks and apply the levers of the section `memory`, in place,
+    in this order.
 
     Adapters and what a recipe adds are there already, and what is frozen is so; `materialize` gives
     memory afterwards. Parameters keep their names. for_training: False for a model that has no
@@ -85,18 +132,16 @@ def parallelize(
     units = shard_model(
         model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1
     )
-    for module in (
-        model.modules() if for_training and not cfg.compile else ()
-    ):  # compiled layers count nothing
-        if isinstance(module, Mixture):
-            module.load = ExpertLoad(module.router.out_features, world.device)
-    replicas = replicas_of(cfg.parallel, cfg.memory, world)
-    sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
-    accumulation = (
-        GradientAccumulation(model, cfg.parallel, world.device if sends else None)
-        if for_training
-        else None
-    )
+    if for_training and not cfg.compile:  # compiled layers count nothing
+        for module in model.modules():
+            if isinstance(module, Mixture):
+                module.load = ExpertLoad(module.router.out_features, world.device)
+    replicas = find_replicas(cfg.parallel, cfg.memory, world)
+    accumulation = None
+    if for_training:
+        # A gradient that is stepped in backward is gone before it could be added up on the host.
+        sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
+        accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None)
     return Parallel(
         pipeline=pipeline,
         tensor_gradients=tensor_gradients,
@@ -104,15 +149,18 @@ def parallelize(
         replicas=replicas,
         levers=levers,
         accumulation=accumulation,
-        balance=_balance(model, cfg, world) if for_training else None,
+        balance=_add_balance_loss(model, cfg, world) if for_training else None,
         data_ranks=world.data_ranks,
         token_ranks=count_token_ranks(cfg.parallel),
     )
 
 
-def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> BalanceLoss | None:
-    """Gives each layer's router the auxiliary loss that the config asks for. ConfigError for a
-    model without any.
+def _add_balance_loss(
+    model: nn.Module, cfg: FullFinetuneConfig, world: World
+) -> BalanceLoss | None:
+    """Give each layer's router the auxiliary loss that the config asks for.
+
+    Raise ConfigError for a model without routers.
     """
     if not cfg.router_aux_loss_coef:
         return None
@@ -130,8 +178,8 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> Balance
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
-    """One line for the log: the units by size, what stays gathered in the root, and what lies on
-    the host; the model may be sharded.
+    """Return a line for the log: the units by size, what stays gathered in the root, and what lies
+    on the host; the model may be sharded.
     """
     hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
     return _describe_sharding(model, parallel) + hosted
@@ -170,7 +218,7 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
 
 
 def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
-    """Sums the gradients of parameters that several ranks have over these, in place. A collective.
+    """Sum the gradients of parameters that several ranks have over these, in place. A collective.
 
     Once a step, after the last backward and before clipping. Those are an embedding that is the
     output head of another stage of a pipeline; all of them where every data rank has the whole
@@ -182,16 +230,17 @@ def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> 
     if parallel.pipeline is not None:
         parallel.pipeline.sum_tied_gradients()
     if parallel.replicas is not None:
-        sum_gradients_of_replicas(model, parallel.replicas, world)
+        sum_replica_gradients(model, parallel.replicas, world)
     if world.tensor is not None:
         _sum_partial_gradients(model, parallel, world)
 
 
 @torch.no_grad()
 def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
-    """Each rank of a tensor-parallel group has the gradient of its own tokens, or heads: summed in
-    fp32 (fp64), all of one type and device at once. ValueError for a trained parameter that was
-    added after `parallelize`.
+    """Sum what each rank of a tensor-parallel group has of a gradient, of its own tokens or heads,
+    in fp32 (fp64), all of one type and device at once.
+
+    Raise ValueError for a trained parameter that was added after `parallelize`.
     """
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -220,13 +269,12 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
 # where they belong.
 #
 # The model keeps its class, and its parameters their names. What it does when it is called is the
-# part of it whose turn
-# it is, as the pipeline's driver says: the layers of a stage, or after the last of them final norm
-# and output head.
+# part of it whose turn it is, as the pipeline's driver says: the layers of a stage, or after the
+# last of them final norm and output head.
 
 
 def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) -> Pipeline | None:
-    """Leaves a meta model with this rank's stages alone, in place; returns what runs them, None
+    """Leave a meta model with this rank's stages alone, in place; return what runs them, None
     without a pipeline.
 
     A tied embedding is on the first and on the last stage; see `sum_tied_gradients`. Raises
@@ -245,15 +293,15 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     if SCHEDULES[parallel.pipeline_schedule].splits:
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
+                module.forward = MethodType(_run_linear, module)  # type: ignore[method-assign]
     pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in mine}, dtype)
     model.forward = pipeline.run_part  # type: ignore[method-assign, assignment]
     return pipeline
 
 
 def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
-    """ConfigError for extra parameters that no stage, or more than one, would have. The model is
-    still whole.
+    """Raise ConfigError for extra parameters that no stage, or more than one, would have; call it
+    while the model is still whole.
     """
     extras = find_extra_tensors(model)
     if not extras:
@@ -286,5 +334,5 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
         )
 
 
-def _linear(module: nn.Linear, hidden: Tensor) -> Tensor:
+def _run_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     return linear(hidden, module.weight, module.bias)

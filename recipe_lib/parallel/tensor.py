@@ -104,7 +104,7 @@ class _Sharing:
 def shard_tensors(
     model: Decoder, parallel: ParallelConfig, memory: MemoryConfig, world: World
 ) -> dict[str, str]:
-    """Shards a meta model's matrices and tokens over the ranks of each tensor-parallel group, in
+    """Shard a meta model's matrices and tokens over the ranks of each tensor-parallel group, in
     place.
 
     Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes
@@ -217,7 +217,7 @@ def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
 def _take_part(
     linear: QuantizedLinear, group: Group, by_columns: bool, kv_head: int | None, head_width: int
 ) -> None:
-    """Tells a quantized linear which part of its weight this rank computes with."""
+    """Tell a quantized linear which part of its weight this rank computes with."""
     whole_rows, whole_columns = (0, linear.out_features), (0, linear.in_features)
     if kv_head is not None:
         linear.take_part((kv_head * head_width, (kv_head + 1) * head_width), whole_columns)
@@ -230,7 +230,7 @@ def _take_part(
 def _place_parameters(
     model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...]
 ) -> dict[str, str]:
-    """Makes each parameter a DTensor over the group; one that several modules own stays one.
+    """Make each parameter a DTensor over the group; one that several modules own stays one.
 
     Returns what each one's gradient is on a rank: `sharded`, that of its part; `partial`, a part of
     the sum.
@@ -275,7 +275,7 @@ def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placemen
 
 
 def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter on the meta device as a DTensor over the group, which cuts it evenly."""
+    """Return a parameter on the meta device as a DTensor over the group, which cuts it evenly."""
     shape = list(parameter.shape)
     if isinstance(placement, Shard):
         shape[placement.dim] //= mesh.size()
@@ -406,8 +406,8 @@ def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
 
 
 def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tensor | None], Any]:
-    """What takes a rank's rows of a parameter: its part, or, of kv heads that all ranks have, the
-    one it computes.
+    """Return what takes a rank's rows of a parameter: its part, or, of kv heads that all ranks
+    have, the one it computes.
     """
     head = sharing.kv_head
     quantized = isinstance(linear, QuantizedLinear)
@@ -419,7 +419,7 @@ def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tens
 
 
 def _frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
-    """All tokens through a linear that is cut by rows, without its adapter."""
+    """Return what a linear that is cut by rows makes of all tokens, without its adapter."""
     if isinstance(linear, QuantizedLinear):
         return linear.product(whole, rows(linear.bias))
     return F.linear(whole, rows(linear.weight), rows(linear.bias))
@@ -442,7 +442,7 @@ def _widened(
     narrow: Tensor,
     rows: Callable[[Tensor | None], Any] = get_local,
 ) -> Tensor:
-    """What the frozen part gave, and what the adapter's B makes of `narrow` next to it."""
+    """Return what the frozen part gave, and what the adapter's B makes of `narrow` next to it."""
     update = F.linear(narrow * linear.settings.scaling, rows(linear.lora_B.weight))
     return (plain + update).to(plain.dtype)
 
@@ -525,8 +525,8 @@ GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:
-    """The parameters that hold gate above up, of which each rank has a part of either: dimension
-    and runs.
+    """Return the parameters that hold gate above up, of which each rank has a part of either:
+    dimension and runs.
     """
     if mixture.interleaved:
         return {}
@@ -548,7 +548,7 @@ def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, 
 def share_quantized(
     module: QuantizedExperts, name: str, group: Group, mixture: MixtureSpec
 ) -> None:
-    """Tells quantized experts which part of their weights this rank computes with."""
+    """Tell quantized experts which part of their weights this rank computes with."""
     if name.endswith(DOWN):
         count = module.in_features // group.size
         module.take_part((0, module.out_features), (group.rank * count, (group.rank + 1) * count))
@@ -594,9 +594,9 @@ def part_of_experts(
     own_scores: Tensor,
     own_chosen: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """What this rank's channels of the experts make of all tokens `[N, d]`, and what the biases of
-    down add to its own tokens `[n, d]`. scores: of all tokens, and of its own. A call of the
-    module, which FSDP gathers for it.
+    """Return what this rank's channels of the experts make of all tokens `[N, d]`, and what the
+    biases of down add to its own tokens `[n, d]`. scores: of all tokens, and of its own. A call of
+    the module, which FSDP gathers for it.
     """
     inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
@@ -625,8 +625,8 @@ def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tens
 
 
 def shared_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
-    """A norm over the channels of all heads `[..., h / t, e]`, of which each rank has some; the
-    mean is over all.
+    """Return a norm over the channels of all heads `[..., h / t, e]`, of which each rank has some;
+    the mean is over all.
     """
     flat, weight = heads.flatten(-2), get_local(norm.weight)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))

@@ -13,7 +13,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:
-    """Refuses a model that `parallel.tensor` ranks cannot share: ConfigError, a line a number, with
+    """Refuse a model that `parallel.tensor` ranks cannot share: ConfigError, a line a number, with
     legal sizes.
 
     quantize: `lora.quantize_base`, whose blocks are not cut.
@@ -58,21 +58,23 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
 
 
 def _widths(spec: DecoderSpec) -> dict[str, int]:
-    """What is cut of the layers besides attention: the channels of MLPs, of experts, or of both."""
+    """Return what is cut of the layers besides attention: the channels of MLPs, of experts, or of
+    both.
+    """
     mixture = spec.mixture
     widths = {} if mixture is not None and all(mixture.layers) else {"MLP channels": spec.mlp_width}
     return widths if mixture is None else widths | {"channels of an expert": mixture.mlp_width}
 
 
 def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
-    """Whether all `size` ranks have all kv heads, of which each needs one
+    """Return True if all `size` ranks have all kv heads, of which each needs one
     (`parallel.tensor_replicate_kv_heads`).
     """
     return copies and size % spec.num_kv_heads == 0
 
 
 def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
-    """The linears of a layer whose quantized weight `size` ranks cannot cut."""
+    """Return the linears of a layer whose quantized weight `size` ranks cannot cut."""
     if quantize == "none" or size == 1:
         return []
     heads = spec.num_heads * spec.head_width
@@ -99,8 +101,8 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
 
 
 def _uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
-    """The matrices of experts, gate and up being one, that `size` ranks cannot cut. In int8 gate
-    and up are not.
+    """Return the matrices of experts, gate and up being one, that `size` ranks cannot cut. In int8
+    gate and up are not.
     """
     mixture = spec.mixture
     if mixture is None or not can_quantize(spec.width, mixture.mlp_width, quantize):

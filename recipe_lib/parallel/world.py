@@ -247,7 +247,7 @@ class World:
         return self.data_ranks * (self.context.size if self.context else 1)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over the different batches, in place, on host or device. A
+        """Sum `tensor` over the different batches, in place, on host or device. A
         collective.
 
         Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on
@@ -263,7 +263,7 @@ class World:
         return tensor
 
     def sum_over_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over the ranks that share this one's sequences, in place. A
+        """Sum `tensor` over the ranks that share this one's sequences, in place. A
         collective of theirs.
         """
         if self.context is not None:
@@ -316,7 +316,7 @@ class World:
         self._raise_agreed(None)
 
     def _raise_agreed(self, mine: Exception | None) -> None:
-        """Raises what the ranks agree on; returns if none has failed, or if `mine` is a bug, to be
+        """Raise what the ranks agree on; return if none has failed, or if `mine` is a bug, to be
         raised as it is.
         """
         if not self.any(mine is not None):
@@ -371,8 +371,8 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
 def world_of(
     mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1
 ) -> World:
-    """The world of a mesh with the dimensions `MESH_DIMS`, of whose data dimensions each `context`
-    neighbors share sequences.
+    """Return the world of a mesh with the dimensions `MESH_DIMS`, of whose data dimensions each
+    `context` neighbors share sequences.
     """
     sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
     mine = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
@@ -402,13 +402,13 @@ def world_of(
 
 
 def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
-    """All dimensions but those that share matrices as one."""
+    """Return all dimensions but those that share matrices as one."""
     return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
 
 
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
-    """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh,
-    those that share its sequences, and all ranks.
+    """Return the sizes of the groups of a rank that communicate on its device: its dimensions of
+    the mesh, those that share its sequences, and all ranks.
 
     With tensor parallel the ranks of its other dimensions together, if these are several, have one
     too. The ranks of a pipeline have none of their own: they exchange by twos, and sum over all
@@ -442,7 +442,7 @@ def _describe(error: Exception | None) -> list[Any] | None:
 
 
 def derive_seed(root: int, *names: str | int) -> int:
-    """A seed in [0, 2^63) for the stream that `names` tell, e.g. `derive_seed(42, "dropout",
+    """Return a seed in [0, 2^63) for the stream that `names` tell, e.g. `derive_seed(42, "dropout",
     rank)`.
 
     Streams of different names are unrelated, and none changes when another is added: SHA-256 of
@@ -453,7 +453,7 @@ def derive_seed(root: int, *names: str | int) -> int:
 
 
 def set_seeds(seed: int, world: World, *, alike: bool = False) -> None:
-    """Seeds the default generators of Python and torch (host and device) with this rank's dropout
+    """Seed the default generators of Python and torch (host and device) with this rank's dropout
     stream.
 
     No two ranks have the same, those that share matrices neither: each drops of what it alone has,

@@ -17,7 +17,7 @@ from recipe_lib.config.mesh import compute_micro_batches
 from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
-from recipe_lib.parallel.gradient_accumulation import once_a_step
+from recipe_lib.parallel.gradient_accumulation import list_collectives_once_a_step
 from recipe_lib.plan.allocation.scratch import make_kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.hardware import Hardware
@@ -179,7 +179,7 @@ def make_plan(
             _list_traces_by_place(simulated),
             phase=STEADY,
             micro_batches=compute_micro_batches(cfg)[1],
-            once=once_a_step(cfg.parallel),
+            once=list_collectives_once_a_step(cfg.parallel),
         ),
         notes=note_large_tensors(trace, DTYPES[cfg.dtype].itemsize),
         versions={

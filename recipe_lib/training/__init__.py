@@ -1,27 +1,31 @@
 """What happens in a training run around the model: data, loop, resume, stop signals and records."""
 
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.errors import ConfigError
 from recipe_lib.optim.optimizers import (
     OptimizerLevers,
     apply_optimizer_levers,
     build_optimizer,
     clip_grad_norm,
+    set_learning_rate,
 )
 from recipe_lib.parallel.world import derive_seed
-from recipe_lib.training.derived_numbers import derived_numbers
 from recipe_lib.training.export_model import export_trained_adapter, export_trained_model
 from recipe_lib.training.host_memory import check_host_memory
-from recipe_lib.training.loop import Step, TrainingLoop, resume_run
+from recipe_lib.training.loop import Step, TrainingLoop, build_lr_schedule, resume_run
 from recipe_lib.training.micro_batches import (
-    backward_each,
     build_head_loss,
-    result_of_each,
-    sum_gradients,
+    compute_answer_logps,
+    evaluate_micro_batches,
+    get_values,
 )
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 from recipe_lib.training.run import run_recipe
+from recipe_lib.training.run_description import list_derived_numbers
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import validation_loss
+from recipe_lib.training.validation import compute_validation_loss
 
 __all__ = [
     "OptimizerLevers",
@@ -30,21 +34,46 @@ __all__ = [
     "TrainingData",
     "TrainingLoop",
     "apply_optimizer_levers",
-    "backward_each",
     "build_head_loss",
+    "build_lr_schedule",
     "build_optimizer",
     "check_host_memory",
     "check_output",
     "validate_parallelism",
     "clip_grad_norm",
+    "compute_answer_logps",
     "derive_seed",
-    "derived_numbers",
+    "get_values",
+    "list_derived_numbers",
+    "evaluate_micro_batches",
     "export_trained_adapter",
     "export_trained_model",
     "resolve_model",
-    "result_of_each",
     "resume_run",
     "run_recipe",
-    "sum_gradients",
-    "validation_loss",
+    "set_learning_rate",
+    "compute_validation_loss",
 ]
+
+_LOOP = (
+    "a loop in train_step, `for micro_batch in self.parallel.micro_batches(batches)`, with"
+    " `self.parallel.backward(loss)` in its body"
+)
+# What copies of earlier recipes call, and what to call in place of it.
+_EARLIER_NAMES = {
+    "sum_gradients": _LOOP,
+    "backward_each": _LOOP,
+    "derived_numbers": "training.list_derived_numbers",
+    "result_of_each": "training.evaluate_micro_batches",
+    "validation_loss": "training.compute_validation_loss",
+}
+
+if not TYPE_CHECKING:  # mypy would take any name of this module for an Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _EARLIER_NAMES:
+            raise ConfigError(
+                f"training.{name}: found a recipe that was copied from an earlier version, expected"
+                f" {_EARLIER_NAMES[name]}; copy the recipe anew with `tune cp`, or change the call"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

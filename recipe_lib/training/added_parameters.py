@@ -20,7 +20,7 @@ from recipe_lib.parallel.world import World
 
 
 def models_of(recipe: Any) -> dict[str, nn.Module]:
-    """The recipe's modules by the name of the attribute that holds them, each once."""
+    """Return the recipe's modules by the name of the attribute that holds them, each once."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for name, value in vars(recipe).items():
         if isinstance(value, nn.Module):
@@ -29,7 +29,7 @@ def models_of(recipe: Any) -> dict[str, nn.Module]:
 
 
 def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
-    """Refuses, before weights are read, extra parameters that nothing starts or that the export
+    """Refuse, before weights are read, extra parameters that nothing starts or that the export
     would lose.
 
     Collective. Raises SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
@@ -74,8 +74,8 @@ def check_each(recipe: Any, world: World, check: Callable[[nn.Module], None]) ->
 
 
 def describe_extra(model: nn.Module, world: World) -> list[str]:
-    """Lines for the log: which parameters and buffers no family has, and where their values are
-    from.
+    """Return lines for the log: which parameters and buffers no family has, and where their values
+    are from.
     """
     loaded = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
     every = _sizes(model)
@@ -95,7 +95,7 @@ def describe_extra(model: nn.Module, world: World) -> list[str]:
 
 
 def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
-    """Says which tensors of an exported folder other programs will not load. Collective in a
+    """Say which tensors of an exported folder other programs will not load. Collective in a
     pipeline.
     """
     found = _merged(
@@ -112,7 +112,7 @@ def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
 
 
 def in_short(names: Iterable[str]) -> str:
-    """The names, those of several layers together: `model.layers.*.mlp.extra.weight (5)`."""
+    """Return the names, those of several layers together: `model.layers.*.mlp.extra.weight (5)`."""
     counts = Counter(
         ".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names
     )

@@ -71,8 +71,8 @@ class BestStep:
         return self.step if self.folder is not None else None
 
     def judge(self, step: int, numbers: Mapping[str, float], world: World) -> bool:
-        """Counts a validation after `step`; whether it is the best so far. Rank 0's number counts.
-        Collective.
+        """Count a validation after `step`; return True if it is the best so far. Rank 0's number
+        counts. Collective.
 
         A number that is not finite is never better. ConfigError if the validation does not give
         best_metric.
@@ -99,7 +99,7 @@ class BestStep:
         return than is None or (found > than + by if self.greater else found < than - by)
 
     def record(self) -> dict[str, Any] | None:
-        """What a saved state keeps of it; None if the config has no use for it."""
+        """Return what a saved state keeps of it; None if the config has no use for it."""
         if not self.is_asked_for:
             return None
         return {
@@ -113,7 +113,7 @@ class BestStep:
         }
 
     def restore(self, saved: Mapping[str, Any], state: Path, world: World) -> None:
-        """Goes on from what a state has. A best step that is later than the state is forgotten with
+        """Go on from what a state has. A best step that is later than the state is forgotten with
         it. Collective.
 
         saved: what the run added to the state. Raises CheckpointError if it was another number that
@@ -145,8 +145,8 @@ class BestStep:
             run_on_rank_0(world, lambda: prune_best(self._root, self.folder))
 
     def keep(self, step: int, model: nn.Module, world: World) -> None:
-        """Saves the weights of this best step, and then removes those of others that no state
-        needs. Collective.
+        """Save the weights of this best step, and then remove those of others that no state needs.
+        Collective.
         """
         root = self._root / BEST_FOLDER
         extra = {"step": step, "metric": self.metric, "value": self.value}
@@ -155,14 +155,14 @@ class BestStep:
         self.remove_others(world)
 
     def remove_others(self, world: World) -> None:
-        """Removes the weights of best steps that neither this run nor any of its states needs.
+        """Remove the weights of best steps that neither this run nor any of its states needs.
         Collective.
         """
         if self.keeps:
             run_on_rank_0(world, lambda: prune_best(self._root, self.folder))
 
     def load(self, model: nn.Module, last: int, total_steps: int, world: World) -> None:
-        """Puts the weights of the best step into the model, which is at the step `last`, when the
+        """Put the weights of the best step into the model, which is at the step `last`, when the
         steps are done. Collective.
         """
         if not self.is_asked_for:
@@ -222,7 +222,7 @@ def _text(value: Any) -> str:
 
 
 def describe_best(cfg: FullFinetuneConfig) -> list[str]:
-    """A line for the log: by which number the best step is found, and what follows from it."""
+    """Return a line for the log: by which number the best step is found, and what follows from it."""
     best = BestStep(cfg)
     if not best.is_asked_for:
         return []

@@ -14,8 +14,7 @@ from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.model_card import get_public_name, make_model_card
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, resolve_base_name
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.data import find_trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
@@ -45,7 +44,7 @@ def export_trained_model(
     data: TrainingData,
     world: World,
 ) -> None:
-    """Writes output_dir/model, a Hugging Face folder with the tokenizer it was trained with.
+    """Write output_dir/model, a Hugging Face folder with the tokenizer it was trained with.
     Collective.
     """
     folder = Path(cfg.output_dir) / MODEL_FOLDER
@@ -80,8 +79,8 @@ def export_trained_adapter(
     data: TrainingData,
     world: World,
 ) -> None:
-    """Writes output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model,
-    merged. Collective.
+    """Write output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged.
+    Collective.
 
     The model is merged from the checkpoint's files: weights of a random start (model.preset) are in
     none.
@@ -155,8 +154,8 @@ def _tell_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
 
 
 def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
-    """What the tokenizer's own files may not say: the template of the samples, and what ends an
-    answer.
+    """Return what the tokenizer's own files may not say: the template of the samples, and what ends
+    an answer.
     """
     template = find_trained_template(cfg, data.tokenizer, data.dataset.report.chats)
     return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
@@ -186,8 +185,8 @@ def _card(
 
 
 def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
-    """Whether `tune generate` loads what was written: no model of a plugin, none with parameters of
-    a recipe, and none with a score head.
+    """Return True if `tune generate` loads what was written: no model of a plugin, none with
+    parameters of a recipe, and none with a score head.
     """
     if cfg.scores_sequences:
         return False
@@ -214,9 +213,9 @@ def run_card(
     step: int | None = None,
     exported: str | None = None,
 ) -> str:
-    """The text. commands: what to do with the export. run: the folder with the run's metrics. step:
-    the last one of what is exported; None: the run's. exported: why it is that one, where a best
-    step was looked for.
+    """Return the text. commands: what to do with the export. run: the folder with the run's
+    metrics. step: the last one of what is exported; None: the run's. exported: why it is that one,
+    where a best step was looked for.
     """
     path = run / METRICS_FILE
     lines = [
@@ -241,7 +240,7 @@ def run_card(
 
 
 def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:
-    """How it was trained, in words. lines: of metrics.jsonl."""
+    """Return how it was trained, in words. lines: of metrics.jsonl."""
     steps = [line for line in lines if "loss" in line]
     many = cfg.gradient_accumulation_steps
     found = {
@@ -276,7 +275,9 @@ _KNOWN = ("validation_loss", "validation_tokens")
 
 
 def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """What the run has come to, in words; empty without its metrics. lines: of metrics.jsonl."""
+    """Return what the run has come to, in words; empty without its metrics. lines: of
+    metrics.jsonl.
+    """
     steps = [line for line in lines if "loss" in line]
     if not steps:
         return {}

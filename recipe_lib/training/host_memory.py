@@ -19,7 +19,7 @@ from recipe_lib.optim.optimizers import (
     list_optimizer_state_sizes,
 )
 from recipe_lib.parallel import World
-from recipe_lib.parallel.gradient_accumulation import entries_of, reduces_once
+from recipe_lib.parallel.gradient_accumulation import list_param_entries, reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 
 
@@ -41,11 +41,11 @@ def check_host_memory(
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
-    needs, free = offloaded_bytes(model, cfg, other), find_free_host_memory()
+    needs, free = count_offloaded_bytes(model, cfg, other), find_free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_host_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
     if parallel.levers.offload is not None:
-        calls = calls_at_once(parallel, cfg, parallel.levers.offload)
+        calls = count_calls_at_once(parallel, cfg, parallel.levers.offload)
         longest = (
             compute_micro_batches(cfg)[0]
             * cfg.sequences_per_item
@@ -64,7 +64,7 @@ def check_host_memory(
         parallel.levers.offload.judge = judge
 
 
-def offloaded_bytes(
+def count_offloaded_bytes(
     model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None
 ) -> dict[str, int]:
     """By key of the section `memory` what one rank keeps on the host, without activations. Pinned
@@ -82,7 +82,7 @@ def offloaded_bytes(
         pinned = sum(
             round_up_to_pinned(count_local_bytes([parameter])) for parameter in [*every, *frozen]
         )
-        found["cpu_offload"] = pinned + _gradient_bytes(model, trained, cfg) + states
+        found["cpu_offload"] = pinned + _count_gradient_bytes(model, trained, cfg) + states
     elif cfg.memory.optimizer_offload:
         sizes = list_optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
         found["optimizer_offload"] = sum(map(round_up_to_pinned, sizes))
@@ -97,7 +97,9 @@ def offloaded_bytes(
     return found
 
 
-def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFinetuneConfig) -> int:
+def _count_gradient_bytes(
+    model: nn.Module, trained: list[nn.Parameter], cfg: FullFinetuneConfig
+) -> int:
     """Of offloaded gradients: the largest if each is stepped in backward, else all; and where
     micro-batches are reduced one by one, those of two units that arrive, or sums in fp32.
     """
@@ -109,7 +111,7 @@ def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFine
     if cfg.parallel.accumulate_grad_in_fp32:
         return sum(pinned) + 2 * count_local_bytes(trained)  # of bf16
     units = [
-        [entry.sharded_param for entry in entries_of(unit)]
+        [entry.sharded_param for entry in list_param_entries(unit)]
         for unit in model.modules()
         if isinstance(unit, FSDPModule)
     ]
@@ -120,8 +122,10 @@ def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFine
     return sum(pinned) + sum(sorted(arriving)[-2:])
 
 
-def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: OffloadedActivations) -> int:
-    """How many forwards of layers have their tensors on the host at a time, at most."""
+def count_calls_at_once(
+    parallel: Parallel, cfg: FullFinetuneConfig, window: OffloadedActivations
+) -> int:
+    """Return how many forwards of layers have their tensors on the host at a time, at most."""
     pipeline = parallel.pipeline
     if pipeline is None:
         return max(window.sent, 0)

@@ -1,5 +1,5 @@
-"""The loop around a recipe's training step: learning rate, records, when to validate and to save,
-how it may end.
+"""The loop around a recipe's training step: records, when to validate and to save, how it may
+end.
 """
 
 import os
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self
@@ -34,12 +35,7 @@ from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import get_detached_local
-from recipe_lib.optim.optimizers import (
-    OptimizerLevers,
-    compute_learning_rate,
-    set_hyperparameters,
-    set_learning_rate,
-)
+from recipe_lib.optim.optimizers import OptimizerLevers, compute_learning_rate, set_hyperparameters
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
 from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
@@ -53,16 +49,17 @@ from recipe_lib.units import convert_to_gib
 
 @dataclass
 class Step:
-    """What an optimizer step leaves: mean loss, norm of the gradient, numbers of a recipe's own; on
-    device or host.
-    """
+    """What an optimizer step leaves, on device or host; tensors of one element."""
 
     loss: torch.Tensor
+    """The mean loss."""
     grad_norm: torch.Tensor
+    """Norm of the gradient over all parameters, before it was clipped."""
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further numbers of a recipe, by name; the same on every rank."""
 
     def numbers(self) -> tuple[float, float, dict[str, float]]:
-        """(loss, norm of the gradient, the recipe's own) on the host, which waits for the device
+        """Return (loss, norm of the gradient, metrics) on the host, which waits for the device
         once.
         """
         tensors = [self.loss, self.grad_norm, *self.metrics.values()]
@@ -72,10 +69,17 @@ class Step:
             if tensor.device.type != "cpu"
         ]
         read = iter(torch.stack(together).cpu() if together else ())
-        loss, norm, *own = (
-            float(each if each.device.type == "cpu" else next(read)) for each in tensors
+        loss, norm, *metrics = (
+            float(tensor if tensor.device.type == "cpu" else next(read)) for tensor in tensors
         )
-        return loss, norm, dict(zip(self.metrics, own, strict=True))
+        return loss, norm, dict(zip(self.metrics, metrics, strict=True))
+
+
+def build_lr_schedule(cfg: FullFinetuneConfig, total_steps: int) -> Callable[[int], float]:
+    """Return what gives the learning rate of a step, which counts from 0, of `total_steps`."""
+    return partial(
+        compute_learning_rate, cfg.lr_scheduler, cfg.optimizer.lr, total_steps=total_steps
+    )
 
 
 class TrainingLoop:
@@ -83,11 +87,17 @@ class TrainingLoop:
 
     with TrainingLoop(cfg, world, model, optimizer, data, done=step) as loop:
         for batches in loop.steps():
-            loop.finish(train_step(batches), batches, validate)
+            learning_rate = schedule(loop.step)
+            set_learning_rate(optimizer, learning_rate)
+            step = train_step(batches)
+            loop.finish(step, batches, learning_rate=learning_rate, validate=validate)
 
-    step: optimizer steps done. Out of memory inside the block becomes one line with the levers that
-    are left.
+    Out of memory inside the block becomes one line with the levers that are left.
     """
+
+    step: int
+    """Optimizer steps done."""
+    total_steps: int
 
     def __init__(
         self,
@@ -122,6 +132,9 @@ class TrainingLoop:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(explain_out_of_memory("training", self._cfg, self._peak))
+            # What a recipe raises in its loop over micro-batches leaves the pipeline's generator
+            # behind, which cannot see it. Inside of the former, which quotes what is added.
+            stack.enter_context(self._world.heartbeat.name_action_in_errors())
             facts = data_facts(self._data)
             log = RunLog(self._cfg, self._world, self.total_steps, done=self.step, data=facts)
             self._log = stack.enter_context(log)
@@ -141,8 +154,7 @@ class TrainingLoop:
         return self._stack.__exit__(*exception)
 
     def steps(self) -> Iterator[StepBatches]:
-        """The batches of the steps that are left, each when its learning rate is set; `finish` ends
-        a step.
+        """Yield the batches of each step that is left; `finish` ends a step.
 
         With `checkpoint.keep_best` the model has the weights of the best step when there are no
         more.
@@ -155,10 +167,6 @@ class TrainingLoop:
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
-            self._lr = compute_learning_rate(
-                self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps
-            )
-            set_learning_rate(self._optimizer, self._lr)
             batches = replace(next(source), step=self.step)
             if first:
                 check_same_batches(batches, self._world)
@@ -173,17 +181,23 @@ class TrainingLoop:
         return self.step >= self.total_steps or self._data.best.is_waited_out
 
     def finish(
-        self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]
+        self,
+        step: Step,
+        batches: StepBatches,
+        *,
+        learning_rate: float,
+        validate: Callable[[], Mapping[str, float]],
     ) -> None:
-        """Records a step, then validates and saves where that is due.
+        """Record a step, then validate and save where that is due.
 
-        validate: gives the numbers of a validation: at each `validation.every_n_steps`-th step,
-        else at the end of each epoch, and after the last; by one of them it is known which step is
-        best (`checkpoint.best_metric`). Raises DivergedError if loss or gradient are not finite, or
-        what would be saved or exported; StoppedAndSaved once any rank was asked to stop.
+        learning_rate: that the step has trained with, for the log. validate: gives the numbers of a
+        validation: at each `validation.every_n_steps`-th step, else at the end of each epoch, and
+        after the last; by one of them it is known which step is best (`checkpoint.best_metric`).
+        Raise DivergedError if loss or gradient are not finite, or what would be saved or exported;
+        StoppedAndSaved once any rank was asked to stop.
         """
         heartbeat = self._world.heartbeat
-        self._record(step, batches)
+        self._record(step, batches, learning_rate)
         if self._validation_is_due():
             heartbeat.enter(f"validation after step {self.step}")
             with phase("validating"):
@@ -220,16 +234,16 @@ class TrainingLoop:
                 f"stopped after step {self.step}; resume it with resume=latest ({path})"
             )
 
-    def _record(self, step: Step, batches: StepBatches) -> None:
-        """Waits for the step, writes its line, and raises DivergedError if its numbers are not
+    def _record(self, step: Step, batches: StepBatches, lr: float) -> None:
+        """Wait for the step and write its line; raise DivergedError if its numbers are not
         finite.
         """
-        step.metrics |= expert_load(self._model, self._world, self._cfg)
-        loss, grad_norm, own = step.numbers()  # the one place that waits for the device
+        step.metrics |= compute_expert_load(self._model, self._world, self._cfg)
+        loss, grad_norm, metrics = step.numbers()  # the one place that waits for the device
         seconds = time.perf_counter() - self._began
         self.step += 1
         self._world.heartbeat.enter(f"recording step {self.step}")
-        peak, of_places = _peaks_of_places(self._peak.read(), self._world)
+        peak, of_places = _gather_peaks(self._peak.read(), self._world)
         shares = self._probe.end(seconds)
         epoch, steps = self._data.plan.locate(self.step)
         line = step_metrics(
@@ -237,14 +251,14 @@ class TrainingLoop:
             epoch=epoch + steps / self._data.plan.steps(epoch),
             loss=loss,
             grad_norm=grad_norm,
-            lr=self._lr,
+            lr=lr,
             seconds=seconds,
             label_tokens=batches.num_label_tokens,
             total_tokens=batches.total_tokens,
             devices=self._world.size,
             peak=peak,
         )
-        self._log.step(line | of_places | shares | own, tuple(own))
+        self._log.step(line | of_places | shares | metrics, tuple(metrics))
         if shares:
             get_logger().info(
                 f"step {self.step}: {shares['communication_share']:.1%} of its time in"
@@ -263,7 +277,7 @@ class TrainingLoop:
             self._diverged(f"loss {loss} and grad_norm {grad_norm}")
 
     def _judge(self, numbers: Mapping[str, float]) -> None:
-        """Keeps the weights of this step, if its validation is the best so far and the config asks
+        """Keep the weights of this step, if its validation is the best so far and the config asks
         for it.
         """
         best = self._data.best
@@ -301,9 +315,9 @@ class TrainingLoop:
         return due or self.step == self.total_steps
 
 
-def _peaks_of_places(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
-    """The peaks of the rank that has reserved most, and by place in the pipeline what its ranks
-    allocated at most, GiB.
+def _gather_peaks(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
+    """Return the peaks of the rank that has reserved most, and by place in the pipeline what its
+    ranks allocated at most, GiB.
 
     A collective of the host in a pipeline; without one the rank's own peaks, and nothing more.
     """
@@ -361,7 +375,9 @@ class StopSignal:
         return world.any(self.received is not None)
 
 
-def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
+def compute_expert_load(
+    model: nn.Module, world: World, cfg: "FullFinetuneConfig"
+) -> dict[str, Tensor]:
     """Numbers of the step that ends, on the device: nothing for a model without experts, or with
     compiled layers. Of a pipeline all ranks have them, whatever their layers.
 
@@ -386,7 +402,10 @@ def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> di
         )  # of `model.layers.3.mlp` 3
         rows[int(layer)] = load.rows
         others += torch.stack(
-            [_summed(load.loss, world), *load.loss.new_tensor([load.expected, load.calls])]
+            [
+                _sum_over_tensor_ranks(load.loss, world),
+                *load.loss.new_tensor([load.expected, load.calls]),
+            ]
         )
         load.clear()
     world.sum_over_sequence(rows)
@@ -402,7 +421,7 @@ def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> di
     return numbers
 
 
-def _summed(loss: Tensor, world: World) -> Tensor:
+def _sum_over_tensor_ranks(loss: Tensor, world: World) -> Tensor:
     """Of ranks that share tokens each knows a part of the loss. A collective of theirs."""
     if world.tensor is not None:
         loss = loss.clone()
@@ -421,7 +440,7 @@ def resume_run(
     data: TrainingData,
     world: World,
 ) -> int:
-    """Loads the state that `resume` asks for into model and optimizer; returns its step, 0 without
+    """Load the state that `resume` asks for into model and optimizer; return its step, 0 without
     one. Collective.
 
     Raises CheckpointError if there is none whole, if it is of another model, other data or another
@@ -521,23 +540,25 @@ class CommunicationProbe:
         self._profiler = profiler
 
     def end(self, seconds: float) -> dict[str, float]:
-        """The shares, see above. seconds: wall time of the step."""
+        """Return the shares, see above. seconds: wall time of the step."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return {}
         try:
             profiler.__exit__(None, None, None)
-            communication, computation = spans_of(profiler.kineto_results.events(), self._device)
+            communication, computation = collect_spans(
+                profiler.kineto_results.events(), self._device
+            )
         except Exception as error:  # noqa: BLE001
             _say_none(get_first_line(error))
             return {}
         if not computation:  # no permission to look at the device, say
             _say_none("the profiler saw nothing run")
             return {}
-        return shares(communication, computation, seconds)
+        return compute_shares(communication, computation, seconds)
 
 
-def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]:
+def collect_spans(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]:
     """(of collectives, of computation), from kineto's events of a device; in no order."""
     communication: Spans = []
     computation: Spans = []
@@ -559,7 +580,7 @@ def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]
     return communication, computation
 
 
-def shares(communication: Spans, computation: Spans, seconds: float) -> dict[str, float]:
+def compute_shares(communication: Spans, computation: Spans, seconds: float) -> dict[str, float]:
     """Return the numbers above; seconds: of the step."""
     work = measure_covered(computation)
     exposed = measure_covered([*communication, *computation]) - work

@@ -36,7 +36,7 @@ def step_metrics(
     devices: int,
     peak: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The line of one optimizer step.
+    """Return the line of one optimizer step.
 
     step: steps done, this one included. epoch: passes over the data done, a fraction within one.
     seconds: wall time of the step. label_tokens: labeled tokens of the global step; total_tokens:
@@ -73,7 +73,7 @@ class MetricsFile:
         self._file: LineFile | None = None
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Writes one line through to the operating system: a killed process loses no step that was
+        """Write one line through to the operating system: a killed process loses no step that was
         recorded.
 
         StorageError when the disk refuses it.
@@ -85,7 +85,7 @@ class MetricsFile:
             self._file.append(data)
 
     def truncate(self, step: int) -> None:
-        """Drops the lines after `step`, and a last line that a kill has torn; all or nothing.
+        """Drop the lines after `step`, and a last line that a kill has torn; all or nothing.
 
         For a run that goes on from the state of `step`; 0 empties the file.
         """
@@ -96,15 +96,15 @@ class MetricsFile:
         replace_text(self.path, "".join(_to_json(line) + "\n" for line in kept))
 
     def close(self) -> None:
-        """Closes the file; a later `append` opens it again."""
+        """Close the file; a later `append` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl (or of the one in a folder); lines that are torn or are no
-    object are left out.
+    """Return the lines of a metrics.jsonl (or of the one in a folder); lines that are torn or are
+    no object are left out.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -129,7 +129,7 @@ def write_summary(
     world_size: int,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes summary.json from the run's metrics.jsonl and returns what it wrote.
+    """Write summary.json from the run's metrics.jsonl and return what it wrote.
 
     status: `done`, `stopped early`, `stopped`, `diverged` or `failed`. settings: the resolved
     config as a dict. wall_seconds: of this process, set-up included; the seconds of the steps,
@@ -171,7 +171,7 @@ def write_summary(
 
 
 def versions() -> dict[str, str]:
-    """The software a result depends on."""
+    """Return the software a result depends on."""
     found = {
         "tune-recipes": recipe_lib.__version__,
         "torch": torch.__version__,
@@ -188,7 +188,7 @@ def _to_json(line: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with numbers that are not finite replaced by None, at any depth."""
+    """Return the value with numbers that are not finite replaced by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

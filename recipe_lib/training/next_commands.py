@@ -17,7 +17,7 @@ _SERVED = {"q", "k", "v", "o", "gate", "up", "down"}
 
 
 def model_commands(folder: Path) -> list[str]:
-    """What to do with a model folder of one of our families."""
+    """Return what to do with a model folder of one of our families."""
     return [_line("tune", "generate", folder), _line("vllm", "serve", folder)]
 
 
@@ -30,8 +30,8 @@ def adapter_commands(
     with_base: bool = False,
     template: bool = False,
 ) -> list[str]:
-    """What to do with an adapter. base: what it was trained on. rank: of the file, which may stack
-    adapters. with_base: the adapter does not find its base by itself. template: it has a chat
+    """Return what to do with an adapter. base: what it was trained on. rank: of the file, which may
+    stack adapters. with_base: the adapter does not find its base by itself. template: it has a chat
     template of its own.
     """
     commands = [_line("tune", "generate", folder, *(["--base", base] if with_base else []))]
@@ -45,20 +45,22 @@ def adapter_commands(
 
 
 def gguf_commands(file: Path, *, is_adapter: bool = False) -> list[str]:
-    """What to do with a GGUF file; an adapter goes with the file of its base."""
+    """Return what to do with a GGUF file; an adapter goes with the file of its base."""
     if is_adapter:
         return [_line("llama-cli", "-m", "BASE.gguf", "--lora", file)]
     return [_line("llama-cli", "-m", file)]
 
 
 def quantized_commands(folder: Path) -> list[str]:
-    """What to do with a folder whose linears are quantized, which `tune` itself does not read."""
+    """Return what to do with a folder whose linears are quantized, which `tune` itself does not
+    read.
+    """
     return [_line("vllm", "serve", folder)]
 
 
 def run_commands(cfg: FullFinetuneConfig) -> list[str]:
-    """What to do with a run: evaluate it, where it has held-out answers; quantize it as it was
-    trained to be.
+    """Return what to do with a run: evaluate it, where it has held-out answers; quantize it as it
+    was trained to be.
     """
     output, recipe = Path(cfg.output_dir), own_recipe(cfg)
     options = [] if recipe is None else ["--recipe", recipe]
@@ -71,8 +73,8 @@ def run_commands(cfg: FullFinetuneConfig) -> list[str]:
 
 
 def merge_command(checkpoint: Path, base: str | None = None, recipe: str | None = None) -> str:
-    """How the adapter of a run or a folder is merged. base: given where it is not found. recipe: of
-    one's own.
+    """Return how the adapter of a run or a folder is merged. base: given where it is not found.
+    recipe: of one's own.
     """
     options = [
         word
@@ -84,8 +86,8 @@ def merge_command(checkpoint: Path, base: str | None = None, recipe: str | None 
 
 
 def own_recipe(cfg: FullFinetuneConfig) -> str | None:
-    """The file of the recipe whose config has keys of its own, which reading the run again takes;
-    None for others.
+    """Return the file of the recipe whose config has keys of its own, which reading the run again
+    takes; None for others.
     """
     module = type(cfg).__module__
     return (

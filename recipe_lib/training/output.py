@@ -105,7 +105,7 @@ def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
 
 
 def lock_output(cfg: FullFinetuneConfig) -> int | None:
-    """Makes the folder and keeps other runs out of it until `unlock_output`, or until this process
+    """Make the folder and keep other runs out of it until `unlock_output`, or until this process
     ends.
 
     ConfigError if another run is in it. StorageError.
@@ -117,14 +117,14 @@ def lock_output(cfg: FullFinetuneConfig) -> int | None:
 
 
 def unlock_output(lock: int | None) -> None:
-    """Lets other runs in again."""
+    """Let other runs in again."""
     if lock is not None:
         os.close(lock)
 
 
 def _lock(folder: Path, kind: int) -> int | None:
-    """A locked descriptor of the folder itself, so that no file is left; None where the file system
-    has no locks.
+    """Return a locked descriptor of the folder itself, so that no file is left; None where the file
+    system has no locks.
     """
     descriptor = None
     try:
@@ -143,7 +143,7 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 
 def open_output(cfg: FullFinetuneConfig) -> None:
-    """Makes the folder, clears what killed runs left, and writes config.yaml. On one rank.
+    """Make the folder, clear what killed runs left, and write config.yaml. On one rank.
     ConfigError, StorageError.
 
     The run that `overwrite_output_dir` replaces stays, out of the way, until `drop_earlier`.
@@ -258,7 +258,7 @@ def _read_through(key: str, path: str) -> Iterator[Path]:
 
 
 def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
-    """The first path that no run wrote among those that a run writes to.
+    """Return the first path that no run wrote among those that a run writes to.
 
     replaced: the earlier run is replaced; otherwise the run goes on, or finds only records of one
     that left nothing.
@@ -280,7 +280,7 @@ def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
 
 
 def is_record(path: Path) -> bool:
-    """Whether nothing is there, or what a run writes under this name."""
+    """Return True if nothing is there, or what a run writes under this name."""
     if path.is_symlink() or path.exists() != path.is_file():
         return False
     if not path.exists():
@@ -324,7 +324,7 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
-    """The first file in `trackers/` that no tracker is known to have written."""
+    """Return the first file in `trackers/` that no tracker is known to have written."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return folder
     record = read_record(root)
@@ -341,9 +341,7 @@ def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
 
 
 def begin_record(root: Path) -> None:
-    """Makes the record of a new output folder, or takes out of an old one what is no longer
-    there.
-    """
+    """Make the record of a new output folder, or take out of an old one what is no longer there."""
     record = read_record(root)
     listed = record.folders if record else {}
     there = {
@@ -354,7 +352,7 @@ def begin_record(root: Path) -> None:
 
 
 def note_written(root: Path) -> None:
-    """Adds to the record what trackers have written, and how the run leaves its own files."""
+    """Add to the record what trackers have written, and how the run leaves its own files."""
     folder, record = root / TRACKERS_FOLDER, read_record(root)
     if record is None:
         return
@@ -365,8 +363,8 @@ def note_written(root: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes what killed processes left under temporary names; a model whose exchange was cut
-    short comes back.
+    """Remove what killed processes left under temporary names; a model whose exchange was cut short
+    comes back.
     """
     for name in PUBLISHED:
         files.restore_replaced(root, name)
@@ -375,7 +373,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def keep_earlier(root: Path) -> None:
-    """Makes room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
+    """Make room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
     record = read_record(root) or OutputRecord()
     there = [name for name in PUBLISHED if (root / name).exists()]
     has_states = any(
@@ -415,7 +413,7 @@ def _copy_records(root: Path, folder: Path) -> None:
 
 
 def drop_earlier(root: Path) -> None:
-    """Removes the run that was replaced, once this one has written its own model or adapter.
+    """Remove the run that was replaced, once this one has written its own model or adapter.
     StorageError.
     """
     record = read_record(root)
@@ -437,7 +435,7 @@ def drop_earlier(root: Path) -> None:
 
 
 def _unrecorded_kept(root: Path, folder: Path) -> Path | None:
-    """The first path in a folder of `keep_earlier` that is not of the run."""
+    """Return the first path in a folder of `keep_earlier` that is not of the run."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in (*FILES, STATE_FOLDER, TRACKERS_FOLDER):
             return path
@@ -456,7 +454,7 @@ def _is_ours(folder: Path, unrecorded: Path | None) -> bool:
 
 
 def say_kept(root: Path) -> None:
-    """Says where a run is that was to be replaced, and was not."""
+    """Say where a run is that was to be replaced, and was not."""
     record = read_record(root)
     places = [str(root / name) for name in (*record.earlier, *record.kept)] if record else []
     if places:

@@ -32,8 +32,8 @@ _LARGEST = 1e300  # what is beyond cannot be drawn beside other numbers
 
 
 def write_report(output_dir: Path) -> Path:
-    """Writes `output_dir/report.html` from the run's metrics.jsonl, summary.json and config.yaml;
-    returns its path.
+    """Write `output_dir/report.html` from the run's metrics.jsonl, summary.json and config.yaml;
+    return its path.
 
     The summary must be there; missing metrics or config leave their part empty. StorageError if the
     disk refuses.
@@ -51,8 +51,8 @@ def write_report(output_dir: Path) -> Path:
 def render_report(
     name: str, summary: Mapping[str, Any], lines: list[dict[str, Any]], config: str
 ) -> str:
-    """The page. name: of the run. summary: as in summary.json. lines: of metrics.jsonl. config:
-    YAML text.
+    """Return the page. name: of the run. summary: as in summary.json. lines: of metrics.jsonl.
+    config: YAML text.
     """
     headline = _headline(summary)
     versions = summary.get("versions")
@@ -104,8 +104,8 @@ def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
 
 
 def _own_charts(lines: list[dict[str, Any]]) -> list[Figure]:
-    """A chart for each number that the recipe returned with its steps or validations; `x` and
-    `validation_x` share one.
+    """Return a chart for each number that the recipe returned with its steps or validations; `x`
+    and `validation_x` share one.
     """
     own = dict.fromkeys(
         key for line in lines for key, value in line.items()
@@ -127,7 +127,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]) -> list[Curve]:
-    """The series that have at least one number that can be drawn."""
+    """Return the series that have at least one number that can be drawn."""
     curves = [Curve(name, [(line["step"], _drawable(line[key])) for line in lines if key in line])
               for name, key in series]  # fmt: skip
     return [curve for curve in curves if any(value is not None for _, value in curve.points)]
@@ -207,8 +207,8 @@ def _describe_plan(figures: Mapping[str, Any]) -> str:
 
 
 def _data_table(data: Any) -> Table | None:
-    """What became of the samples, a column for training and one for validation; None if it was not
-    counted.
+    """Return what became of the samples, a column for training and one for validation; None if it
+    was not counted.
     """
     if not isinstance(data, dict) or not data:
         return None
@@ -285,7 +285,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _measured_once(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What `log.communication_step` measured."""
+    """Return what `log.communication_step` measured."""
     return [
         (f"{key.replace('_', ' ')}, step {line['step']}", f"{line[key]:.1%}")
         for line in lines

@@ -36,8 +36,8 @@ class ResolvedModel:
 def resolve_model(
     cfg: ModelConfig, *, scored: bool = False, num_labels: int | None = None
 ) -> ResolvedModel:
-    """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all
-    weights are checked.
+    """Return the model that `model.path` or `model.preset` names; of a checkpoint the headers of
+    all weights are checked.
 
     scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raises
     CheckpointError; for a model that is not native also SetupError and ConfigError.
@@ -61,10 +61,10 @@ def resolve_model(
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
-    """Refuses a model that the ranks of `parallel.tensor` and `parallel.context` cannot share, or
+    """Refuse a model that the ranks of `parallel.tensor` and `parallel.context` cannot share, or
     whose layers are too few for the stages of `parallel.pipeline` or others than
     `parallel.pipeline_balance` lists, and adapters that it would not have where the config says.
-    Raises ConfigError, with what fits.
+    Raise ConfigError, with what fits.
     """
     adapters = cfg.trained_adapters
     if adapters is not None:

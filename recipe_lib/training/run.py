@@ -42,17 +42,17 @@ class Recipe(Protocol):
         """The optimizer over what is trained."""
 
     def describe(self) -> list[str]:
-        """Lines for the log."""
+        """Return lines for the log."""
 
     def resume(self) -> None:
-        """Goes on from a saved state, if asked to."""
+        """Go on from a saved state, if asked to."""
 
     def train(self) -> None:
         """All steps, and what they leave."""
 
 
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
-    """Runs a recipe: one process, or under torchrun every rank.
+    """Run a recipe: one process, or under torchrun every rank.
 
     Samples are tokenized when the ranks have met and before they are a process group, so that no
     rank waits for them in a collective. What is wrong with config, model or data is reported once:
@@ -60,7 +60,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     alone, in whatever part of the run, ends the others. No parameter enters training with what its
     memory held before. Raises UserError and StoppedAndSaved.
     """
-    given = settings_of(cfg)
+    given = list_settings(cfg)
     with meet_ranks(cfg) as ranks:
         part = ranks.heartbeat.phase
         with part("reading the data"):
@@ -70,7 +70,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
         with part("setting up"):
             check_same_config(given, world)
             prepared = world.agree(prepared_or_raised, tokenized)
-            check_same_config(settings_of(cfg), world)  # formats that each found in its data
+            check_same_config(list_settings(cfg), world)  # formats that each found in its data
             warn_of_slow_dtype(cfg, world)
             world.agree(check_card, cfg, world)
             recipe: Recipe = world.agree(recipe_class, cfg, world)
@@ -131,7 +131,7 @@ _ABSENT = "no such key"
 
 
 def check_same_config(settings: dict[str, str], world: World) -> None:
-    """Compares the settings of all ranks (`settings_of`). A collective.
+    """Compare the settings of all ranks (`list_settings`). A collective.
 
     Where each machine has a config of its own, or has decided `parallel.strategy: auto` by its own
     GPUs, ranks that train differently would wait for each other. Raises ConfigError on every rank,
@@ -151,8 +151,8 @@ def check_same_config(settings: dict[str, str], world: World) -> None:
         raise ConfigError(*faults)
 
 
-def settings_of(cfg: FullFinetuneConfig) -> dict[str, str]:
-    """Values as text by key; none of paths and trackers, which may be a machine's own."""
+def list_settings(cfg: FullFinetuneConfig) -> dict[str, str]:
+    """Return the values as text by key; none of paths and trackers, which may be a machine's own."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
     keys = read_schema(config_class).keys.items()
     return {
@@ -163,7 +163,7 @@ def settings_of(cfg: FullFinetuneConfig) -> dict[str, str]:
 
 
 def check_same_batches(batches: StepBatches, world: World) -> None:
-    """Compares the batches of a step over the ranks that have to have the same ones, by their hash.
+    """Compare the batches of a step over the ranks that have to have the same ones, by their hash.
     A collective.
 
     Those are the ranks of a tensor-parallel group, of a pipeline, and those that share sequences:

@@ -87,12 +87,12 @@ class RunLog:
         self._progress = Progress(cfg.log, total_steps, world, done=done)
 
     def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
-        """Records one optimizer step. own: the names of the recipe's own numbers."""
+        """Record one optimizer step. own: the names of the recipe's own numbers."""
         self._record(line)
         self._progress.step(line, own)
 
     def validation(self, line: Mapping[str, Any]) -> None:
-        """Records one validation."""
+        """Record one validation."""
         self._record(line)
         self._progress.validation(line)
 
@@ -109,8 +109,8 @@ class RunLog:
             tracker.log(numbers, line["step"])
 
     def close(self, status: str, facts: Mapping[str, Any] | None = None) -> None:
-        """Ends the progress line and the trackers, and writes summary.json and report.html; with
-        all steps done and the model written, removes the run that this one replaces. status: how it
+        """End the progress line and the trackers, and write summary.json and report.html; with all
+        steps done and the model written, removes the run that this one replaces. status: how it
         ended. facts: more for the summary.
         """
         self._closed = True
@@ -184,7 +184,7 @@ class Progress:
             show_rows(self._rows)
 
     def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
-        """Shows one optimizer step. own: the names of the recipe's own numbers."""
+        """Show one optimizer step. own: the names of the recipe's own numbers."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         self._trained += 1
@@ -197,7 +197,7 @@ class Progress:
             get_logger().info(self._plain(line))
 
     def validation(self, line: Mapping[str, Any]) -> None:
-        """Shows one validation; a line of its own."""
+        """Show one validation; a line of its own."""
         if self._shown:
             rest = [
                 name for name in line if name.startswith("validation_") and name not in _NOT_SHOWN
@@ -209,13 +209,13 @@ class Progress:
             get_logger().info(f"step {line['step']}/{self._total}  validation {'  '.join(numbers)}")
 
     def close(self) -> None:
-        """Takes the rows away; the lines stay."""
+        """Take the rows away; the lines stay."""
         hide_rows(self._rows)
         self._live = False
 
     def _plain(self, line: Mapping[str, Any]) -> str:
-        """A line; in the width of the terminal if it stands above rows that move, which show the
-        time left.
+        """Return a line; in the width of the terminal if it stands above rows that move, which show
+        the time left.
         """
         begin, end = (
             f"step {self._done}/{self._total}  ",
@@ -230,8 +230,8 @@ class Progress:
         return self._seconds * (self._total - self._done)
 
     def _rows(self, width: int) -> list[Text]:
-        """The bar, step and time left, which are always there; the numbers, in as much room as
-        there is.
+        """Return the bar, step and time left, which are always there; the numbers, in as much room
+        as there is.
         """
         left = f"eta {format_clock(self._seconds_left())}" if self._trained else "eta ?"
         share = self._done / self._total if self._total else 1.0
@@ -258,8 +258,8 @@ class Progress:
 
 
 def _numbers(line: Mapping[str, Any], own: Sequence[str]) -> list[str]:
-    """The numbers of a step line, each named and with its unit; a recipe's own stand after the
-    loss.
+    """Return the numbers of a step line, each named and with its unit; a recipe's own stand after
+    the loss.
     """
     memory = line["peak_memory_active_gib"]
     kind = "resident" if line["memory_kind"] != "device" else "peak"
@@ -288,7 +288,7 @@ def _fitting(numbers: list[str], room: int) -> list[str]:
 
 
 def _own_number(name: str, value: float | None) -> str:
-    """A recipe's own number: what its name says are tokens is counted."""
+    """Return a recipe's own number: what its name says are tokens is counted."""
     text = _number(value)
     return f"{value:,.0f}" if name.endswith("_tokens") and text != _NOT_FINITE else text
 
@@ -298,8 +298,8 @@ def _number(value: float | None) -> str:
 
 
 def data_facts(data: TrainingData) -> dict[str, Any]:
-    """Counts of the training data and, if there are any, of those for validation, as they were made
-    into sequences.
+    """Return counts of the training data and, if there are any, of those for validation, as they
+    were made into sequences.
 
     packs: packed sequences of the first epoch, packed_share: how much of them is tokens, not
     padding; without packing neither is there.
@@ -353,10 +353,10 @@ class Tracker(Protocol):
     """Where metrics go besides metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the numbers of one step."""
+        """Record the numbers of one step."""
 
     def close(self) -> None:
-        """Sends what is left and ends the run at the tracker."""
+        """Send what is left and ends the run at the tracker."""
 
 
 Builder = Callable[[str, str, Path, Mapping[str, Any]], Tracker]
@@ -436,7 +436,7 @@ class WandB(Trackio):  # whose functions are named as wandb's
 
 
 def _require(package: str) -> ModuleType:
-    """The imported package, or one line that says how to get it."""
+    """Return the imported package, or one line that says how to get it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

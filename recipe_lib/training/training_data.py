@@ -55,11 +55,11 @@ class TrainingData:
         DataError.
         """
         self._cfg, self._world = cfg, world
-        self.tokenizer_path = _tokenizer_path(cfg, source)
+        self.tokenizer_path = _find_tokenizer_path(cfg, source)
         self.chat_template = (
             Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         )
-        self.tokenizer = load_tokenizer_of(cfg, source)
+        self.tokenizer = load_tokenizer_for(cfg, source)
         training, validation = prepared or build_datasets(cfg, self.tokenizer)
         self.dataset = adapt_to_recipe(cfg, training)
         self.validation_dataset = None if validation is None else adapt_to_recipe(cfg, validation)
@@ -83,8 +83,8 @@ class TrainingData:
         self.best = BestStep(cfg)
 
     def _questions(self) -> dict[int, Question]:
-        """What validation generates answers to. ConfigError where a metric of answers finds none to
-        measure.
+        """Return what validation generates answers to. ConfigError where a metric of answers finds
+        none to measure.
         """
         if self.validation_dataset is None or not self.generated_metrics:
             return {}
@@ -108,7 +108,7 @@ class TrainingData:
         return list_generated_metrics(self._cfg)
 
     def generation_options(self) -> dict[str, Any]:
-        """How validation generates answers, for `generate_answers`: the likeliest tokens."""
+        """Return how validation generates answers, for `generate_answers`: the likeliest tokens."""
         validation = self._cfg.validation
         return {
             "batch_size": validation.batch_size or self._cfg.batch_size,
@@ -118,7 +118,7 @@ class TrainingData:
         }
 
     def identity(self) -> dict[str, Any]:
-        """What has to be the same for a step to mean the same sequences."""
+        """Return what has to be the same for a step to mean the same sequences."""
         order = {"data.shuffle": self._cfg.data.shuffle, "data.packing": self._cfg.data.packing}
         return {
             "data": self.dataset.fingerprint,
@@ -148,7 +148,7 @@ class TrainingData:
         )
 
     def validation_batches(self) -> Iterator[StepBatches]:
-        """All validation sequences, each once, one micro-batch a time, on the device."""
+        """Return all validation sequences, each once, one micro-batch a time, on the device."""
         if self.validation_dataset is None:
             return
         cfg, world = self._cfg, self._world
@@ -165,7 +165,7 @@ class TrainingData:
             yield batches.to(world.device)
 
     def report(self) -> list[str]:
-        """Lines on what was read and what was left out."""
+        """Return lines on what was read and what was left out."""
         validation = self.validation_dataset
         found = format_report_lines(
             self.dataset.report, validation.report if validation is not None else None
@@ -182,7 +182,7 @@ class TrainingData:
 
 
 def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
-    """Tokenizes into the cache, in parallel: called before ranks wait for each other in a process
+    """Tokenize into the cache, in parallel: called before ranks wait for each other in a process
     group.
 
     With several ranks what is wrong with config, model or data is returned, to be raised on all of
@@ -193,7 +193,7 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
         found = settle_formats(cfg)
-        prepared = build_datasets(cfg, load_tokenizer_of(cfg, source))
+        prepared = build_datasets(cfg, load_tokenizer_for(cfg, source))
         for line in found:
             get_logger().info(line)
         return prepared
@@ -204,16 +204,27 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
 
 
 def prepared_or_raised(prepared: PreparedData | UserError) -> PreparedData:
-    """What `prepare` has made, or raises what it has returned."""
+    """Return what `prepare` has made, or raises what it has returned."""
     if isinstance(prepared, UserError):
         raise prepared
     return prepared
 
 
-def load_tokenizer_of(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Tokenizer:
-    """The tokenizer of a config, or that of its checkpoint. Raises DataError."""
-    return load_tokenizer(_tokenizer_path(cfg, source), cfg.tokenizer.chat_template)
+def load_tokenizer_for(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Tokenizer:
+    """Return the tokenizer of a config, or that of its checkpoint. Raise DataError."""
+    return load_tokenizer(_find_tokenizer_path(cfg, source), cfg.tokenizer.chat_template)
 
 
-def _tokenizer_path(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Path:
+def _find_tokenizer_path(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Path:
     return Path(cfg.tokenizer.path or (source.folder if source else None) or "")
+
+
+def check_pairs(data: TrainingData, other: str) -> None:
+    """Raise ConfigError unless the samples are pairs of answers. other: what takes single ones."""
+    for key, dataset in (("data", data.dataset), ("validation", data.validation_dataset)):
+        if dataset is not None and dataset.group != 2:
+            raise ConfigError(
+                f"{key}.format: found {dataset.report.format}, whose samples hold one answer,"
+                f" expected pairs of a chosen and a rejected one; set {key}.format=preference, or"
+                f" {other}"
+            )

@@ -3,7 +3,7 @@ answers.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -19,7 +19,7 @@ from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.head_losses import TokenScores
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
-from recipe_lib.training.micro_batches import result_of_each
+from recipe_lib.training.micro_batches import evaluate_micro_batches
 from recipe_lib.training.training_data import TrainingData
 
 _TOGETHER = 16  # batches that go through a pipeline at a time
@@ -30,29 +30,45 @@ def sum_over_validation(
     model: nn.Module,
     parallel: Parallel,
     data: TrainingData,
-    results_of: Callable[[Sequence[Batch]], Iterable[Any]],
+    compute_sums: Callable[[Sequence[Batch]], Iterable[Tensor | None]],
     sums: Tensor,
     *,
-    batches_of: Callable[[StepBatches], Sequence[Batch]] = attrgetter("micro_batches"),
+    take: Callable[[StepBatches], Sequence[Batch]] = attrgetter("micro_batches"),
 ) -> tuple[int, int]:
-    """Add numbers of all validation sequences, each counted once and without dropout, to this
-    rank's sums in fp64.
+    """Add the sums of all validation sequences, each counted once and without dropout, to this
+    rank's `sums` in fp64; return the label tokens and the items. Collective.
 
-    results_of: micro-batches to the numbers of each; None where another rank of the pipeline has
-    them. batches_of: what it is given of one micro-batch of sequences. Returns the label tokens and
-    the items. Collective.
+    compute_sums: gives those of each micro-batch; None where another rank of the pipeline has them,
+    or they are added already. take: what it is given of a step.
     """
     model.eval()
     tokens = items = 0
     steps = data.validation_batches()
     at_once = _TOGETHER if parallel.pipeline is not None else 1
     while together := list(islice(steps, at_once)):
-        for numbers in results_of([batch for batches in together for batch in batches_of(batches)]):
-            sums += 0 if numbers is None else numbers
+        micro_batches: list[Batch] = []
+        for batches in together:
+            micro_batches += take(batches)
+        for batch_sums in compute_sums(micro_batches):
+            if batch_sums is not None:
+                sums += batch_sums
         tokens += sum(batches.num_label_tokens for batches in together)
         items += sum(batches.num_items for batches in together)
     model.train()
     return tokens, items
+
+
+def add_to_each(
+    parallel: Parallel, add_sums: Callable[[Batch, Tensor], Any], sums: Tensor
+) -> Callable[[Sequence[Batch]], Iterator[None]]:
+    """Return what `sum_over_validation` takes, of a function that runs a micro-batch and adds to
+    `sums` itself.
+    """
+
+    def add(batch: Batch) -> None:
+        add_sums(batch, sums)
+
+    return partial(evaluate_micro_batches, parallel, add)
 
 
 def name_validation(numbers: Mapping[str, Tensor]) -> dict[str, float]:
@@ -60,50 +76,52 @@ def name_validation(numbers: Mapping[str, Tensor]) -> dict[str, float]:
     return {f"validation_{name}": value.item() for name, value in numbers.items()}
 
 
-def validation_loss(
+def compute_validation_loss(
     model: nn.Module,
     parallel: Parallel,
-    summed_loss: Callable[[Batch], torch.Tensor],
+    compute_loss: Callable[[Batch], torch.Tensor],
     data: TrainingData,
     world: World,
 ) -> dict[str, float]:
-    """Mean loss of the trained tokens of all validation sequences, each counted once; without
-    dropout. Collective.
+    """Return the mean loss of the label tokens of all validation sequences, each counted once;
+    without dropout. Also the numbers that `validation.metrics` names. Collective.
 
-    summed_loss: the sum of the token losses of a micro-batch. Also the numbers that
-    `validation.metrics` names.
+    compute_loss: the sum of the token losses of a micro-batch.
     """
     loss = torch.zeros((), device=world.device, dtype=torch.float64)
     tokens, _ = sum_over_validation(
-        model, parallel, data, partial(result_of_each, parallel, summed_loss), loss
+        model, parallel, data, partial(evaluate_micro_batches, parallel, compute_loss), loss
     )
     numbers = {
         "validation_loss": world.all_reduce_sum(loss).item() / max(1, tokens),
         "validation_tokens": tokens,
     }
     if data.scored_metrics:
-        numbers |= _metrics_of_scores(model, parallel, data, world)
+        numbers |= _compute_score_metrics(model, parallel, data, world)
     if data.generated_metrics:
-        numbers |= _metrics_of_answers(model, data, world)
+        numbers |= _compute_answer_metrics(model, data, world)
     return numbers
 
 
-def _metrics_of_scores(
+def _compute_score_metrics(
     model: nn.Module, parallel: Parallel, data: TrainingData, world: World
 ) -> dict[str, float]:
-    """The share of label tokens that are the likeliest, and of sequences in which all are."""
-    sums = torch.zeros(
-        4, device=world.device, dtype=torch.float64
-    )  # label tokens, right ones, sequences, right ones
+    """Return the share of label tokens that are the likeliest, and of sequences in which all
+    are.
+    """
+    # Label tokens, right ones, sequences, right ones.
+    sums = torch.zeros(4, device=world.device, dtype=torch.float64)
 
-    def sums_of(batch: Batch) -> Tensor:
-        _, tokens, right = sequence_sums(scores_by(model)(batch), batch).unbind(dim=1)
+    def compute_sums(batch: Batch) -> Tensor:
+        _, tokens, right = sum_over_sequences(make_scorer(model)(batch), batch).unbind(dim=1)
         real = tokens > 0
         return torch.stack(
             [tokens.sum(), right.sum(), real.sum(), (real & (right == tokens)).sum()]
         )
 
-    sum_over_validation(model, parallel, data, partial(result_of_each, parallel, sums_of), sums)
+    sum_over_validation(
+        model, parallel, data, partial(evaluate_micro_batches, parallel, compute_sums), sums
+    )
     tokens, right, sequences, exact = world.all_reduce_sum(sums).tolist()
     numbers = {
         "token_accuracy": right / max(1.0, tokens),
@@ -112,53 +130,55 @@ def _metrics_of_scores(
     return {f"validation_{name}": numbers[name] for name in data.scored_metrics}
 
 
-def _metrics_of_answers(model: Any, data: TrainingData, world: World) -> dict[str, float]:
-    """The means of a plugin's metrics of the answers to all validation questions."""
+def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dict[str, float]:
+    """Return the means of a plugin's metrics of the answers to all validation questions."""
     model.eval()
     answers = generate_answers(
         model, model.spec, data.questions, world, **data.generation_options()
     )
     model.train()
-    found = {}
+    means = {}
     for name in data.generated_metrics:
-        numbers = compute_metric(name, answers, data.questions, data.tokenizer)
-        found[f"validation_{name}"] = math.fsum(numbers.values()) / len(numbers)
-    return found
+        values = compute_metric(name, answers, data.questions, data.tokenizer)
+        means[f"validation_{name}"] = math.fsum(values.values()) / len(values)
+    return means
 
 
 # What a model makes of held-out sequences, each by itself: its log-likelihood, and how many of its
 # label tokens are the likeliest ones, as greedy decoding would give them.
 
 
-_ROWS = 512  # tokens whose logits exist at a time
+_CHUNK_TOKENS = 512  # tokens whose logits exist at a time
 
 
-def token_scores_of(
+def compute_token_scores(
     model: nn.Module,
     tokens: Tensor,
     labels: Tensor,
     positions: Tensor | None = None,
     attention: AttentionInfo | None = None,
 ) -> Tensor:
-    """Scores `[b, s, 2]` of labels, by calling the model; see `TokenScores`."""
-    head_loss = TokenScores(-(-tokens.numel() // _ROWS))
-    found: Tensor = model(tokens, positions, attention, labels=labels, head_loss=head_loss)
-    return found
+    """Return scores `[b, s, 2]` of labels, by calling the model; see `TokenScores`."""
+    head_loss = TokenScores(-(-tokens.numel() // _CHUNK_TOKENS))
+    scores: Tensor = model(tokens, positions, attention, labels=labels, head_loss=head_loss)
+    return scores
 
 
-def scores_by(model: nn.Module) -> Callable[[Batch], Tensor]:
-    """Those of a micro-batch."""
-    return lambda batch: token_scores_of(
+def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:
+    """Return what gives the token scores of a micro-batch by calling the model."""
+    return lambda batch: compute_token_scores(
         model, batch.tokens, batch.labels, batch.positions, batch.attention
     )
 
 
-def sequence_sums(scores: Tensor, batch: Batch) -> Tensor:
-    """For each sequence of a micro-batch, fp64 `[n, 3]`: log-likelihood, label tokens, and how many
-    of these are as likely as the likeliest token. Rows, or where they hold several documents those;
-    padding is one without labels.
+def sum_over_sequences(scores: Tensor, batch: Batch) -> Tensor:
+    """Return for each sequence of a micro-batch, fp64 `[n, 3]`: log-likelihood, label tokens, and
+    how many of these are as likely as the likeliest token.
 
-    scores: `[b, s, 2]`, of `scores_by`.
+    A sequence is a row, or where rows hold several documents one of those; padding is one without
+    labels.
+
+    scores: `[b, s, 2]`, of `make_scorer`.
     """
     counts = batch.labels != IGNORED
     right = counts & (scores[..., 0] == scores[..., 1])

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder

@@ -14,8 +14,7 @@ from transformers import LlamaForCausalLM
 
 from recipe_lib.adapters import add_adapters, get_adapter_parameters
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig
+from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig
+from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.families import FAMILIES
 from recipe_lib.training import validate_parallelism

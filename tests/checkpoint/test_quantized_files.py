@@ -21,8 +21,7 @@ from recipe_lib.checkpoint import weight_loading
 from recipe_lib.checkpoint.safetensors_files import Reader
 from recipe_lib.checkpoint.tensor_matching import check_weights
 from recipe_lib.checkpoint.weight_loading import load_weights
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, build_meta
 from recipe_lib.models.weight_names import Fp8Blocks, Mxfp4Blocks, OpenView
 from recipe_lib.ops.dtensor_shards import locate_local_part

@@ -11,9 +11,9 @@ from recipe_lib.errors import ConfigError
 from tests.cli.commands import ROOT, tune_forked
 
 RECIPE = ROOT / "recipes" / "full_finetune_distributed.py"
-STEP = """        loss = training.sum_gradients(self.parallel, self.summed_loss, batches, self.device)
+STEP = """        all_reduce_gradients(self.model, self.parallel, self.world)
 """
-CHANGED = """        loss = training.sum_gradients(self.parallel, self.summed_loss, batches, self.device)
+CHANGED = """        all_reduce_gradients(self.model, self.parallel, self.world)
         if loss.item() > 100:
             raise ValueError("too much")
         module = torch.get_device_module(self.device)

@@ -19,8 +19,13 @@ from recipe_lib.checkpoint.resumable_state import save_state
 from recipe_lib.checkpoint.verify import compare_logits
 from recipe_lib.cli import export_trained, main
 from recipe_lib.config.describe import format_config
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, LoraConfig, ModelConfig
+from recipe_lib.config.schema import (
+    DataConfig,
+    FullFinetuneConfig,
+    LoraConfig,
+    LoraFinetuneConfig,
+    ModelConfig,
+)
 from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, theirs, with_peft
 
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v", "embedding"])

@@ -13,7 +13,7 @@ import pytest
 from recipe_lib.cli import plan_during_run, plan_receipts
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config import load_config
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured.receipts import append_receipt, read_receipts

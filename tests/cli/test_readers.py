@@ -15,7 +15,7 @@ import pytest
 
 from recipe_lib.cli.main import VERBS, main, module_of
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.data import sample_files
 from tests.forked import call_forked
 from tests.readers import CONFIG, KINDS, READERS, SAMPLE, Reader, make_whole_model, put_whole_model
@@ -242,7 +242,7 @@ def test_no_option_is_left_out():
 
 
 def test_no_key_is_left_out():
-    keys = {name for config in RECIPE_CONFIGS.values() for name, key in read_schema(config).keys.items()
+    keys = {name for config in read_recipe_configs().values() for name, key in read_schema(config).keys.items()
             if key.limits.get("path")}  # fmt: skip
     read = {reader.option for reader in READERS if " " not in reader.option}
     assert keys - read == set(KEYS_NOT_READ) and not read & set(KEYS_NOT_READ)

@@ -6,17 +6,12 @@ import dataclasses
 
 import pytest
 
-from recipe_lib.config import (
-    DpoFinetuneConfig,
-    FullFinetuneConfig,
-    LoraFinetuneConfig,
-    load_config,
-    register,
-)
-from recipe_lib.config.compatibility.table import RULES, find_broken_rules
+from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config, register
+from recipe_lib.config.compatibility.table import find_broken_rules, list_rules
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.errors import ConfigError
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 # Micro-batches enough for a pipeline.
@@ -36,9 +31,9 @@ def another_loss():
     register("metric", "mine")(lambda prediction, reference: 0.0)
 
 
-@pytest.mark.parametrize("entry", RULES, ids=lambda entry: " ".join(entry.example))
+@pytest.mark.parametrize("entry", list_rules(), ids=lambda entry: " ".join(entry.example))
 def test_each_is_refused_alone(write, entry):
-    path, schema = write(good(entry)), RECIPE_CONFIGS[entry.recipe]
+    path, schema = write(good(entry)), read_recipe_configs()[entry.recipe]
     with pytest.raises(ConfigError) as caught:
         load_config(path, entry.example, schema)
     place = str(path) if all(word.startswith("~") for word in entry.example) else "command line"
@@ -51,14 +46,16 @@ def test_each_is_refused_alone(write, entry):
 
 
 @pytest.mark.parametrize(
-    "entry", [entry for entry in RULES if len(entry.example) > 1], ids=lambda e: " ".join(e.example)
+    "entry",
+    [entry for entry in list_rules() if len(entry.example) > 1],
+    ids=lambda e: " ".join(e.example),
 )
 def test_each_half_is_fine(write, entry):
     """Without any one of the overrides of a pair, nothing is refused (by this entry)."""
     for left_out in range(len(entry.example)):
         rest = [word for place, word in enumerate(entry.example) if place != left_out]
         try:
-            load_config(write(good(entry)), rest, RECIPE_CONFIGS[entry.recipe])
+            load_config(write(good(entry)), rest, read_recipe_configs()[entry.recipe])
         except ConfigError as error:
             # Defaults, which naming does not change; and what only another entry asks for.
             is_idle = entry.example[left_out] in (
@@ -72,9 +69,11 @@ def test_each_half_is_fine(write, entry):
 
 
 def test_keys_exist_and_rows_differ():
-    for entry in RULES:
-        assert {*entry.keys, *entry.reads} <= set(read_schema(RECIPE_CONFIGS[entry.recipe]).keys)
-    assert len({(entry.keys, entry.reason) for entry in RULES}) == len(RULES)
+    for entry in list_rules():
+        assert {*entry.keys, *entry.reads} <= set(
+            read_schema(read_recipe_configs()[entry.recipe]).keys
+        )
+    assert len({(entry.keys, entry.reason) for entry in list_rules()}) == len(list_rules())
 
 
 def test_predicates_read_objects_too():

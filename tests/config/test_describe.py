@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, load_config
-from recipe_lib.config.compatibility.table import RULES
+from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.config.compatibility.table import list_rules
 from recipe_lib.config.describe import describe_text, format_config, format_markdown, format_value
 from recipe_lib.config.flat_schema import build_item_schema, read_schema
 from recipe_lib.config.load import load_with_origins
-from recipe_lib.config.paths import RECIPE_CONFIGS, list_configs
+from recipe_lib.config.paths import list_configs
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.schema import SourceConfig, key
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +34,7 @@ def test_every_key_and_combination_is_described():
         assert f"| `{name}` |" in page
         assert f"  {name} = " in text
         assert described.help in text
-    for entry in RULES:
+    for entry in list_rules():
         assert f"| {entry.reason} | {entry.remedy} |" in page
 
 
@@ -118,7 +120,7 @@ SHIPPED = [(recipe, name) for recipe, names in list_configs().items() for name i
 
 @pytest.mark.parametrize(("recipe", "name"), SHIPPED)
 def test_yaml_of_a_shipped_config_reads_back(write, recipe, name):
-    schema = RECIPE_CONFIGS[recipe]
+    schema = read_recipe_configs()[recipe]
     cfg = load_config(name, (), schema)
     assert load_config(write(format_config(cfg)), (), schema) == cfg
 

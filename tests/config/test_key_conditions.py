@@ -7,20 +7,16 @@ import dataclasses
 import pytest
 
 from recipe_lib.cli.main import main
-from recipe_lib.config import (
-    DistillFinetuneConfig,
-    DpoFinetuneConfig,
-    FullFinetuneConfig,
-    LoraFinetuneConfig,
-    RewardFinetuneConfig,
-    load_config,
-)
+from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.key_conditions import describe_needs, explain_idle_key
 from recipe_lib.config.load import load_with_origins as load_all
 from recipe_lib.config.mesh import SCHEDULES
-from recipe_lib.config.paths import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.errors import ConfigError
+from recipe_lib.methods.distill.config import DistillFinetuneConfig
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
+from recipe_lib.methods.reward.config import RewardFinetuneConfig
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
@@ -144,14 +140,14 @@ def test_idle_keys_are_told_and_have_their_defaults(write, case):
 
 
 def test_every_declaration_has_a_case():
-    declared = {name for schema in RECIPE_CONFIGS.values() for name, key in read_schema(schema).keys.items()
+    declared = {name for schema in read_recipe_configs().values() for name, key in read_schema(schema).keys.items()
                 if "needs" in key.limits}  # fmt: skip
     assert declared - {case[0].partition("=")[0] for case in CASES} == {"loss"}
 
 
 def test_conditions_name_keys_that_stand_before(write):
     """They are judged in the schema's order, each after what it needs."""
-    for schema in RECIPE_CONFIGS.values():
+    for schema in read_recipe_configs().values():
         keys = read_schema(schema).keys
         order = list(keys)
         for name, key in keys.items():
@@ -166,7 +162,7 @@ def test_conditions_name_keys_that_stand_before(write):
                 ):
                     named = one.partition(" ")[0]
                     assert any(
-                        named in read_schema(each).keys for each in RECIPE_CONFIGS.values()
+                        named in read_schema(each).keys for each in read_recipe_configs().values()
                     ), name
                     if "needs" in getattr(keys.get(named), "limits", {}):
                         assert order.index(named) < order.index(name), (

@@ -3,18 +3,19 @@
 from recipe_lib.config import load_config
 from recipe_lib.config.describe import LEVER_SECTIONS, LEVERS, NO_LEVERS, list_changed_levers
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
-from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
+from recipe_lib.methods.distill.config import DistillFinetuneConfig
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 
 
 def test_every_lever_is_a_key_of_the_schema():
     keys = dict(read_schema(DpoFinetuneConfig).keys) | dict(read_schema(DistillFinetuneConfig).keys)
-    assert {*LEVERS, *NO_LEVERS} <= set(keys)
+    own = {*DpoFinetuneConfig.memory_keys, *DistillFinetuneConfig.memory_keys}
+    assert {*LEVERS, *NO_LEVERS, *own} <= set(keys)
     assert {name.partition(".")[0] for name in NO_LEVERS} <= set(LEVER_SECTIONS)
     paths = {name for name, key in keys.items() if key.limits.get("path")}
     levers = {
-        name for name in keys if name in LEVERS or name.partition(".")[0] in LEVER_SECTIONS
+        name for name in keys if name in {*LEVERS, *own} or name.partition(".")[0] in LEVER_SECTIONS
     } - set(NO_LEVERS)
     assert not levers & paths
 

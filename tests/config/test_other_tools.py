@@ -6,11 +6,12 @@ import re
 
 import pytest
 
-from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
-from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
+from recipe_lib.config import FullFinetuneConfig
+from recipe_lib.config.aliases import GENERIC, NOTHING_LIKE_IT
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_aliases, read_recipe_configs
 from recipe_lib.config.unknown_keys import find_hint, find_meant_keys, find_misspelled_name
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 
 SCHEMA = read_schema(DpoFinetuneConfig)
 TOOLS = ("torch", "HF", "PEFT", "TRL", "torchtitan", "Megatron", "torchtune", "Axolotl", "LLaMA-Factory", "DeepSpeed",
@@ -169,7 +170,7 @@ def test_names_of_the_reference_are_known() -> None:
     other matters too.
     """
     missing = {}
-    for schema in RECIPE_CONFIGS.values():
+    for schema in read_recipe_configs().values():
         for key in read_schema(schema).keys.values():
             for part in key.limits.get("known_as", "").split("; "):
                 tool, _, name = part.partition(" ")
@@ -185,7 +186,7 @@ def test_names_of_the_reference_are_known() -> None:
 
 
 def test_tables_fit_together() -> None:
-    assert set(SECTION_ALIASES.values()) <= set(SCHEMA.sections)
-    assert not NOTHING_LIKE_IT & set(KEY_ALIASES)
+    assert set(read_aliases().sections.values()) <= set(SCHEMA.sections)
+    assert not NOTHING_LIKE_IT & set(read_aliases().keys)
     assert not NOTHING_LIKE_IT & {name.rpartition(".")[2] for name in SCHEMA.keys}
     assert all(word.islower() for word in GENERIC)

@@ -6,6 +6,7 @@ import pytest
 
 from recipe_lib.config import load_config, paths
 from recipe_lib.config.load import load_with_origins
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.errors import ConfigError
 
 GOOD = "recipe: full_finetune_distributed\nmodel: {path: x}\ndata: {source: y}\n"
@@ -123,7 +124,7 @@ def test_a_named_config_is_shown_by_its_path(checkout, monkeypatch, tmp_path_fac
 
 
 def test_every_shipped_recipe_has_a_config_class():
-    assert set(paths.list_recipes()) == set(paths.RECIPE_CONFIGS)
+    assert set(paths.list_recipes()) == set(read_recipe_configs())
 
 
 SHIPPED = [name for names in paths.list_configs().values() for name in names]
@@ -133,7 +134,7 @@ SHIPPED = [name for names in paths.list_configs().values() for name in names]
 def test_every_shipped_config_loads(name):
     path = paths.find_config(name)
     recipe = next(recipe for recipe, names in paths.list_configs().items() if name in names)
-    cfg = load_config(name, (), paths.RECIPE_CONFIGS[recipe])
+    cfg = load_config(name, (), read_recipe_configs()[recipe])
     assert cfg.recipe == recipe
     text = path.read_text()
     assert text.startswith("#"), "a config begins with what it is for"
@@ -145,7 +146,7 @@ def test_every_shipped_config_loads(name):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_holds_only_what_differs(name):
     recipe = next(recipe for recipe, names in paths.list_configs().items() if name in names)
-    schema = paths.RECIPE_CONFIGS[recipe]
+    schema = read_recipe_configs()[recipe]
     from recipe_lib.config.flat_schema import read_schema
 
     keys = read_schema(schema).keys

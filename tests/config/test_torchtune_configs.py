@@ -15,7 +15,7 @@ import yaml
 from benchmarks.imported_configs import count_table, key_table, outcomes, table, torchtune_configs
 from recipe_lib.cli.main import main
 from recipe_lib.config import load_config
-from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
 from recipe_lib.errors import ConfigError
@@ -70,7 +70,7 @@ def check_whole(path: Path, imported: ImportedConfig, tmp_path: Path) -> None:
     assert all(key in said or key.rpartition(".")[2] in said for key in theirs)
     ours = tmp_path / "ours.yaml"
     ours.write_text(imported.format_yaml("ours.yaml"), encoding="utf-8")
-    schema = RECIPE_CONFIGS[imported.recipe]
+    schema = read_recipe_configs()[imported.recipe]
     assert load_config(ours, (), schema) == imported.cfg
     assert max(map(len, ours.read_text(encoding="utf-8").splitlines()[:3])) <= 120
 

@@ -9,8 +9,8 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipes import RECIPE_CONFIGS
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.schema import LoraFinetuneConfig
 from tests.house.files import ROOT
 
 TEXT = (ROOT / "docs" / "torchtune.md").read_text(encoding="utf-8")
@@ -92,10 +92,11 @@ def test_every_key_of_a_config_is_answered(tmp_path: Path, capsys: pytest.Captur
     for name in re.findall(r"`(\w+)`", row)
 }))  # fmt: skip
 def test_a_recipe_is_answered_with_ours(name: str, capsys: pytest.CaptureFixture):
-    if name in RECIPE_CONFIGS:
+    if name in read_recipe_configs():
         return
     assert main(["run", name, "--config", "llama3/8B_full"]) == 2
     said = capsys.readouterr().err
     assert any(
-        re.search(rf"did you mean {ours}( with [a-z_]+=\w+)?\?", said) for ours in RECIPE_CONFIGS
+        re.search(rf"did you mean {ours}( with [a-z_]+=\w+)?\?", said)
+        for ours in read_recipe_configs()
     ), said

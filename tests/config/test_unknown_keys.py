@@ -2,12 +2,13 @@
 
 import pytest
 
-from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
-from recipe_lib.config.aliases import CHOICE_ALIASES, KEY_ALIASES
+from recipe_lib.config import FullFinetuneConfig
+from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_aliases, read_recipe_configs
 from recipe_lib.config.registry import list_names
 from recipe_lib.config.schema import LINEARS
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 
 ALL = "; `tune cat CONFIG --describe` lists all keys"
 
@@ -98,11 +99,11 @@ def test_every_single_typo_finds_its_key(faults):
 
 def test_aliases_lead_to_keys_that_exist():
     schema = read_schema(DpoFinetuneConfig)
-    every = [read_schema(each) for each in RECIPE_CONFIGS.values()]
-    assert set(KEY_ALIASES.values()) <= {
+    every = [read_schema(each) for each in read_recipe_configs().values()]
+    assert set(read_aliases().keys.values()) <= {
         name for each in every for name in (*each.keys, *each.sections)
     }
-    assert not set(KEY_ALIASES) & set(schema.keys)
+    assert not set(read_aliases().keys) & set(schema.keys)
     choices = {*LINEARS, "embedding", "head", "router", "experts"} | {
         choice for key in schema.keys.values() for choice in key.limits.get("choices", ())
     }
@@ -178,7 +179,7 @@ def test_another_recipe(faults, load):
 def test_a_config_of_another_shipped_recipe(faults, monkeypatch):
     from recipe_lib.config import load
 
-    monkeypatch.setitem(load.RECIPE_CONFIGS, "other_recipe", FullFinetuneConfig)
+    monkeypatch.setitem(load.read_recipe_configs(), "other_recipe", FullFinetuneConfig)
     assert faults("recipe: other_recipe\n") == [
         "c.yaml:1: recipe: found 'other_recipe', expected full_finetune_distributed; run it with"
         " that recipe: tune run other_recipe, or override it: recipe=full_finetune_distributed"

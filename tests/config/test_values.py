@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
 
 INTEGER = "expected an integer >= 1"
 

@@ -404,7 +404,7 @@ def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenized, cach
     cfg.validation.source = rows_file(*ROWS[:2], name="validation.jsonl")
     prepared = build_datasets(cfg, chatml)
     assert tokenized() == 2 and root.exists() == cache
-    monkeypatch.setattr(training_data, "load_tokenizer_of", lambda cfg, source: chatml)
+    monkeypatch.setattr(training_data, "load_tokenizer_for", lambda cfg, source: chatml)
     spec = SimpleNamespace(vocab_size=chatml.vocab_size, max_positions=64)
     source, world = SimpleNamespace(folder=root, spec=spec), SimpleNamespace(data_ranks=1)
     data = TrainingData(cfg, source, world, prepared)

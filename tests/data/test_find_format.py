@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
-from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, ValidationConfig
 from recipe_lib.data.find_format import find_format, settle_formats
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import ConfigError, DataError
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
+from recipe_lib.methods.reward.config import RewardFinetuneConfig
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]

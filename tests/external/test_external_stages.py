@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recipe_lib.config import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
-from recipe_lib.data import Batch
+from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.memory import apply_activation_checkpointing
@@ -192,22 +192,13 @@ def differences(case: Case, world: World) -> list[str]:
     model, divided = build(case, world)
     found = torch.zeros(count, dtype=torch.float64)
 
-    def loss_of(number: int, batch: Batch) -> Tensor:
-        loss = (
-            model(
-                batch.tokens,
-                batch.positions,
-                batch.attention,
-                labels=batch.labels,
-                head_loss=CrossEntropy(3),
-            )
-            / trained
-        )
+    mine = used[world.data_rank :: world.data_ranks]
+    step = StepBatches(mine, num_label_tokens=trained, total_tokens=1, padded_tokens=1)
+    for number, batch in enumerate(divided.micro_batches(step)):
+        inputs = (batch.tokens, batch.positions, batch.attention)
+        loss = model(*inputs, labels=batch.labels, head_loss=CrossEntropy(3)) / trained
+        divided.backward(loss)
         found[number * world.data_ranks + world.data_rank] = loss.detach()
-        return loss
-
-    divided.pipeline.train(used[world.data_rank :: world.data_ranks], loss_of, divided.accumulation)
-    divided.accumulation.finish()
     world.all_reduce_sum(found)
     all_reduce_gradients(model, divided, world)
     faults = [f"loss {one} for {other}" for one, other in zip(found.tolist(), losses, strict=True)

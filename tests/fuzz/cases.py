@@ -11,15 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config import (
-    DistillFinetuneConfig,
-    DpoFinetuneConfig,
-    FullFinetuneConfig,
-    LoraFinetuneConfig,
-    RewardFinetuneConfig,
-    parse_arguments,
-)
+from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, parse_arguments
 from recipe_lib.errors import ConfigError
+from recipe_lib.methods.distill.config import DistillFinetuneConfig
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
+from recipe_lib.methods.reward.config import RewardFinetuneConfig
 from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT
 
 STEPS = 3

@@ -134,7 +134,8 @@ def test_names_of_files_and_classes_are_not_shared():
     """
     files, classes = Counter[str](), Counter[str]()
     for path in python_files("recipe_lib"):
-        files[path.name] += 1
+        # Each method has its config, its loss and its validation under these names.
+        files[path.name] += "recipe_lib/methods/" not in path.as_posix()
         classes.update(node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
     assert {name for name, count in files.items() if count > 1} == set(SHARED_FILES)
     assert [name for name, count in classes.items() if count > 1] == []

@@ -8,7 +8,8 @@ import pytest
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config as load_any
 from recipe_lib.config.optimizer_precision import describe_stalled_means
-from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, list_configs
+from recipe_lib.config.paths import find_config, list_configs
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from tests.house.files import ROOT
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -16,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 def load_config(name: str) -> object:
     """The config, checked against the class of the recipe that it names."""
-    return load_any(name, (), RECIPE_CONFIGS[recipe_of(find_config(name)) or ""])
+    return load_any(name, (), read_recipe_configs()[recipe_of(find_config(name)) or ""])
 
 
 NAMES = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in CONFIGS]
@@ -30,7 +31,7 @@ def test_there_are_configs():
 def test_is_valid(name: str):
     """Also that no mean of its optimizer stands still."""
     cfg = load_config(name)
-    assert type(cfg) is RECIPE_CONFIGS[cfg.recipe]
+    assert type(cfg) is read_recipe_configs()[cfg.recipe]
     assert describe_stalled_means(cfg) == []
 
 
@@ -55,7 +56,7 @@ def test_holds_only_what_differs(path: Path):
     """A key that repeats the default would hide a later change of it."""
     from recipe_lib.config.load import load_with_origins
 
-    cfg_class = RECIPE_CONFIGS[recipe_of(path) or ""]
+    cfg_class = read_recipe_configs()[recipe_of(path) or ""]
     defaults = flatten(cfg_class())
     repeated = [
         key

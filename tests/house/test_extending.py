@@ -44,6 +44,7 @@ def follow(text: str, root: Path) -> list[str]:
     for name, how, what, block in EDIT.findall(text):
         path = root / name
         touched.append(name)
+        path.parent.mkdir(exist_ok=True)
         if how == "a copy of":
             shutil.copy(root / what, path)
         elif not how:

@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from benchmarks import fit
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
+from recipe_lib.config.paths import list_presets
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_spec, read_preset_config
@@ -37,7 +38,7 @@ from tests.selection import slow_except
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-KEYS = read_schema(RECIPE_CONFIGS["dpo_distributed"]).keys
+KEYS = read_schema(read_recipe_configs()["dpo_distributed"]).keys
 CLAIM = re.compile(r"\d|\b(?:no|not|none|never|nothing|neither|nor)\b", re.IGNORECASE)
 
 
@@ -243,9 +244,9 @@ def methods() -> None:
         "dpo_distributed",
         "reward_distributed",
     }
-    assert set(RECIPE_CONFIGS) == names | {"distill_distributed"}
+    assert set(read_recipe_configs()) == names | {"distill_distributed"}
     kinds = (
-        read_schema(RECIPE_CONFIGS["distill_distributed"])
+        read_schema(read_recipe_configs()["distill_distributed"])
         .keys["distill.divergence"]
         .limits["choices"]
     )

@@ -40,7 +40,7 @@ DUCKS = {"adapter_tensors", "fill_weight"}
 FORWARDS = {"run_as_output"}
 # The library knows recipes by name in tables of the config and in examples of commands.
 NAMING = ("recipe_lib/config/", "recipe_lib/cli/")
-NAMING += ("recipe_lib/training/preference.py", "recipe_lib/training/preference.py")
+NAMING += ("recipe_lib/methods/",)
 
 
 def classes() -> Iterator[ast.ClassDef]:

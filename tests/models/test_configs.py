@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe_lib.config import load_config
-from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.models import build_meta, build_spec, list_presets, read_preset_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -79,7 +79,7 @@ def test_the_config_of_a_preset(name: str) -> None:
         "full" if (CONFIGS / f"{name}_full.yaml").exists() else "qlora"
     )  # the largest have no full fine-tuning
     recipe = "full_finetune_distributed" if method == "full" else "lora_finetune_distributed"
-    cfg = load_config(f"{name}_{method}", (), RECIPE_CONFIGS[recipe])
+    cfg = load_config(f"{name}_{method}", (), read_recipe_configs()[recipe])
     text = (CONFIGS / f"{name}_{method}.yaml").read_text()
     assert f"#   tune download {cfg.model.path}\n" in text
     assert f"{recipe} --config {name}_{method}\n" in text

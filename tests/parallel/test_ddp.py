@@ -16,7 +16,7 @@ from recipe_lib.config.mesh import compute_mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel import Parallel, all_reduce_gradients, ddp
 from recipe_lib.parallel.ddp import Replicas
-from recipe_lib.training.derived_numbers import _devices
+from recipe_lib.training.run_description import _describe_devices
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     FULL,
@@ -158,7 +158,7 @@ def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
         "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here,"
         " since `tune run` "
     )
-    assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
+    assert _describe_devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
     assert (
         tuple(compute_mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1)
         and cfg.parallel.strategy != "ddp"

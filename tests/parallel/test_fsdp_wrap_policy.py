@@ -9,8 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters import add_adapters, nf4
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.schema import (
+    FullFinetuneConfig,
+    LoraConfig,
+    LoraFinetuneConfig,
+    MemoryConfig,
+    ParallelConfig,
+)
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import layer_stream
 from recipe_lib.models import build_meta, build_spec, read_config, read_preset_config

@@ -27,7 +27,6 @@ from recipe_lib.parallel import (
     parallelize,
     start_world,
 )
-from recipe_lib.training import backward_each
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import (
     ROWS,
@@ -106,9 +105,8 @@ def step(model: nn.Module, divided: Parallel, world: World) -> None:
     """Gradients of a step, as a recipe makes them."""
     batches = step_batches(world)
     model.zero_grad(set_to_none=True)
-    backward_each(
-        divided, lambda number, batch: loss_of(model, batches, batch), batches, torch.zeros(())
-    )
+    for batch in divided.micro_batches(batches):
+        divided.backward(loss_of(model, batches, batch))
     all_reduce_gradients(model, divided, world)
 
 
@@ -278,13 +276,11 @@ def sum_of_small(cases: list[dict[str, Any]], count: int) -> list[float]:
             init_weights(model, 3, small_spec())
             batches = StepBatches([Batch(tokens, labels)] * (count + 1), 1, 1, 1)
 
-            def loss_of(number: int, batch: Batch, model: nn.Module = model) -> Tensor:
+            factors = iter([1.0] + [SMALL] * count)
+            for batch in divided.micro_batches(batches):
                 loss = 0.0 * model(batch.tokens, labels=batch.labels, head_loss=CrossEntropy(3))
-                return (
-                    loss + (SMALL if number else 1.0) * model.model.norm.weight.sum()
-                )  # which the root has whole now
-
-            backward_each(divided, loss_of, batches, torch.zeros(()))
+                # The root has the norm's weight whole now.
+                divided.backward(loss + next(factors) * model.model.norm.weight.sum())
             all_reduce_gradients(model, divided, world)
             gradient: Any = model.model.norm.weight.grad
             assert gradient.dtype == torch.bfloat16

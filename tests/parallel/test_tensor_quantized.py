@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
 from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
 from recipe_lib.checkpoint.model_export import gather_whole
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, build_spec, init_weights

@@ -24,14 +24,14 @@ def made(step: Callable[[Any, Any], None]) -> type:
 
 def sums_losses(recipe: Any, batches: Any) -> None:
     """One backward of all micro-batches: what each of them keeps is there at a time."""
-    torch.stack([recipe.summed_loss(batch) for batch in batches.micro_batches]).sum().backward()
+    torch.stack([recipe.compute_loss(batch) for batch in batches.micro_batches]).sum().backward()
 
 
 def keeps_each(recipe: Any, batches: Any) -> None:
     """A tensor of every micro-batch stays until the step's end."""
     kept = []
     for batch in batches.micro_batches:
-        recipe.summed_loss(batch).backward()
+        recipe.compute_loss(batch).backward()
         kept.append(torch.zeros(40_000, device=recipe.device))
 
 
@@ -39,7 +39,7 @@ def keeps_from_the_third(recipe: Any, batches: Any) -> None:
     """The same, and the first two micro-batches are alike."""
     kept = []
     for number, batch in enumerate(batches.micro_batches):
-        recipe.summed_loss(batch).backward()
+        recipe.compute_loss(batch).backward()
         if number >= 2:
             kept.append(torch.zeros(40_000, device=recipe.device))
 
@@ -47,7 +47,7 @@ def keeps_from_the_third(recipe: Any, batches: Any) -> None:
 def every_fourth(recipe: Any, batches: Any) -> None:
     """Every fourth micro-batch takes more for a moment, with all gradients there."""
     for number, batch in enumerate(batches.micro_batches):
-        recipe.summed_loss(batch).backward()
+        recipe.compute_loss(batch).backward()
         if number % 4 == 3:
             torch.zeros(400_000, device=recipe.device)
 
@@ -56,7 +56,7 @@ def by_number(recipe: Any, batches: Any) -> None:
     """Micro-batches taken by their number, not by going through them; each leaves something."""
     kept = []
     for number in range(recipe.cfg.gradient_accumulation_steps):
-        recipe.summed_loss(batches.micro_batches[number]).backward()
+        recipe.compute_loss(batches.micro_batches[number]).backward()
         kept.append(torch.zeros(40_000, device=recipe.device))
 
 
@@ -64,13 +64,13 @@ def in_slices(recipe: Any, batches: Any) -> None:
     """Two halves of the micro-batches, with a backward each."""
     half = len(batches.micro_batches) // 2
     for part in (batches.micro_batches[:half], batches.micro_batches[half:]):
-        torch.stack([recipe.summed_loss(batch) for batch in part]).sum().backward()
+        torch.stack([recipe.compute_loss(batch) for batch in part]).sum().backward()
 
 
 def last_is_another(recipe: Any, batches: Any) -> None:
     """The last micro-batch keeps its gradients' copies beside them."""
     for number, batch in enumerate(batches.micro_batches):
-        recipe.summed_loss(batch).backward()
+        recipe.compute_loss(batch).backward()
         if number == len(batches.micro_batches) - 1:
             copies = [parameter.grad.clone() for parameter in recipe.model.parameters()]
             del copies
@@ -79,20 +79,20 @@ def last_is_another(recipe: Any, batches: Any) -> None:
 def alike(recipe: Any, batches: Any) -> None:
     """As the shipped recipe has it."""
     for batch in batches.micro_batches:
-        recipe.summed_loss(batch).backward()
+        recipe.compute_loss(batch).backward()
 
 
 def lists_them(recipe: Any, batches: Any) -> None:
     """As the shipped recipe has it, of a list of its own."""
     for batch in list(batches.micro_batches):
-        recipe.summed_loss(batch).backward()
+        recipe.compute_loss(batch).backward()
 
 
 def doubles(recipe: Any, batches: Any) -> None:
     """A later micro-batch leaves more than the one before it, so that no two are alike."""
     kept = []
     for number, batch in enumerate(batches.micro_batches):
-        recipe.summed_loss(batch).backward()
+        recipe.compute_loss(batch).backward()
         kept.append(torch.zeros(1000 * 2**number, device=recipe.device))
 
 

@@ -61,13 +61,13 @@ def offloaded() -> tuple[int, int, list[int]]:
 
     from recipe_lib.models import build_meta, build_spec, read_preset_config
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.training.host_memory import offloaded_bytes
+    from recipe_lib.training.host_memory import count_offloaded_bytes
 
     kind, cfg, wanted = settings("demo/full", 1, "device=auto", "memory.cpu_offload=true")
     plan: Any = make_plan(kind, cfg, wanted)[0]
     model = build_meta(build_spec(read_preset_config(cfg.model.preset), "demo"), torch.float32)
     sizes = [parameter.numel() * 4 for parameter in model.parameters()]
-    return plan.heaviest.host, offloaded_bytes(model, cfg)["cpu_offload"], sizes
+    return plan.heaviest.host, count_offloaded_bytes(model, cfg)["cpu_offload"], sizes
 
 
 def test_gradients_that_are_sent_to_the_host_are_pinned():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured.receipts import ReceiptRun, describe_run, find_nearest, quote_line

@@ -12,7 +12,7 @@ import pytest
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders
-from recipe_lib.parallel.pipeline.simulation import with_transfers
+from recipe_lib.parallel.pipeline.simulation import add_transfers
 from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.plan.tracing.pipeline_actions import (
     count_pipeline_micro_batches,
@@ -295,4 +295,4 @@ def test_an_order_is_that_of_all_its_settings() -> None:
         {"pipeline_schedule": "interleaved_zero_bubble"},
     ):
         parallel = ParallelConfig(**{"pipeline": 4, "pipeline_schedule": "zbv"} | change)
-        assert get_orders(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)
+        assert get_orders(parallel, 16) == add_transfers(compute_orders(parallel, 16), parallel)

@@ -15,7 +15,7 @@ from recipe_lib.optim import optimizers
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import tracer
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
-from recipe_lib.training.host_memory import offloaded_bytes
+from recipe_lib.training.host_memory import count_offloaded_bytes
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.plan.test_real_runs import TEACHER, TIED, collectives_let_go, config_of
@@ -65,7 +65,7 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
     class Judged(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
             judged.append(
-                sum(offloaded_bytes(self.model, cfg, getattr(self, "teacher", None)).values())
+                sum(count_offloaded_bytes(self.model, cfg, getattr(self, "teacher", None)).values())
             )
             return super().train_step(batches)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.errors import STORAGE
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks

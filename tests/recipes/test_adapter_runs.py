@@ -76,7 +76,7 @@ def test_an_adapter_is_gone_on_with(realdata: Path, tmp_path: Path):
     batches = next(first.recipe.data.batches(0))
     with torch.no_grad():
         expected = (
-            first.recipe.summed_loss(batches.micro_batches[0]).item() / batches.num_label_tokens
+            first.recipe.compute_loss(batches.micro_batches[0]).item() / batches.num_label_tokens
         )
     assert losses(tmp_path / "second")[0] == pytest.approx(expected, rel=1e-6)
     assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 0.1

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.memory import layer_stream
+from recipe_lib.methods.distill.config import DistillFinetuneConfig
 from tests.distributed.ranks import run_ranks
 from tests.recipes.distill_models import RECORDED, SEQUENCES, STEPS, arguments, make_folder
 from tests.recipes.runs import DISTILL, metrics, run_here

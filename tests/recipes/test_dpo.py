@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.memory import apply_levers
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes import labeled_runs
 from tests.recipes.runs import DPO, ROOT, metrics, run_here

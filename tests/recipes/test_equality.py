@@ -194,14 +194,14 @@ def mean_of_own_tokens(recipe: Any) -> None:
 
 def mean_of_micro_batches(recipe: Any) -> None:
     """The other usual mistake: the mean of the micro-batches' means."""
-    honest = recipe.summed_loss
+    honest = recipe.compute_loss
 
-    def summed_loss(batch: Any) -> Any:
+    def compute_loss(batch: Any) -> Any:
         step_tokens = recipe.data.dataset.trained_counts[:ROWS].sum()
         parts = recipe.cfg.gradient_accumulation_steps * recipe.world.data_ranks
         return honest(batch) * step_tokens / max(1, int((batch.labels >= 0).sum())) / parts
 
-    recipe.summed_loss = summed_loss
+    recipe.compute_loss = compute_loss
 
 
 @pytest.mark.slow

@@ -66,13 +66,13 @@ def train(folder: Path, output: Path, recipe: str, *words: str) -> tuple[Any, li
     batches: list[Any] = []
 
     def watch(made: Any) -> None:
-        original = made.summed_loss
+        original = made.compute_loss
 
-        def summed_loss(batch: Any) -> torch.Tensor:
+        def compute_loss(batch: Any) -> torch.Tensor:
             batches.append(batch)
             return original(batch)
 
-        made.summed_loss = summed_loss
+        made.compute_loss = compute_loss
 
     common = ("~model.preset", f"model.path={folder}", "model.implementation=transformers", "dtype=fp32", "device=cpu",
               "max_steps=2", "batch_size=2", "data.packing=false", "log.every_n_steps=1000",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipe_lib.cli.main import main
-from recipe_lib.training.scores import sequence_scores
+from recipe_lib.methods.reward.loss import pick_sequence_scores
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import (
     arguments,
@@ -268,7 +268,9 @@ def test_a_step_has_the_gradient_of_the_mean_over_its_pairs(tmp_path: Path) -> N
     model = run.recipe.model
     losses = []
     for batch in next(run.recipe.data.batches(0)).micro_batches:
-        scores = sequence_scores(model(batch.tokens, batch.positions, batch.attention), batch)[:, 0]
+        scores = pick_sequence_scores(model(batch.tokens, batch.positions, batch.attention), batch)[
+            :, 0
+        ]
         losses.append(-torch.nn.functional.logsigmoid(scores[0::2] - scores[1::2] - batch.targets))
     mean = torch.cat(losses).mean()
     mean.backward()
@@ -294,7 +296,7 @@ def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
     last = metrics_of(tmp_path / "run")[-1]
     assert last["validation_accuracy"] == 1 and last["validation_sequences"] == 7
     batch = next(run.recipe.data.batches(0)).micro_batches[0]
-    assert sequence_scores(torch.zeros(*batch.tokens.shape, 3), batch).shape == (
+    assert pick_sequence_scores(torch.zeros(*batch.tokens.shape, 3), batch).shape == (
         batch.num_sequences,
         3,
     )

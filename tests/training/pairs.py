@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import Dataset
 from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.methods.dpo.config import DpoConfig
 from recipe_lib.models.decoder import Decoder
 
 # Tokens of the prompt, of the chosen and of the rejected answer.

@@ -13,7 +13,7 @@ from recipe_lib.memory.apply_levers import MemoryLevers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import Parallel, parallelize, start_world
 from recipe_lib.training import check_host_memory
-from recipe_lib.training.host_memory import calls_at_once, offloaded_bytes
+from recipe_lib.training.host_memory import count_calls_at_once, count_offloaded_bytes
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.late_copies import LateCopies
@@ -48,8 +48,8 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
     sizes = [parameter.numel() * 2 for parameter in model.parameters()]
     largest = max(sizes)
     pinned = sum(map(power_of_two, sizes))
-    assert offloaded_bytes(model, config()) == {}
-    assert offloaded_bytes(model, config("memory.cpu_offload=true")) == {
+    assert count_offloaded_bytes(model, config()) == {}
+    assert count_offloaded_bytes(model, config("memory.cpu_offload=true")) == {
         "cpu_offload": 2 * pinned + 2 * sum(sizes)
     }
     # Micro-batches that are reduced one by one are added up on the host.
@@ -60,25 +60,25 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
         ),
         ("gradient_accumulation_steps=3 parallel.reduce_gradients=step", 0),
     ):
-        found = offloaded_bytes(model, config("memory.cpu_offload=true", *override.split()))
+        found = count_offloaded_bytes(model, config("memory.cpu_offload=true", *override.split()))
         assert found == {"cpu_offload": 2 * pinned + more + 2 * sum(sizes)}
     single = config(
         "memory.cpu_offload=true", "memory.optimizer_in_backward=true", "clip_grad_norm=null"
     )
-    assert offloaded_bytes(model, single) == {
+    assert count_offloaded_bytes(model, single) == {
         "cpu_offload": pinned + power_of_two(largest) + 2 * sum(sizes)
     }
-    assert offloaded_bytes(model, config("memory.optimizer_offload=true")) == {
+    assert count_offloaded_bytes(model, config("memory.optimizer_offload=true")) == {
         "optimizer_offload": 2 * pinned
     }
     reference = build_meta(small_spec(), torch.bfloat16).requires_grad_(False)
-    beside = offloaded_bytes(model, config("memory.cpu_offload=true"), reference)
+    beside = count_offloaded_bytes(model, config("memory.cpu_offload=true"), reference)
     assert beside == {"cpu_offload": 3 * pinned + 2 * sum(sizes)}
     # Each state is memory of its own, of which codes, scales and master weights have different
     # sizes.
     few = ("dtype=bf16", "optimizer.state_bits=32", "optimizer.master_weights=true")
     several = config("memory.optimizer_offload=true", *few)
-    assert offloaded_bytes(model, several) == {
+    assert count_offloaded_bytes(model, several) == {
         "optimizer_offload": 3 * sum(power_of_two(2 * size) for size in sizes)
     }
 
@@ -100,7 +100,7 @@ def arriving() -> list[int]:
             for unit in (*layers, rest)
         ]  # type: ignore[attr-defined]
         states = sum(2 * 2 * each.to_local().numel() for each in model.parameters())  # type: ignore[attr-defined]
-        return [*units, offloaded_bytes(model, judged)["cpu_offload"] - states]
+        return [*units, count_offloaded_bytes(model, judged)["cpu_offload"] - states]
 
 
 def test_two_units_arrive_where_gradients_are_added_up() -> None:
@@ -122,7 +122,7 @@ def test_streamed_layers_are_pinned_and_judged(monkeypatch: pytest.MonkeyPatch) 
         streamed = [size for name, size in sizes.items() if name != "model.norm.weight"]
         expected = {"stream_layers": sum(map(power_of_two, streamed))}
         expected["optimizer_offload"] = 0 if frozen else 2 * sum(map(power_of_two, sizes.values()))
-        assert offloaded_bytes(model, cfg) == expected
+        assert count_offloaded_bytes(model, cfg) == expected
     allowed = "memory.host_memory_limit_gib=0.0001"
     with pytest.raises(
         SetupError, match="found 104.86 KiB allowed .*stream_layers .* choose lora.quant"
@@ -164,7 +164,7 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(
         model = build_meta(spec, torch.float32)
         apply_activation_checkpointing(model, "full")
         window = activation_offload.offload_activations(model, cfg.memory, torch.device("cpu"))
-        assert window is not None and calls_at_once(Parallel(), cfg, window) == LAYERS - 1
+        assert window is not None and count_calls_at_once(Parallel(), cfg, window) == LAYERS - 1
         check_host_memory(
             model,
             Parallel(levers=MemoryLevers(offload=window)),
@@ -192,4 +192,4 @@ def test_a_pipeline_has_several_micro_batches_under_way() -> None:
     )
     parallel = Parallel(pipeline)  # type: ignore[arg-type]
     cfg = config("memory.activation_offload=true", "gradient_accumulation_steps=3")
-    assert calls_at_once(parallel, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2  # type: ignore[arg-type]
+    assert count_calls_at_once(parallel, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2  # type: ignore[arg-type]

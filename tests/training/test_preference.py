@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import disable_adapters
-from recipe_lib.config.recipes.dpo_distributed import DpoConfig, DpoFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch, make_step
 from recipe_lib.errors import ConfigError
+from recipe_lib.methods.dpo.checks import describe_reference
+from recipe_lib.methods.dpo.config import DpoConfig, DpoFinetuneConfig
+from recipe_lib.methods.dpo.loss import (
+    compute_pair_loss,
+    compute_step_metrics,
+)
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import World, materialize, shard_model, start_world
-from recipe_lib.training.preference import (
-    answer_log_probs,
-    describe_reference,
-    preference_loss,
-    step_numbers,
-)
-from recipe_lib.training.scores import check_pairs
+from recipe_lib.training import compute_answer_logps
+from recipe_lib.training.training_data import check_pairs
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted
 from tests.distributed.ranks import run_ranks
 from tests.parallel.gathered import gathered_bytes
@@ -47,15 +47,17 @@ def compared(
 
     def answers(of: Decoder) -> Tensor:
         inputs = (batch.tokens, batch.positions, batch.attention)
-        return answer_log_probs(
-            of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg
+        return compute_answer_logps(
+            of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)),
+            batch,
+            mean=cfg.takes_mean_logps,
         )
 
     old = None
     if cfg.needs_reference:
         with torch.no_grad() if reference else disable_adapters(model):
             old = answers(reference or model)
-    return preference_loss(answers(model), old, cfg)
+    return compute_pair_loss(answers(model), old, cfg)
 
 
 def step(
@@ -236,7 +238,7 @@ def test_the_reference_leaves_no_graph_and_no_gradient() -> None:
 def test_large_margins_stay_finite() -> None:
     policy = torch.tensor([-900.0, -10.0, -10.0, -900.0], dtype=torch.float64, requires_grad=True)
     for cfg in (LOSSES["sigmoid"], LOSSES["cdpo"]):
-        loss, numbers = preference_loss(policy, None, cfg)
+        loss, numbers = compute_pair_loss(policy, None, cfg)
         (grad,) = torch.autograd.grad(loss, policy)
         assert loss.isfinite() and grad.isfinite().all() and grad.any()
         assert numbers[3] == 1
@@ -247,18 +249,17 @@ def test_no_pairs_are_nothing() -> None:
     nothing = torch.full((2, 1), -100)
     batch = Batch(nothing, nothing, sequence_ids=torch.full((2, 1), -1), num_sequences=0)
     for cfg in LOSSES.values():
-        answers = answer_log_probs(torch.zeros(2, 1), batch, cfg)
+        answers = compute_answer_logps(torch.zeros(2, 1), batch, mean=cfg.takes_mean_logps)
         assert answers.shape == (0,)
-        loss, numbers = preference_loss(answers, None, cfg)
+        loss, numbers = compute_pair_loss(answers, None, cfg)
         assert loss == 0 and numbers.tolist() == [0, 0, 0, 0]
 
 
 def test_metrics_are_named_means() -> None:
     means = torch.tensor([0.5, 2.0, -1.5, 0.75], dtype=torch.float64)
-    loss, numbers = step_numbers(4 * means, 4, None, DpoConfig())
-    found = {name: float(value) for name, value in numbers.items()}
-    assert loss == 0.5
-    assert found == {
+    metrics = compute_step_metrics(4 * means, num_items=4, kl=None, cfg=DpoConfig())
+    assert {name: float(value) for name, value in metrics.items()} == {
+        "loss": 0.5,
         "reward_chosen": 2.0,
         "reward_rejected": -1.5,
         "reward_accuracy": 0.75,

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_lib.config.recipes.reward_distributed import RewardConfig
 from recipe_lib.data import Dataset, StepBatches, make_step
 from recipe_lib.errors import CheckpointError, ConfigError, DataError
+from recipe_lib.methods.reward.config import RewardConfig
+from recipe_lib.methods.reward.items import prepare_items
+from recipe_lib.methods.reward.loss import compute_score_loss, compute_score_metrics, compute_scores
 from recipe_lib.models import read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.families import build_scored_spec, count_head_labels, make_score_config
 from recipe_lib.training.resolve_model import ResolvedModel
-from recipe_lib.training.scores import score_loss, score_metrics, scored_with, settle_items
 from tests.training import labeled
 
 PAIRS = [(5, 4, 6), (2, 9, 1), (7, 1, 3), (3, 3, 3), (1, 6, 8), (4, 2, 5)]
@@ -54,18 +55,16 @@ def step(model: Decoder, cfg: RewardConfig, batches: list[StepBatches]) -> dict[
     """What a recipe does with the micro-batches of all ranks, here one after the other; leaves
     gradients.
     """
-    scores, count = scored_with(model), batches[0].num_items
+    count = batches[0].num_items
     model.zero_grad()
     sums = torch.zeros(2 if cfg.loss == "classification" else 4, dtype=torch.float64)
     for batch in (batch for each in batches for batch in each.micro_batches):
         assert batch.targets is not None
-        loss, numbers = score_loss(scores(batch), batch.targets, cfg)
+        loss, numbers = compute_score_loss(compute_scores(model, batch), batch.targets, cfg)
         (loss / count).backward()
         sums += numbers
-    means = sums / count
-    return {"loss": float(means[0])} | {
-        name: float(value) for name, value in score_metrics(means, cfg).items()
-    }
+    metrics = compute_score_metrics(sums, num_items=count, cfg=cfg)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def whole_step(model: Decoder, cfg: RewardConfig) -> dict[str, float]:
@@ -190,7 +189,7 @@ def settled(
     )
     data.tokenizer = special
     source = ResolvedModel("m", None, config, SimpleNamespace(num_labels=labels))  # type: ignore[arg-type]
-    source = settle_items(data, source, LOSSES["classes"])
+    source = prepare_items(data, source, LOSSES["classes"])
     return data, source.config
 
 

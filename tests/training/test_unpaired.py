@@ -2,7 +2,6 @@
 gradients of a step.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,21 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import StepBatches, make_step, make_validation_steps
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.errors import ConfigError
+from recipe_lib.methods.dpo.checks import check_labels
+from recipe_lib.methods.dpo.config import DpoConfig
+from recipe_lib.methods.dpo.kl import estimate_kl
+from recipe_lib.methods.dpo.loss import (
+    compute_single_answer_loss,
+    compute_step_metrics,
+)
 from recipe_lib.models import build_spec, read_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
-from recipe_lib.parallel import Parallel
-from recipe_lib.training.preference import (
-    answer_log_probs,
-    check_labels,
-    reference_point,
-    step_numbers,
-    unpaired_loss,
-)
+from recipe_lib.training import compute_answer_logps
 from tests.training import labeled
 
 LENGTHS = [(5, 4), (2, 9), (7, 1), (3, 3), (1, 6), (4, 12), (6, 5), (2, 7)]
@@ -60,8 +58,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Decod
 
 def log_probs(model: Decoder, batch: Any, cfg: DpoConfig) -> torch.Tensor:
     inputs = (batch.tokens, batch.positions, batch.attention)
-    return answer_log_probs(
-        model(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg
+    return compute_answer_logps(
+        model(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)),
+        batch,
+        mean=cfg.takes_mean_logps,
     )
 
 
@@ -74,24 +74,27 @@ def step(
     items = batches[0].num_items
     mismatched = [batch for each in batches for batch in each.mismatched if cfg.loss == "kto"]
     world: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce_sum=lambda total: total)
-    point = reference_point(
-        Parallel(),
-        lambda batch: log_probs(policy, batch, cfg),
-        lambda each: (log_probs(reference, batch, cfg) for batch in each),
-        replace(batches[0], mismatched=mismatched),
-        world,
-    )
+    kl = None
+    if mismatched:
+        kl = estimate_kl(
+            (log_probs(policy, batch, cfg) for batch in mismatched),
+            (log_probs(reference, batch, cfg) for batch in mismatched),
+            items,
+            world,
+        )
     policy.zero_grad()
     sums = torch.zeros(5, dtype=torch.float64)
     for batch in (batch for each in batches for batch in each.micro_batches):
         with torch.no_grad():
             old = log_probs(reference, batch, cfg)
         assert batch.targets is not None
-        loss, numbers = unpaired_loss(log_probs(policy, batch, cfg), old, batch.targets, point, cfg)
+        loss, numbers = compute_single_answer_loss(
+            log_probs(policy, batch, cfg), old, batch.targets, kl, cfg
+        )
         (loss / items).backward()
         sums += numbers
-    loss, named = step_numbers(sums, items, point, cfg)
-    return {"loss": float(loss)} | {name: float(value) for name, value in named.items()}
+    metrics = compute_step_metrics(sums, num_items=items, kl=kl, cfg=cfg)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def trl_step(pair: Any, cfg: DpoConfig, folder: Path) -> dict[str, float]:

@@ -4,7 +4,6 @@ from recipe_lib.config.compatibility.parallel_rules import DEFERRING_SCHEDULES
 from recipe_lib.config.compatibility.rule import (
     EXTERNAL_MODEL,
     LORA_RECIPE,
-    REWARD_RECIPE,
     TWO_STAGES,
     Rule,
     is_external_model,
@@ -88,14 +87,6 @@ QAT_RULES: tuple[Rule, ...] = (
             "validation.source=own.jsonl",
         ),
         reads=("qat", "validation.source"),
-    ),
-    Rule(
-        keys=("recipe", "qat"),
-        applies=lambda cfg: cfg.qat is not None and cfg.scores_sequences,
-        reason="quantized folders are exported of models that predict tokens",
-        remedy="remove qat",
-        example=("qat=int8",),
-        recipe=REWARD_RECIPE,
     ),
     Rule(
         keys=("matmul_dtype", "qat"),

@@ -6,8 +6,6 @@ from typing import Any
 
 LORA_RECIPE = "lora_finetune_distributed"
 DPO_RECIPE = "dpo_distributed"
-REWARD_RECIPE = "reward_distributed"
-DISTILL_RECIPE = "distill_distributed"
 
 # Overrides for examples. A pipeline needs as many micro-batches a step as it has ranks.
 EXTERNAL_MODEL = "model.implementation=transformers"

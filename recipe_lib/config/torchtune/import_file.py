@@ -19,7 +19,7 @@ from recipe_lib.config.load import ALTERNATIVES, LoadedConfig, load_with_origins
 from recipe_lib.config.local_files import is_hub_id
 from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.config.paths import expand_home
-from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
@@ -93,7 +93,7 @@ class ImportedConfig:
         names = sorted(self.settings, key=lambda name: "." not in name)
         settings = {"recipe": self.recipe} | {name: self.settings[name] for name in names}
         lines = [header, "#", *(f"#   {line}" for line in commands)]
-        keys = read_schema(RECIPE_CONFIGS[self.recipe]).keys
+        keys = read_schema(read_recipe_configs()[self.recipe]).keys
         return "\n".join(lines) + "\n" + format_settings(settings, keys)
 
     def format_table(self) -> str:
@@ -165,7 +165,7 @@ def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -
                 ours = {key: ours[key] for key in ours if not key.startswith(alternative)}
     words = [f"{name}={format_value(value)}" for name, value in _join_sources(ours).items()]
     try:
-        return load_with_origins((), [*words, *overrides], RECIPE_CONFIGS[conversion.recipe])
+        return load_with_origins((), [*words, *overrides], read_recipe_configs()[conversion.recipe])
     except ConfigError as error:
         typed = tuple(f"{COMMAND_LINE}: {show(word)}" for word in overrides)
         faults = (
@@ -218,7 +218,7 @@ def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
 
     Of a list of sections it is what differs of each.
     """
-    keys = read_schema(RECIPE_CONFIGS[recipe]).keys
+    keys = read_schema(read_recipe_configs()[recipe]).keys
     settings: dict[str, Any] = {}
     for name, value, where in loaded.rows:
         if "no effect" in where or value == keys[name].default:

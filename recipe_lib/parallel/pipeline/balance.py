@@ -39,12 +39,12 @@ _AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
 
 
 def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
-    """The layers of each stage, first to last.
+    """Return the layers of each stage, first to last.
 
     cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
     `parallel.pipeline_balance: memory`. Raises ConfigError for fewer layers than stages, and for a
     `parallel.pipeline_layers_per_stage` that does not fit the model; see
-    `ExternalSpec.find_stage_parts`.
+    `ExternalSpec.stage_parts`.
     """
     parallel: ParallelConfig = cfg.parallel
     sizes = sizes_of(spec)
@@ -113,7 +113,7 @@ Sizes = DecoderSpec | _Sizes  # what times and bytes are counted by
 
 
 def sizes_of(spec: ModelSpec) -> Sizes:
-    """A model's sizes. Raises ConfigError: see `ExternalSpec.find_stage_parts`."""
+    """Return a model's sizes. Raise ConfigError: see `ExternalSpec.stage_parts`."""
     if isinstance(spec, DecoderSpec):
         return spec
     parts = spec.find_stage_parts()
@@ -131,7 +131,8 @@ Cost = Callable[[int, dict[int, int]], float]  # of a rank with so many layers i
 
 
 def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) -> list[int]:
-    """The layers of each stage, such that the rank with the largest cost has as little as can be.
+    """Return the layers of each stage, such that the rank with the largest cost has as little as
+    can be.
 
     Where ranks are equal, the one further behind gets the layer: with one stage on each it has
     fewer micro-batches in flight. cost: may only grow with the layers. head: how many layers the
@@ -150,16 +151,16 @@ def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) ->
 
 
 def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
-    """A rank's layers on each of its stages with one more, on the stage that then takes the least
-    time.
+    """Return a rank's layers on each of its stages with one more, on the stage that then takes the
+    least time.
     """
     chosen = min(counts, key=lambda stage: counts[stage] + (head if stage == last else 0))
     return counts | {chosen: counts[chosen] + 1}
 
 
 def layer_weights(spec: Sizes) -> int:
-    """Elements of one layer's matrices: queries and output, keys and values, MLP; of a mixture
-    those of all experts and of the router, on average over the layers.
+    """Return the elements of one layer's matrices: queries and output, keys and values, MLP; of a
+    mixture those of all experts and of the router, on average over the layers.
     """
     return _attention_weights(spec) + round(
         _of_layer(
@@ -171,7 +172,7 @@ def layer_weights(spec: Sizes) -> int:
 
 
 def computing_weights(spec: Sizes) -> int:
-    """The same of those that compute a token: of a mixture the router and the experts of its
+    """Return the same of those that compute a token: of a mixture the router and the experts of its
     choices.
     """
     return _attention_weights(spec) + round(
@@ -190,7 +191,7 @@ def _attention_weights(spec: Sizes) -> int:
 
 
 def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int]) -> float:
-    """What a layer has on average. dense: one with an MLP."""
+    """Return what a layer has on average. dense: one with an MLP."""
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
         return dense
     layers = spec.mixture.layers
@@ -218,9 +219,9 @@ def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
 
 
 def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
-    """The bytes of a rank: parameters, gradients and optimizer states, embedding and head where
-    they are, and what the layers keep of the micro-batches in flight; the head's gradient before it
-    is added, and one chunk of its logits.
+    """Return the bytes of a rank: parameters, gradients and optimizer states, embedding and head
+    where they are, and what the layers keep of the micro-batches in flight; the head's gradient
+    before it is added, and one chunk of its logits.
 
     What every rank has alike is left out, as the layer that is being computed and what is on its
     way.
@@ -284,7 +285,7 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
 
 
 def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
-    """Elements a token that a layer keeps from forward to backward:
+    """Return the elements a token that a layer keeps from forward to backward:
     `memory.activation_checkpointing` none, selective or full. budget: as full, since what is kept
     beyond the inputs does not depend on the number of layers.
     """
@@ -300,8 +301,8 @@ def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
 
 
 def deferred_of_layer(spec: Sizes) -> int:
-    """Elements a token that a layer's weight gradients take: each linear's input, shared ones once,
-    and its output's gradient.
+    """Return the elements a token that a layer's weight gradients take: each linear's input, shared
+    ones once, and its output's gradient.
     """
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     inner = round(
@@ -311,8 +312,8 @@ def deferred_of_layer(spec: Sizes) -> int:
 
 
 def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
-    """Elements of a layer's adapters, one on each of its seven linears. experts: of a mixture, too,
-    two on each.
+    """Return the elements of a layer's adapters, one on each of its seven linears. experts: of a
+    mixture, too, two on each.
     """
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
 

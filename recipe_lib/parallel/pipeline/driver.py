@@ -1,6 +1,9 @@
 """Runs a step's micro-batches through the stages of a rank, in the order of its schedule, and holds
 no tensor for longer than that order needs.
 
+    for micro_batch in pipeline.train(batches.micro_batches, accumulation):
+        pipeline.backward(compute_loss(micro_batch))     # on the rank with the last stage alone
+
 What lives, besides parameters and gradients: of a micro-batch that has gone forward what autograd
 keeps for backward; of one whose input gradient is made what its weight gradients take; a tensor
 from another rank from just before it is used; one that was sent until it has been taken. The last
@@ -12,8 +15,7 @@ gradients and sent tensors through a step, and their split backward leaves out g
 after frozen ones and of resharded parameters.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.mesh import SCHEDULES, count_stages, find_stage_rank
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch
-from recipe_lib.errors import ConfigError, SetupError, UserError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, enable_split_backward
@@ -36,14 +38,14 @@ from recipe_lib.parallel.gradient_accumulation import DeferredReduction, Gradien
 from recipe_lib.parallel.pipeline import schedules as kinds
 from recipe_lib.parallel.pipeline.schedules import (
     Action,
+    compute_forward_orders,
     compute_orders,
     count_moments,
-    exchange_of,
-    forward_orders,
-    pairs_of,
-    received_for,
+    get_exchange,
+    get_receive,
+    list_pairs,
 )
-from recipe_lib.parallel.pipeline.simulation import partner_of, simulate, taken_in, with_transfers
+from recipe_lib.parallel.pipeline.simulation import add_transfers, find_taken, get_partner, simulate
 from recipe_lib.parallel.world import World
 
 # Tensors on their way between the ranks of a pipeline: received into new memory, and held until
@@ -51,14 +53,14 @@ from recipe_lib.parallel.world import World
 
 
 class OnItsWay:
-    """A tensor that is being received or sent, held until somebody has waited for it."""
+    """A tensor that is being received or sent, kept until somebody has waited for it."""
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
         self._tensor, self._work = tensor, work
 
     def wait(self) -> Tensor:
-        """The tensor, when it is there, or taken: the host waits for gloo, the device's stream for
-        NCCL.
+        """Return the tensor when it is there, or taken: the host waits for gloo, the device's
+        stream for NCCL.
         """
         if self._work is not None:
             self._work.wait()
@@ -76,12 +78,10 @@ class Transport:
     """
 
     def __init__(self, world: World, pairs: Sequence[tuple[int, int]]) -> None:
-        """pairs: places of all ranks of the pipeline that exchange tensors, the lower first.
+        """Make the communicator of each pair of ranks that exchange tensors.
 
-        Makes the communicator of each pair: else this would be in the middle of the first step,
-        where a rank's host waits for the other while kernels of other pairs run. In one order for
-        all, so that no ranks wait in a circle. Raises SetupError for a process group with one
-        communicator for all.
+        pairs: places of all ranks of the pipeline that do, the lower first. Raise SetupError for a
+        process group with one communicator for all.
         """
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
@@ -97,6 +97,9 @@ class Transport:
                 " one without: NCCL would exchange all tensors on one stream, and interleaved"
                 " schedules would hang; remove device_id from init_process_group"
             )
+        # Else they would be made in the middle of the first step, where a rank's host waits for the
+        # other while kernels of other pairs run. In one order for all, so that no ranks wait in a
+        # circle.
         for low, high in sorted(pairs):
             if world.pipeline.rank == low:
                 self.send(torch.zeros(1, device=self._device), high, tag=0).wait()
@@ -111,7 +114,7 @@ class Transport:
         tag: int,
         device: torch.device | None = None,
     ) -> OnItsWay:
-        """Asks the rank at `place` of the pipeline for a tensor, on the rank's device or the one
+        """Ask the rank at `place` of the pipeline for a tensor, on the rank's device or the one
         where it was sent.
         """
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
@@ -121,7 +124,7 @@ class Transport:
             )
 
     def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
-        """Sends it to the rank at `place`."""
+        """Send a tensor to the rank at `place`."""
         tensor = tensor.contiguous()
         with self._heartbeat.exchange(self._ranks[place]):
             return OnItsWay(
@@ -130,7 +133,7 @@ class Transport:
 
 
 def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
-    """Adds the gradient that the rank at another place has of the same parameter to this rank's;
+    """Add the gradient that the rank at another place has of the same parameter to this rank's;
     both call it.
 
     One of the two is at place 0. Without a gradient, which is so on both, nothing is done.
@@ -152,19 +155,21 @@ on_action: Callable[[Action | None], None] | None = None
 
 @dataclass
 class _Kept:
-    """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph.
-
-    received: its input, for the gradient of it. graph: the way into the graph from its output,
-    which itself is gone. hidden: of the last stage, its output, for the head.
-    """
+    """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph."""
 
     received: Tensor | None
+    """Its input, for the gradient of it; None where nobody wants that."""
     graph: GradientEdge | None
+    """The way into the graph from its output, which is gone; None where nothing is trained."""
     hidden: Tensor | None
+    """Of the last stage, its output, for the head."""
 
 
 class Pipeline:
-    """The stages of one rank. `layers`: by stage, the numbers of its layers."""
+    """The stages of one rank."""
+
+    layers: dict[int, range]
+    """By stage, the numbers of its layers."""
 
     def __init__(
         self,
@@ -174,8 +179,10 @@ class Pipeline:
         layers: dict[int, range],
         dtype: torch.dtype,
     ) -> None:
-        """model: cut down to these layers; it runs by `run_part` from now on. dtype: of hidden
-        states.
+        """Make the runner of a model that is cut down to these layers, and called by `run_part`
+        from now on.
+
+        dtype: of hidden states.
         """
         assert world.pipeline is not None
         self.layers = layers
@@ -187,12 +194,13 @@ class Pipeline:
         self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = dtype
         self._parts = model.find_stage_parts()
-        self._turn: tuple[int, Tensor] | None = None
-        self._hidden: Tensor | None = None
+        self._turn: tuple[int, Tensor] | None = None  # the stage that runs, and its tokens
+        self._hidden: Tensor | None = None  # of the micro-batch whose head runs
+        self._reduction: DeferredReduction | None = None  # of the step that runs
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the last stage, which alone knows losses."""
+        """True on the rank with the last stage, which alone knows losses."""
         return self._stages - 1 in self.layers
 
     def run_part(
@@ -205,8 +213,8 @@ class Pipeline:
         head_loss: HeadLoss | None = None,
         cache: None = None,
     ) -> Tensor:
-        """The model's forward: the part whose turn it is. Behind the last stage's layers, norm and
-        head.
+        """Run the part of the model whose turn it is, in place of its forward: the layers of a
+        stage, or norm and head behind the last one's.
 
         tokens: of the first stage and the head; of another stage what the one before gave.
         """
@@ -217,43 +225,57 @@ class Pipeline:
                 "a model that is divided among the ranks of a pipeline runs by `train` or"
                 " `evaluate`"
             )
-        stage, own = self._turn
+        stage, stage_tokens = self._turn
         return self._model.run_stage(
-            tokens if stage else None, own, positions, attention, self.layers[stage]
+            tokens if stage else None, stage_tokens, positions, attention, self.layers[stage]
         )
 
     def train(
-        self,
-        batches: Sequence[Batch],
-        loss_of: Callable[[int, Any], Tensor],
-        accumulation: GradientAccumulation | None = None,
-    ) -> None:
-        """Forward and backward of all micro-batches, gradients added to the parameters'. Collective
-        in a pipeline.
+        self, batches: Sequence[Batch], accumulation: GradientAccumulation | None = None
+    ) -> Iterator[Batch]:
+        """Run forward and backward of all micro-batches; yield each, on the rank with the last
+        stage, when its loss is to go `backward`. Collective in a pipeline.
 
-        loss_of: the number of a micro-batch and itself, to the loss that goes backward, by calling
-        the model; it is called on the last stage's rank alone. accumulation: how gradients are
-        added up; whoever gives it finishes it.
+        While the caller has a micro-batch, a call of the model runs norm and head on its hidden
+        states. accumulation: how gradients are added up; whoever gives it finishes it.
         """
-        self._trains = (
-            self._agree_on_training()
-        )  # each step: a recipe may freeze or thaw between them
-        step = _Step(self, batches, loss_of, None, accumulation)
-        with enable_split_backward() if self._splits else torch.enable_grad():
-            step.run(*self._orders(len(batches), training=True))
+        # In each step anew: a recipe may freeze or thaw between them.
+        self._trains = self._agree_on_training()
+        self._reduction = DeferredReduction(self._model, accumulation)
+        step = _Step(self, batches, trains=True, accumulation=accumulation)
+        try:
+            with enable_split_backward() if self._splits else torch.enable_grad():
+                for _, batch in step.run(*self._get_orders(len(batches), training=True)):
+                    yield batch
+        finally:
+            self._reduction = None
+        if accumulation is not None:
+            accumulation.add()  # what was reduced after the last action
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of the head, and of the hidden states of the micro-batch that the
+        caller of `train` has.
+        """
+        if self._reduction is None:
+            raise RuntimeError("the head of a pipeline goes backward in the loop over `train`")
+        # Not sooner: until here the head's units may still be kept for the next micro-batch.
+        self._reduction.reduce_if_last(self.head())
+        loss.backward()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """Forward alone; what `result_of` makes of each micro-batch on the last stage's rank, None
-        on the others.
+    def evaluate(self, batches: Sequence[Batch], compute: Callable[[int, Any], Any]) -> list[Any]:
+        """Run forward alone; return what `compute` makes of the number of each micro-batch and
+        itself on the rank with the last stage, and None for each on the others.
         """
         results: list[Any] = [None] * len(batches)
-        step = _Step(self, batches, result_of, results)
-        step.run(*self._orders(len(batches), training=False))
+        step = _Step(self, batches, trains=False)
+        with self._world.heartbeat.name_action_in_errors():
+            for number, batch in step.run(*self._get_orders(len(batches), training=False)):
+                results[number] = compute(number, batch)
         return results
 
     def sum_tied_gradients(self) -> None:
-        """Adds up the gradients of an embedding that is the head on another rank, on both; once a
+        """Add up the gradients of an embedding that is the head on another rank, on both; once a
         step.
         """
         last = find_stage_rank(self._parallel, self._stages - 1)
@@ -274,8 +296,8 @@ class Pipeline:
         return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """What this rank may keep at once: by stage, the micro-batches between their forward and
-        their backward.
+        """Return what this rank may keep at once: by stage, the micro-batches between their forward
+        and their backward.
         """
         moments: list[dict[int, int]] = []
         for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
@@ -287,15 +309,15 @@ class Pipeline:
     def _use_transport(self) -> Transport:
         if self._transport is None:
             self._transport = Transport(
-                self._world, pairs_of(self._parallel, tied=self._model.spec.tied)
+                self._world, list_pairs(self._parallel, tied=self._model.spec.tied)
             )
         return self._transport
 
-    def _orders(
+    def _get_orders(
         self, micro_batches: int, *, training: bool
     ) -> tuple[list[Action], dict[int, list[Action]]]:
-        """This rank's actions, and by number of an action the sends that the others have taken when
-        it begins.
+        """Return this rank's actions, and by number of an action the sends that the others have
+        taken when it begins.
 
         They have if every rank is as fast as the others; where one is not, a rank waits there for
         those behind it. Each rank waits so in an order that the simulation has shown to come to its
@@ -303,51 +325,52 @@ class Pipeline:
         """
         key = (training, micro_batches)
         if key not in self._known:
-            orders = (compute_orders if training else forward_orders)(self._parallel, micro_batches)
-            lists = with_transfers(orders, self._parallel)
+            orders = (compute_orders if training else compute_forward_orders)(
+                self._parallel, micro_batches
+            )
+            lists = add_transfers(orders, self._parallel)
             timeline, own = (
                 simulate(lists, self._parallel, lambda action: kinds.UNITS[action.kind]),
                 lists[self._place],
             )
             taken: dict[int, list[Action]] = {}
-            for send, number in taken_in(timeline, own, self._place, self._parallel).items():
+            for send, number in find_taken(timeline, own, self._place, self._parallel).items():
                 taken.setdefault(number, []).append(send)
             self._known[key] = own, taken
         return self._known[key]
 
     def _agree_on_training(self) -> list[bool]:
-        """By stage, whether any of its parameters is trained: which gradients have to be sent is
-        known by all.
+        """Return for each stage, and at last for the head, whether any of its parameters is
+        trained: which gradients have to be sent is known by all.
 
-        The last entry is the head's. Raises ConfigError if nothing is.
+        Raise ConfigError if nothing is trained.
         """
         mine = {stage: _are_trained(self.layers_of(stage)) for stage in self.layers}
         if self.has_last:
             mine[self._stages] = _are_trained(self.head())
-        if (
-            not holds_values(self._world.device) or dist.get_backend() == "fake"
-        ):  # alone: the others' are like ours
+        is_alone = not holds_values(self._world.device) or dist.get_backend() == "fake"
+        if is_alone:  # in a simulation: the others' are like ours
             return [mine.get(stage, any(mine.values())) for stage in range(self._stages + 1)]
-        found: dict[str, bool] = {}
-        for others in self._world.gather_json(mine):
-            found |= others
-        if not any(found.values()):
+        is_trained: dict[str, bool] = {}  # by number of a stage
+        for of_rank in self._world.gather_json(mine):
+            is_trained |= of_rank
+        if not any(is_trained.values()):
             raise ConfigError(
                 "optimizer: found no parameter that requires a gradient; leave at least one"
                 " unfrozen"
             )
-        return [found[str(stage)] for stage in range(self._stages + 1)]
+        return [is_trained[str(stage)] for stage in range(self._stages + 1)]
 
     def layers_of(self, stage: int) -> list[nn.Module]:
-        """The layers of one of this rank's stages, and of the first the embedding: the head is
-        after all stages.
+        """Return the layers of one of this rank's stages, and of the first the embedding: the head
+        is after all stages.
         """
         names = [self._parts.layers[number] for number in self.layers[stage]]
         names += self._parts.first if stage == 0 else ()
         return [self._model.get_submodule(name) for name in names]
 
     def head(self) -> list[nn.Module]:
-        """What is behind the last layer."""
+        """Return what is behind the last layer."""
         return [self._model.get_submodule(name) for name in self._parts.last]
 
 
@@ -362,84 +385,75 @@ class _Step:
         self,
         pipeline: Pipeline,
         batches: Sequence[Batch],
-        finish: Callable[[int, Any], Any],
-        results: list[Any] | None,
+        *,
+        trains: bool,
         accumulation: GradientAccumulation | None = None,
     ) -> None:
-        """finish: what the last stage's output goes to; results: where it is put, or None: it is
-        trained on.
-        """
-        self._pipeline, self._batches, self._finish, self._results = (
-            pipeline,
-            batches,
-            finish,
-            results,
-        )
-        self._transport, self._accumulation = pipeline._use_transport(), accumulation
+        self._pipeline = pipeline
+        self._batches = batches
+        self._trains = trains
+        self._accumulation = accumulation
+        self._transport = pipeline._use_transport()
         self._heartbeat = pipeline._world.heartbeat
+        self._reduction = pipeline._reduction or DeferredReduction(pipeline._model, None)
         self._arriving: dict[Action, OnItsWay] = {}  # by receive
         self._leaving: dict[Action, Tensor] = {}  # by send
         self._sent: dict[Action, OnItsWay] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._later: dict[tuple[int, int], list[DeferredGradients]] = {}
-        self._held = DeferredReduction(pipeline._model, accumulation)
-        self._do = {
-            kinds.FORWARD: self._forward,
-            kinds.BACKWARD: self._backward,
-            kinds.INPUT: self._input_gradient,
-            kinds.WEIGHT: self._weight_gradients,
-            kinds.RECEIVE_ACTIVATION: self._receive,
-            kinds.RECEIVE_GRADIENT: self._receive,
-            kinds.SEND_ACTIVATION: self._send,
-            kinds.SEND_GRADIENT: self._send,
-        }
 
-    def run(self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]) -> None:
-        """All actions; at the end nothing of it is alive. taken: by number of an action, the sends
-        done before it.
+    def run(
+        self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]
+    ) -> Iterator[tuple[int, Batch]]:
+        """Run all actions; yield the number of each micro-batch and itself when its hidden states
+        are there, and the caller is to run the head. At the end nothing of it is alive.
+
+        taken: by number of an action, the sends done before it.
         """
-        reducing, note = self._held.begin(actions), on_action or (lambda action: None)
-        with self._tell_action_in_errors():
+        reducing = self._reduction.begin(actions)
+        note = on_action or (lambda action: None)
+        with self._heartbeat.name_action_in_errors():
             for place, action in enumerate(actions):
                 for send in taken.get(place, ()):
                     self._let_go(send)
                 self._begin(action)
                 note(action)
-                self._held.is_last = place in reducing
-                self._do[action.kind](action)
+                self._reduction.is_last = place in reducing
+                yield from self._run_action(action)
                 if self._accumulation and action.kind in kinds.MAKING_GRADIENTS:
                     self._accumulation.add()
-            self._held.end()
+            self._reduction.end()
             for send in list(self._sent):
                 self._let_go(send)
         note(None)
-        self._do.clear()  # which refers to this object: a cycle would keep the batches alive
+
+    def _run_action(self, action: Action) -> Iterator[tuple[int, Batch]]:
+        match action.kind:
+            case kinds.FORWARD:
+                yield from self._run_forward(action)
+            case kinds.BACKWARD:
+                yield from self._run_backward(action)
+            case kinds.INPUT:
+                yield from self._run_input_gradient(action)
+            case kinds.WEIGHT:
+                self._run_weight_gradients(action)
+            case kinds.RECEIVE_ACTIVATION | kinds.RECEIVE_GRADIENT:
+                self._receive(action)
+            case kinds.SEND_ACTIVATION | kinds.SEND_GRADIENT:
+                self._send(action)
 
     def _begin(self, action: Action) -> None:
         """Tell the heartbeat what this rank is at."""
         what = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
         self._heartbeat.action = f"{what} in stage {action.stage}"
 
-    @contextmanager
-    def _tell_action_in_errors(self) -> Iterator[None]:
-        """Say in what is raised inside which action it was."""
-        try:
-            yield
-        except Exception as error:
-            place = f"rank {self._pipeline._world.rank}, {self._heartbeat.action}"
-            if isinstance(error, UserError):
-                error.faults = [f"{fault} ({place})" for fault in error.faults]
-            else:
-                error.add_note(place)
-            raise
-        finally:
-            self._heartbeat.action = ""
-
-    def _forward(self, action: Action) -> None:
-        stage, number = action.stage, action.micro_batch
-        pipeline, batch = self._pipeline, self._batches[number]
+    def _run_forward(self, action: Action) -> Iterator[tuple[int, Batch]]:
+        stage = action.stage
+        number = action.micro_batch
+        pipeline = self._pipeline
+        batch = self._batches[number]
         received = None if stage == 0 else self._take(action)
-        if received is not None and self._results is None and self._is_wanted(stage):
+        if received is not None and self._trains and self._has_input_gradient(stage):
             received.requires_grad_()
         pipeline._turn = stage, batch.tokens
         try:
@@ -448,82 +462,92 @@ class _Step:
             )
         finally:
             pipeline._turn = None
-        if self._results is None:
+        if self._trains:
             graph = get_gradient_edge(output) if output.requires_grad else None
-            wanted = received if self._is_wanted(stage) else None
-            self._kept[stage, number] = _Kept(wanted, graph, None)
+            received_with_gradient = received if self._has_input_gradient(stage) else None
+            self._kept[stage, number] = _Kept(received_with_gradient, graph, None)
         if stage < pipeline._stages - 1:
             self._hand_on(action, output.detach())
-        elif self._results is None:
+        elif self._trains:
+            # The head runs at the beginning of backward: its gradients never wait for others'.
             self._kept[stage, number].hidden = output.detach().requires_grad_(output.requires_grad)
         else:
-            self._results[number] = self._run_finish(number, output)
+            yield from self._lend(number, output)
 
-    def _run_finish(self, number: int, hidden: Tensor) -> Any:
-        """Return what `finish` makes of a micro-batch whose last hidden states these are."""
+    def _lend(self, number: int, hidden: Tensor) -> Iterator[tuple[int, Batch]]:
+        """Yield a micro-batch; until the caller asks for the next, a call of the model runs the
+        head on these hidden states.
+        """
         pipeline = self._pipeline
         pipeline._hidden = hidden
         try:
-            return self._finish(number, self._batches[number])
+            yield number, self._batches[number]
         finally:
             pipeline._hidden = None
 
-    def _backward(self, action: Action) -> None:
-        """The whole backward, nothing deferred."""
+    def _run_backward(self, action: Action) -> Iterator[tuple[int, Batch]]:
+        """Run the whole backward of a stage, nothing deferred."""
         kept = self._kept.pop((action.stage, action.micro_batch))
-        gradient = self._output_gradient(action, kept)
-        self._held.reduce_if_last(self._pipeline.layers_of(action.stage))
+        if action.stage == self._pipeline._stages - 1:
+            gradient = yield from self._run_head(action.micro_batch, kept)
+        else:
+            gradient = self._take(action) if kept.graph is not None else None
+        self._reduction.reduce_if_last(self._pipeline.layers_of(action.stage))
         if kept.graph is not None:
             torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
         del gradient
         received = kept.received
         del kept
         if received is not None:
-            found, received.grad = received.grad, None
-            assert found is not None
-            self._hand_on(action, found)
+            input_gradient = received.grad
+            received.grad = None
+            assert input_gradient is not None
+            self._hand_on(action, input_gradient)
 
-    def _output_gradient(self, action: Action, kept: _Kept) -> Tensor | None:
-        """The gradient of a stage's output: from the next stage, or through the head and its loss,
-        made here.
+    def _run_head(
+        self, number: int, kept: _Kept
+    ) -> Generator[tuple[int, Batch], None, Tensor | None]:
+        """Return the gradient of the last stage's output, for which the caller runs the head
+        forward and backward.
         """
-        if action.stage < self._pipeline._stages - 1:
-            return self._take(action) if kept.graph is not None else None
-        hidden, kept.hidden = kept.hidden, None
+        hidden = kept.hidden
+        kept.hidden = None
         assert hidden is not None
-        loss = self._run_finish(action.micro_batch, hidden)
-        self._held.reduce_if_last(self._pipeline.head())
-        loss.backward()
+        yield from self._lend(number, hidden)
         return hidden.grad
 
-    def _input_gradient(self, action: Action) -> None:
-        """Backward without the weight gradients of linears, which are deferred."""
-        with self._held.unreduced(), defer_weight_gradients() as later:
-            self._backward(action)
+    def _run_input_gradient(self, action: Action) -> Iterator[tuple[int, Batch]]:
+        """Run backward without the weight gradients of linears, which are deferred."""
+        with self._reduction.unreduced(), defer_weight_gradients() as later:
+            yield from self._run_backward(action)
         self._later[action.stage, action.micro_batch] = later
 
-    def _weight_gradients(self, action: Action) -> None:
+    def _run_weight_gradients(self, action: Action) -> None:
         pipeline = self._pipeline
         head = pipeline.head() if action.stage == pipeline._stages - 1 else []
-        self._held.reduce_if_last([*pipeline.layers_of(action.stage), *head])
-        self._held.add(self._later.pop((action.stage, action.micro_batch)))
+        self._reduction.reduce_if_last([*pipeline.layers_of(action.stage), *head])
+        self._reduction.add(self._later.pop((action.stage, action.micro_batch)))
 
     def _receive(self, action: Action) -> None:
-        if action.kind == kinds.RECEIVE_GRADIENT and not self._is_wanted(action.stage + 1):
+        if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
             return
-        shape, dtype = self._shape(action.micro_batch)
-        place = self._place_of(partner_of(action))
-        self._arriving[action] = self._transport.receive(shape, dtype, place, self._tag(action))
+        shape, dtype = self._get_shape(action.micro_batch)
+        place = self._get_place(get_partner(action))
+        self._arriving[action] = self._transport.receive(
+            shape, dtype, place, self._make_tag(action)
+        )
 
     def _take(self, action: Action) -> Tensor:
-        """What the action needs of another stage, when it is there."""
-        receive = received_for(action, self._pipeline._stages)
+        """Return what the action needs of another stage, when it is there."""
+        receive = get_receive(action, self._pipeline._stages)
         assert receive is not None
         return self._arriving.pop(receive).wait()
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
-        """To a stage of this rank as it is; for another rank's it waits for its turn to be sent."""
-        exchange = exchange_of(action, self._pipeline._stages)
+        """Give a tensor to a stage of this rank as it is; for another rank's it waits for its turn
+        to be sent.
+        """
+        exchange = get_exchange(action, self._pipeline._stages)
         assert exchange is not None
         send, receive = exchange
         if receive.stage in self._pipeline.layers:
@@ -534,32 +558,35 @@ class _Step:
     def _send(self, action: Action) -> None:
         tensor = self._leaving.pop(action, None)
         if tensor is not None:
-            receive = partner_of(action)
+            receive = get_partner(action)
             self._sent[action] = self._transport.send(
-                tensor, self._place_of(receive), self._tag(receive)
+                tensor, self._get_place(receive), self._make_tag(receive)
             )
 
     def _let_go(self, send: Action) -> None:
-        """Drops what was sent; if the other rank has not taken it, waits until it has."""
+        """Drop what was sent; if the other rank has not taken it, wait until it has."""
         sent = self._sent.pop(send, None)  # None: a gradient that nobody wants
         if sent is not None:
             self._begin(send)
             sent.wait()
 
-    def _is_wanted(self, stage: int) -> bool:
-        """Whether a stage's input has a gradient: a stage before it is trained."""
+    def _has_input_gradient(self, stage: int) -> bool:
+        """Return True if a stage's input has a gradient: a stage before it is trained."""
         return any(self._pipeline._trains[:stage])
 
-    def _shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type of hidden states between stages."""
-        pipeline, tokens = self._pipeline, self._batches[number].tokens
-        own = torch.Size((tokens.shape[0], tokens.shape[1] // pipeline._parallel.context))
-        return pipeline._model.compute_hidden_shape(own, pipeline._parallel.tensor), pipeline._dtype
+    def _get_shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and type of hidden states between stages."""
+        pipeline = self._pipeline
+        rows, length = self._batches[number].tokens.shape
+        local_shape = torch.Size((rows, length // pipeline._parallel.context))
+        return pipeline._model.compute_hidden_shape(
+            local_shape, pipeline._parallel.tensor
+        ), pipeline._dtype
 
-    def _place_of(self, action: Action) -> int:
+    def _get_place(self, action: Action) -> int:
         return find_stage_rank(self._pipeline._parallel, action.stage)
 
-    def _tag(self, receive: Action) -> int:
-        """By the stage that receives."""
+    def _make_tag(self, receive: Action) -> int:
+        """Return the tag of a transfer, by the stage that receives."""
         number = receive.micro_batch * self._pipeline._stages + receive.stage
         return number * 2 + (receive.kind == kinds.RECEIVE_GRADIENT)

@@ -64,7 +64,7 @@ Orders = dict[int, list[Action]]  # by the place of a rank in its pipeline
 
 
 def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
-    """The forwards and backwards of every rank of a pipeline for a training step.
+    """Return the forwards and backwards of every rank of a pipeline for a training step.
 
     Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those
     worth having.
@@ -72,7 +72,7 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     name, ranks = parallel.pipeline_schedule, parallel.pipeline
     if name in ("gpipe", "1f1b"):
         return {
-            rank: _one_forward_one_backward(name, rank, ranks, micro_batches)
+            rank: _order_one_forward_one_backward(name, rank, ranks, micro_batches)
             for rank in range(ranks)
         }
     from torch.distributed.pipelining import (
@@ -126,8 +126,8 @@ def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
 
 
 def _sooner(order: list[Action], most: int) -> list[Action]:
-    """The order with weight gradients made sooner where more than `most` would wait: before another
-    input gradient.
+    """Return the order with weight gradients made sooner where more than `most` would wait: before
+    another input gradient.
     """
     found: list[Action] = []
     waiting: list[Action] = []  # in the order in which they began to
@@ -160,8 +160,8 @@ def _check_complete(orders: Orders, stages: int, micro_batches: int) -> None:
         raise ValueError(f"the schedule does {min(done)}, which there is not")
 
 
-def forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
-    """The forwards alone, stage by stage: for a loss that is not trained on."""
+def compute_forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
+    """Return the forwards alone, stage by stage: for a loss that is not trained on."""
     ranks = parallel.pipeline
     orders: Orders = {rank: [] for rank in range(ranks)}
     for stage in range(count_stages(parallel)):
@@ -171,7 +171,9 @@ def forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     return orders
 
 
-def _one_forward_one_backward(name: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
+def _order_one_forward_one_backward(
+    name: str, rank: int, ranks: int, micro_batches: int
+) -> list[Action]:
     """Return a rank's order; with GPipe all forwards are ahead of the first backward."""
     ahead = min(ranks - 1 - rank, micro_batches) if name == "1f1b" else micro_batches
     order = [Action(rank, FORWARD, number) for number in range(ahead)]
@@ -191,9 +193,9 @@ def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
     ]
 
 
-def pairs_of(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
-    """The places in a pipeline whose ranks exchange tensors, the lower first. tied: the first and
-    the last stage have the same embedding, and exchange its gradients.
+def list_pairs(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
+    """Return the places in a pipeline whose ranks exchange tensors, the lower first. tied: the
+    first and the last stage have the same embedding, and exchange its gradients.
     """
     edges = [
         (find_stage_rank(parallel, at), find_stage_rank(parallel, at + 1))
@@ -204,8 +206,8 @@ def pairs_of(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
     return sorted({(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]})
 
 
-def exchange_of(action: Action, stages: int) -> tuple[Action, Action] | None:
-    """What a stage sends after an action, and the other one's receiving of it."""
+def get_exchange(action: Action, stages: int) -> tuple[Action, Action] | None:
+    """Return what a stage sends after an action, and the other one's receiving of it."""
     if action.kind == FORWARD and action.stage < stages - 1:
         sent = Action(action.stage, SEND_ACTIVATION, action.micro_batch)
         return sent, Action(action.stage + 1, RECEIVE_ACTIVATION, action.micro_batch)
@@ -215,9 +217,9 @@ def exchange_of(action: Action, stages: int) -> tuple[Action, Action] | None:
     return None
 
 
-def received_for(action: Action, stages: int) -> Action | None:
-    """The receive of what a forward or backward takes from another stage; None: its own stage is
-    enough.
+def get_receive(action: Action, stages: int) -> Action | None:
+    """Return the receive of what a forward or backward takes from another stage; None: its own
+    stage is enough.
     """
     if action.kind == FORWARD and action.stage > 0:
         return Action(action.stage, RECEIVE_ACTIVATION, action.micro_batch)

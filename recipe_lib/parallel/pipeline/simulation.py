@@ -27,8 +27,8 @@ from recipe_lib.parallel.pipeline.schedules import (
     Action,
     Orders,
     count_moments,
-    exchange_of,
-    received_for,
+    get_exchange,
+    get_receive,
 )
 
 
@@ -73,8 +73,8 @@ class Timeline:
         return sum(span.end - span.start for span in self.spans if span.rank == rank)
 
     def idle_share(self, rank: int) -> float:
-        """The part of `total` in which a rank does not compute, waiting before its first and after
-        its last action included.
+        """Return the part of `total` in which a rank does not compute, waiting before its first and
+        after its last action included.
         """
         return (self.total - self.busy(rank)) / self.total
 
@@ -93,8 +93,8 @@ def simulate(
     seconds: Callable[[Action], float],
     transfer: Callable[[Action], float] = lambda send: 0,
 ) -> Timeline:
-    """A step in which every rank of a pipeline runs its list, with transfers (`with_transfers`) or
-    with none.
+    """Simulate a step in which every rank of a pipeline runs its list, with transfers
+    (`add_transfers`) or with none.
 
     seconds: of a computation. transfer: of a send, from when both ranks have come to it until the
     tensor is there. Raises ValueError for lists that deadlock, or that two ranks exchange tensors
@@ -130,7 +130,7 @@ class _Simulation:
         self._transfers: list[Transfer] = []
 
     def run(self) -> Timeline:
-        """All actions of all ranks."""
+        """Run all actions of all ranks."""
         moved = True
         while moved:
             moved = False
@@ -151,11 +151,11 @@ class _Simulation:
         return Timeline(len(self._orders), self._spans, self._transfers)
 
     def _do(self, rank: int, action: Action) -> bool:
-        """An action of a rank; False: what it waits for has not arrived."""
+        """Run an action of a rank; return False if what it waits for has not arrived."""
         if action.kind not in COMPUTE:
             self._exchange(rank, action)
             return True
-        received = received_for(action, self._stages)
+        received = get_receive(action, self._stages)
         start = self._clock[rank]
         if received is not None:
             if received not in self._arrived:
@@ -163,14 +163,14 @@ class _Simulation:
             start = max(start, self._arrived[received])
         self._clock[rank] = end = start + self._seconds(action)
         self._spans.append(TimedAction(rank, action, start, end))
-        exchange = exchange_of(action, self._stages)
+        exchange = get_exchange(action, self._stages)
         if exchange is not None and exchange[1] not in self._across:  # it is there at once
             self._arrived[exchange[1]] = end
         return True
 
     def _exchange(self, rank: int, action: Action) -> None:
-        """Goes at once if the other rank is there already, else when it comes."""
-        partner = partner_of(action)
+        """Exchange at once if the other rank is there already, else when it comes."""
+        partner = get_partner(action)
         other = find_stage_rank(self._parallel, partner.stage)
         theirs = self._waiting[other, rank]
         if not theirs:
@@ -190,8 +190,8 @@ class _Simulation:
         self._transfers.append(Transfer(sender, receiver, send, start, end))
 
 
-def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
-    """The orders with what is sent and received.
+def add_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
+    """Return the orders with what is sent and received.
 
     A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer
     begins when the receiver's stream has come to it, so that one that is asked for just before it
@@ -207,7 +207,7 @@ def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
     timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
     for span in sorted(timeline.spans, key=lambda span: (span.end, span.rank, span.action)):
         rank = span.rank
-        exchange = exchange_of(span.action, stages)
+        exchange = get_exchange(span.action, stages)
         if exchange is None:
             continue
         peer = find_stage_rank(parallel, exchange[1].stage)
@@ -215,18 +215,18 @@ def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
             wanted[min(rank, peer), max(rank, peer)].append(exchange)
     found: Orders = {}
     for rank, order in orders.items():
-        found[rank] = _transfers_of_rank(rank, order, parallel, wanted, stages)
+        found[rank] = _list_transfers(rank, order, parallel, wanted, stages)
     return found
 
 
-def _transfers_of_rank(
+def _list_transfers(
     rank: int,
     order: list[Action],
     parallel: ParallelConfig,
     wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
     stages: int,
 ) -> list[Action]:
-    """Puts a rank's sends after its actions, and its receives before the actions before them, each
+    """Put a rank's sends after its actions, and its receives before the actions before them, each
     pair of ranks in its one order.
     """
     mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
@@ -250,21 +250,21 @@ def _transfers_of_rank(
             reached[other] += 1
 
     for action, following in zip_longest(order, order[1:]):
-        received = received_for(action, stages)
+        received = get_receive(action, stages)
         if received in place:
             up_to(received)
-        ahead = received_for(following, stages) if following is not None else None
+        ahead = get_receive(following, stages) if following is not None else None
         if ahead in place and reached[place[ahead][0]] == place[ahead][1]:
             up_to(ahead)
         found.append(action)
-        exchange = exchange_of(action, stages)
+        exchange = get_exchange(action, stages)
         if exchange is not None and exchange[0] in place:
             up_to(exchange[0])
     return found
 
 
-def partner_of(action: Action) -> Action:
-    """The receive that a send goes to, the send that a receive waits for."""
+def get_partner(action: Action) -> Action:
+    """Return the receive that a send goes to, the send that a receive waits for."""
     kind, step = {
         SEND_ACTIVATION: (RECEIVE_ACTIVATION, 1),
         RECEIVE_ACTIVATION: (SEND_ACTIVATION, -1),
@@ -312,21 +312,21 @@ class Live:
     sent: int
 
 
-def live_bytes(
+def compute_live_bytes(
     order: Sequence[Action],
     parallel: ParallelConfig,
     stages: Mapping[int, StageBytes],
     boundary: int,
     taken: Mapping[Action, int] | None = None,
 ) -> list[Live]:
-    """What a rank holds after each action of its list, transfers included.
+    """Return what a rank holds after each action of its list, transfers included.
 
     stages: the rank's own. boundary: bytes of one micro-batch's tensor between two stages; a
-    gradient is as large. taken: until when sent tensors count, see `taken_by`, which is the
-    default, and `taken_in`.
+    gradient is as large. taken: until when sent tensors count, see `find_latest_taken`, which is the
+    default, and `find_taken`.
     """
     count = count_stages(parallel)
-    taken = taken_by(order, parallel) if taken is None else taken
+    taken = find_latest_taken(order, parallel) if taken is None else taken
     transfers = {action for action in order if action.kind not in COMPUTE}
     kept = deferred = 0
     received, handed = set[Action](), set[Action]()  # receives; those that need no transfer
@@ -341,14 +341,14 @@ def live_bytes(
             waiting.discard(action)
             sent.add(action)
         else:
-            used = received_for(action, count)
+            used = get_receive(action, count)
             if used is not None:
                 received.discard(used)
                 handed.discard(used)
             stage = stages[action.stage]
             kept += {FORWARD: stage.kept, WEIGHT: 0}.get(action.kind, -stage.kept)
             deferred += {INPUT: stage.deferred, WEIGHT: -stage.deferred}.get(action.kind, 0)
-            exchange = exchange_of(action, count)
+            exchange = get_exchange(action, count)
             if exchange is not None:
                 send, receive = exchange
                 if send in transfers:
@@ -369,7 +369,7 @@ def live_bytes(
     return found
 
 
-def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, int]:
+def find_latest_taken(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, int]:
     """By send of a rank's list: the number of the action before which the other rank has taken it,
     at the latest.
 
@@ -378,7 +378,7 @@ def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, 
     """
     stages = count_stages(parallel)
     used = {
-        received_for(action, stages): number
+        get_receive(action, stages): number
         for number, action in enumerate(order)
         if action.kind in COMPUTE
     }
@@ -389,7 +389,7 @@ def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, 
     for action in order:
         if action.kind in COMPUTE:
             continue
-        other = find_stage_rank(parallel, partner_of(action).stage)
+        other = find_stage_rank(parallel, get_partner(action).stage)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
             for send in open_.pop(other, []):
                 found[send] = used[action]
@@ -398,11 +398,11 @@ def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, 
     return found | {send: len(order) for sends in open_.values() for send in sends}
 
 
-def taken_in(
+def find_taken(
     timeline: Timeline, order: Sequence[Action], rank: int, parallel: ParallelConfig
 ) -> dict[Action, int]:
-    """The same as `taken_by`, but sooner: the number of the action before which a rank waits until
-    a send is taken.
+    """Return the same as `find_latest_taken`, but sooner: the number of the action before which a
+    rank waits until a send is taken.
 
     In a simulation of this list it has been taken one computation before: a rank that waited
     already there would be held up by every small delay of a neighbor. Ranks that wait so come to an
@@ -412,7 +412,7 @@ def taken_in(
     computed = [
         (begins[action], number) for number, action in enumerate(order) if action.kind in COMPUTE
     ]
-    surely = taken_by(order, parallel)
+    surely = find_latest_taken(order, parallel)
     found = {}
     for way in timeline.transfers:
         if way.sender == rank:
@@ -421,7 +421,7 @@ def taken_in(
     return found
 
 
-def counted_in_flight(order: Sequence[Action]) -> tuple[int, int]:
+def count_in_flight(order: Sequence[Action]) -> tuple[int, int]:
     """Return (the most micro-batches between F and B or I, the most between I and W) of a rank's
     list, stages counted separately.
     """

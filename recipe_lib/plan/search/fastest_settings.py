@@ -169,7 +169,7 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
         candidate = state.tried.get(make_key(changes))
         if candidate is not None:  # else the recipe or the simulation refuses the settings
             possible_variants.append((variant, changes))
-            state.leanest_by_variant[make_variant_key(changes)] = candidate
+            state.leanest_by_variant[make_variant_key(cfg, changes)] = candidate
     # What each other kind of checkpointing keeps and computes bounds what follows.
     if possible_variants and CHECKPOINTING_KEY not in fixed:
         _, changes = possible_variants[0]

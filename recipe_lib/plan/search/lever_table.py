@@ -16,11 +16,9 @@ from recipe_lib.plan.search.trials import (
     LONG_SEQUENCE,
     OFFLOAD_KEY,
     QUANTIZE_KEY,
-    QUANTIZE_TEACHER,
     REDUCE_KEY,
     STATES_KEY,
     STREAM_KEY,
-    STREAM_TEACHER,
     Changes,
     count_data_ranks,
     find_differing,
@@ -39,7 +37,7 @@ TARGETS_KEY = "lora.target_modules"
 TURNS_KEY = "gradient_accumulation_steps"
 RESHARD_KEY = "parallel.reshard_after_forward"
 # The order in which a search takes levers, each only if nothing fits with those before.
-TEACHER, ROUNDING, STATES, HOST = range(1, 5)
+OTHER_MODEL, ROUNDING, STATES, HOST = range(1, 5)
 MAX_LOSS_CHUNKS = 64
 
 _OF_BATCH = ("activations", "logits", "temporary", "batch")
@@ -59,7 +57,7 @@ class Lever:
     when: bool = True
     # Kinds of memory of which it leaves less.
     lowers: tuple[str, ...] = ()
-    # When a search takes it, if nothing fits without: `TEACHER` to `HOST`; 0: never.
+    # When a search takes it, if nothing fits without: `OTHER_MODEL` to `HOST`; 0: never.
     resort: int = 0
     # Whether it is shown also where it gains nothing.
     weighed: bool = False
@@ -77,7 +75,7 @@ def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
         *_list_batch_levers(cfg, settings),
         *_list_sharing_levers(cfg, settings.ranks),
         *(_list_adapter_levers(cfg) if cfg.trained_adapters is not None else ()),
-        *(_list_teacher_levers(cfg) if get_value(cfg, "distill") is not None else ()),
+        *_list_other_model_levers(cfg),
         *_list_weight_levers(cfg),
         *_list_host_levers(cfg, settings.ranks),
     ]
@@ -264,14 +262,16 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
     ]
 
 
-def _list_teacher_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of a run that has a teacher in memory."""
-    rounded = "the teacher's weights are rounded"
-    kinds = {"nf4": rounded, "int8": rounded, "none": "the teacher's weights are not rounded"}
-    return [
-        *_list_values(cfg, QUANTIZE_TEACHER, values=kinds, lowers="parameters", resort=TEACHER),
-        Lever({STREAM_TEACHER: True}, "the teacher's layers are in host memory", resort=TEACHER),
-    ]
+def _list_other_model_levers(cfg: Any) -> list[Lever]:
+    """Return the levers of a run that has another model in memory, such as a teacher."""
+    levers: list[Lever] = []
+    for key, values in cfg.other_model_levers.items():
+        if len(values) > 1:
+            levers += _list_values(cfg, key, values=values, lowers="parameters", resort=OTHER_MODEL)
+        else:
+            ((value, note),) = values.items()
+            levers.append(Lever({key: value}, note, resort=OTHER_MODEL))
+    return levers
 
 
 def _list_weight_levers(cfg: Any) -> list[Lever]:

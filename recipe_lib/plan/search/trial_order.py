@@ -25,10 +25,10 @@ from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.lever_table import (
     HOST,
+    OTHER_MODEL,
     RESHARD_KEY,
     ROUNDING,
     STATES,
-    TEACHER,
     TURNS_KEY,
     list_contexts,
     list_levers,
@@ -39,12 +39,10 @@ from recipe_lib.plan.search.trials import (
     CONTEXT_KEY,
     OFFLOAD_KEY,
     QUANTIZE_KEY,
-    QUANTIZE_TEACHER,
     REDUCE_KEY,
     STATES_KEY,
     STRATEGY_KEY,
     STREAM_KEY,
-    TEACHER_KEYS,
     Candidate,
     Changes,
     Estimate,
@@ -86,9 +84,9 @@ def make_key(changes: Changes) -> str:
     return format_overrides(dict(sorted(changes.items())))
 
 
-def make_variant_key(changes: Changes) -> str:
+def make_variant_key(cfg: Any, changes: Changes) -> str:
     """Return the key of those changes that neither share the model nor set a micro-batch."""
-    names = (HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *TEACHER_KEYS)
+    names = {HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *cfg.other_model_levers}
     return make_key({key: value for key, value in changes.items() if key in names})
 
 
@@ -307,7 +305,7 @@ def explain_too_large(state: SearchState, changes: Changes) -> str:
     cfg = state.get_config(changes)
     if cfg is None:
         return "these do not go together"
-    known = state.leanest_by_variant.get(make_variant_key(changes))
+    known = state.leanest_by_variant.get(make_variant_key(cfg, changes))
     if known is None:
         return ""
     alike = _find_alike_estimate(state, cfg)
@@ -423,10 +421,11 @@ def list_groups(
     adapters = cfg.trained_adapters
     rounds = adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
     yield [base, base | {QUANTIZE_KEY: "none"}] if rounds else [base]
-    if resorts[TEACHER]:
-        yield [base | changes for changes in resorts[TEACHER]]
-    for changes in resorts[TEACHER]:
-        if QUANTIZE_TEACHER in changes:  # alone it was not enough
+    if resorts[OTHER_MODEL]:
+        yield [base | changes for changes in resorts[OTHER_MODEL]]
+    for changes in resorts[OTHER_MODEL]:
+        ((key, _),) = changes.items()
+        if len(cfg.other_model_levers[key]) > 1:  # fewer bits: alone they were not enough
             base = base | changes
     if resorts[ROUNDING]:
         yield [base | changes for changes in resorts[ROUNDING]]

@@ -178,9 +178,6 @@ CONTEXT_KEY = "parallel.context"
 REDUCE_KEY = "parallel.reduce_gradients"
 STRATEGY_KEY = "parallel.strategy"
 STATES_KEY = "optimizer.state_bits"
-QUANTIZE_TEACHER = "distill.quantize_teacher"
-STREAM_TEACHER = "distill.stream_teacher"
-TEACHER_KEYS = (QUANTIZE_TEACHER, STREAM_TEACHER)
 
 CHECKPOINTING = ("full", "selective", "none")  # from least to most memory
 LONG_SEQUENCE = 8192  # tokens of a sequence from which on the ways to have room for it are weighed

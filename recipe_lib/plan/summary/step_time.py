@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.config.mesh import compute_micro_batches, count_stages_per_rank
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel.pipeline.schedules import UNITS
-from recipe_lib.parallel.pipeline.simulation import counted_in_flight, simulate
+from recipe_lib.parallel.pipeline.simulation import count_in_flight, simulate
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.plan_schema import (
     ActionSpan,
@@ -153,7 +153,7 @@ def _build_stage_plan(
     cfg: Any, place: int, rank: int, simulated: Simulated, count: int
 ) -> StagePlan:
     """Return the stages of a place in a pipeline of `count` micro-batches, times left at 0."""
-    in_flight, deferred = counted_in_flight(get_orders(cfg.parallel, count)[place])
+    in_flight, deferred = count_in_flight(get_orders(cfg.parallel, count)[place])
     modules = list_outermost(simulated.modules)
     sends = 0
     sent = 0

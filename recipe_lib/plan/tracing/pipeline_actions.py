@@ -19,16 +19,16 @@ from recipe_lib.parallel.pipeline.schedules import (
     UNITS,
     Action,
     Orders,
+    compute_forward_orders,
     compute_orders,
-    forward_orders,
-    pairs_of,
+    list_pairs,
 )
 from recipe_lib.parallel.pipeline.simulation import (
     StageBytes,
-    live_bytes,
+    add_transfers,
+    compute_live_bytes,
+    find_taken,
     simulate,
-    taken_in,
-    with_transfers,
 )
 from recipe_lib.plan.simulated_world.patches import Patch
 from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
@@ -82,10 +82,8 @@ def count_micro_batches_to_trace(cfg: Any, pipeline_rank: int = 0) -> int:
 
 
 def is_last_different(cfg: Any) -> bool:
-    """Return whether the last micro-batch of a step does more than the others."""
-    # It reduces the gradients of all, or, with gradients on the host, sends the numbers that are
-    # logged behind the gradients (`backward_each`).
-    return reduces_once(cfg.parallel) or bool(cfg.memory.cpu_offload)
+    """Return True if the last micro-batch of a step also reduces the gradients of all."""
+    return reduces_once(cfg.parallel)
 
 
 def count_pipeline_micro_batches(
@@ -142,7 +140,7 @@ def get_orders(parallel: ParallelConfig, count: int, *, training: bool = True) -
 
 def list_peers(parallel: ParallelConfig, pipeline_rank: int) -> set[int]:
     """Return the pipeline ranks that one exchanges tensors with; none without a pipeline."""
-    pairs = [pair for pair in pairs_of(parallel, tied=False) if pipeline_rank in pair]
+    pairs = [pair for pair in list_pairs(parallel, tied=False) if pipeline_rank in pair]
     return set().union(*pairs) - {pipeline_rank}
 
 
@@ -165,8 +163,8 @@ def _make_key(parallel: ParallelConfig) -> _Key:
 @cache
 def _compute_orders(key: _Key, count: int, training: bool) -> Orders:
     parallel = ParallelConfig(**dict(key))
-    order_actions = compute_orders if training else forward_orders
-    return with_transfers(order_actions(parallel, count), parallel)
+    order_actions = compute_orders if training else compute_forward_orders
+    return add_transfers(order_actions(parallel, count), parallel)
 
 
 @cache
@@ -198,8 +196,8 @@ def _find_states(
     before: _State = ()
     previous: _State = ()
     trained: set[tuple[int, str]] = set()
-    taken = taken_in(times, order, pipeline_rank, parallel)
-    for live in live_bytes(order, parallel, sizes, 1, taken=taken):
+    taken = find_taken(times, order, pipeline_rank, parallel)
+    for live in compute_live_bytes(order, parallel, sizes, 1, taken=taken):
         action = live.action
         after = (live.kept, live.deferred, live.received, live.handed, live.waiting, live.sent)
         state = (

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.meta_init import StoredWeight, find_stored_weights
-from recipe_lib.parallel.gradient_accumulation import entries_of
+from recipe_lib.parallel.gradient_accumulation import list_param_entries
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.tracing.operator_costs import list_plain_tensors
@@ -61,7 +61,7 @@ def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, A
     """Yield (name, FSDP's private entry) of each parameter of FSDP's units."""
     for prefix, model in models.items():
         for module in model.modules():
-            for entry in entries_of(module) if isinstance(module, FSDPModule) else ():
+            for entry in list_param_entries(module) if isinstance(module, FSDPModule) else ():
                 yield prefix + (getattr(entry, "_param_fqn", None) or ""), entry
 
 

@@ -9,10 +9,14 @@ from torch import nn
 
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.mesh import SCHEDULES, count_stages, find_stage_rank, list_rank_stages
-from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig, ParallelConfig
+from recipe_lib.config.schema import (
+    FullFinetuneConfig,
+    LoraFinetuneConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from recipe_lib.errors import ConfigError
+from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 from recipe_lib.models import build_meta, build_spec, read_preset_config
 from recipe_lib.optim.optimizers import count_optimizer_state_bytes
 from recipe_lib.parallel.pipeline.balance import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config.mesh import SCHEDULES
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
-from recipe_lib.data import Batch
+from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
@@ -155,6 +155,10 @@ def batches(packed: bool) -> list[Batch]:
     return found
 
 
+def step_of(micro_batches: list[Batch]) -> StepBatches:
+    return StepBatches(micro_batches, num_label_tokens=1, total_tokens=1, padded_tokens=1)
+
+
 def loss_of(case: Case, model: nn.Module, batch: Batch, count: int) -> Tensor:
     found = model(
         batch.tokens,
@@ -210,14 +214,12 @@ def differences(case: Case, world: World) -> list[str]:
     found = torch.zeros(len(used), dtype=torch.float64)
     called: list[int] = []
 
-    def loss_and_note(number: int, batch: Batch) -> Tensor:
+    for batch in divided.micro_batches(step_of(mine)):
+        number = next(at for at, one in enumerate(mine) if one is batch)
         loss = loss_of(case, model, batch, count)
+        divided.backward(loss)
         found[number * world.data_ranks + world.data_rank] = loss.detach()
         called.append(number)
-        return loss
-
-    divided.pipeline.train(mine, loss_and_note, divided.accumulation)
-    divided.accumulation.finish()
     world.all_reduce_sum(found)
     all_reduce_gradients(model, divided, world)
     faults = [f"loss {one} for {other}" for one, other in zip(found.tolist(), losses, strict=True)
@@ -360,9 +362,8 @@ def thawed_gradients() -> list[str]:
         model, divided = build(Case("zbv", "early"), world)
         found = []
         for _ in range(2):
-            divided.pipeline.train(
-                batches(False)[:4], lambda number, batch: loss_of(Case("zbv"), model, batch, 1)
-            )
+            for batch in divided.micro_batches(step_of(batches(False)[:4])):
+                divided.backward(loss_of(Case("zbv"), model, batch, 1))
             found += [
                 name for name, parameter in model.named_parameters() if parameter.grad is not None
             ]

@@ -16,19 +16,19 @@ from recipe_lib.parallel.pipeline.schedules import (
     COMPUTE,
     UNITS,
     Action,
+    compute_forward_orders,
     compute_orders,
-    forward_orders,
-    received_for,
+    get_receive,
 )
 from recipe_lib.parallel.pipeline.simulation import (
     StageBytes,
-    counted_in_flight,
-    live_bytes,
-    partner_of,
+    add_transfers,
+    compute_live_bytes,
+    count_in_flight,
+    find_latest_taken,
+    find_taken,
+    get_partner,
     simulate,
-    taken_by,
-    taken_in,
-    with_transfers,
 )
 from tests.parallel.pipeline.formulas import in_flight
 
@@ -42,7 +42,7 @@ def pipeline(schedule, ranks, stages=2):
 
 
 def lists(parallel, count):
-    return with_transfers(compute_orders(parallel, count), parallel)
+    return add_transfers(compute_orders(parallel, count), parallel)
 
 
 def held(live):
@@ -63,7 +63,7 @@ def test_micro_batches_in_flight_are_those_of_the_formula(schedule):
                     )
                     if wanted is not None:
                         compared += 1
-                        assert counted_in_flight(order)[0] == wanted, (ranks, stages, count, rank)
+                        assert count_in_flight(order)[0] == wanted, (ranks, stages, count, rank)
     assert compared > 40
 
 
@@ -79,8 +79,8 @@ def test_the_most_kept_is_what_is_in_flight(schedule):
     parallel = pipeline(schedule, 4)
     for rank, order in lists(parallel, 12).items():
         stages = {stage: StageBytes(kept=1000) for stage in list_rank_stages(parallel, rank)}
-        found = live_bytes(order, parallel, stages, boundary=0)
-        assert max(entry.kept for entry in found) == 1000 * counted_in_flight(order)[0]
+        found = compute_live_bytes(order, parallel, stages, boundary=0)
+        assert max(entry.kept for entry in found) == 1000 * count_in_flight(order)[0]
 
 
 @SCHEDULE_NAMES
@@ -88,16 +88,16 @@ def test_nothing_is_left_when_all_is_done_but_what_the_others_have_yet_to_take(s
     parallel = pipeline(schedule, 3)
     for rank, order in lists(parallel, 8).items():
         stages = {stage: StageBytes(1000, 300) for stage in list_rank_stages(parallel, rank)}
-        found = live_bytes(order, parallel, stages, boundary=7)
+        found = compute_live_bytes(order, parallel, stages, boundary=7)
         assert len(found) == len(order)
         assert held(found[-1]) == 0
-        sent = sum(number == len(order) for number in taken_by(order, parallel).values())
+        sent = sum(number == len(order) for number in find_latest_taken(order, parallel).values())
         assert found[-1].sent == 7 * sent
 
 
 def test_bytes_by_hand():
     parallel = pipeline("1f1b", 2)
-    found = live_bytes(lists(parallel, 2)[0], parallel, {0: StageBytes(100)}, boundary=8)
+    found = compute_live_bytes(lists(parallel, 2)[0], parallel, {0: StageBytes(100)}, boundary=8)
     rows = [(str(e.action), e.kept, e.received, e.waiting, e.sent) for e in found]
     assert rows == [
         ("0F0", 100, 0, 8, 0),
@@ -114,7 +114,9 @@ def test_bytes_by_hand():
 def test_bytes_between_two_stages_of_a_rank_by_hand():
     parallel = pipeline("zbv", 2)
     order = [action for action in lists(parallel, 3)[1] if action.micro_batch == 0]
-    found = live_bytes(order, parallel, {1: StageBytes(100, 30), 2: StageBytes(50, 20)}, boundary=8)
+    found = compute_live_bytes(
+        order, parallel, {1: StageBytes(100, 30), 2: StageBytes(50, 20)}, boundary=8
+    )
     rows = [
         (str(e.action), e.kept, e.deferred, e.received, e.handed, e.waiting, e.sent) for e in found
     ]
@@ -144,7 +146,7 @@ def test_what_was_sent_is_taken_when_it_is_said_to_be_whatever_the_ranks_speed(s
         begun = {span.action: span.start for span in found.spans}
         known = 0
         for order in orders.values():
-            for send, number in taken_by(order, parallel).items():
+            for send, number in find_latest_taken(order, parallel).items():
                 if number < len(order):
                     known += 1
                     assert ended[send] <= begun[order[number]]
@@ -157,13 +159,16 @@ def test_sent_tensors_are_gone_sooner_where_the_ranks_are_simulated(schedule):
     orders = lists(parallel, 8)
     timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
     for rank, order in orders.items():
-        surely, simulated = taken_by(order, parallel), taken_in(timeline, order, rank, parallel)
+        surely, simulated = (
+            find_latest_taken(order, parallel),
+            find_taken(timeline, order, rank, parallel),
+        )
         assert surely.keys() == simulated.keys()
         assert all(simulated[send] <= surely[send] for send in surely)
         stages = {stage: StageBytes(100, 10) for stage in list_rank_stages(parallel, rank)}
-        plain = live_bytes(order, parallel, stages, 8)
+        plain = compute_live_bytes(order, parallel, stages, 8)
         for one, other in zip(
-            plain, live_bytes(order, parallel, stages, 8, taken=simulated), strict=True
+            plain, compute_live_bytes(order, parallel, stages, 8, taken=simulated), strict=True
         ):
             assert held(one) == held(other)
             assert other.sent <= one.sent
@@ -175,22 +180,22 @@ def place(parallel, action):
 
 def test_a_send_and_its_receive_know_each_other():
     for kind, partner in (("SF", Action(4, "RF", 5)), ("SB", Action(2, "RB", 5))):
-        assert partner_of(Action(3, kind, 5)) == partner
-        assert partner_of(partner) == Action(3, kind, 5)
+        assert get_partner(Action(3, kind, 5)) == partner
+        assert get_partner(partner) == Action(3, kind, 5)
 
 
 @SCHEDULE_NAMES
-@pytest.mark.parametrize("make", [compute_orders, forward_orders])
+@pytest.mark.parametrize("make", [compute_orders, compute_forward_orders])
 def test_ranks_that_wait_until_what_they_sent_is_taken_come_to_an_end(schedule, make):
     """The worst case: a rank does nothing else while it waits, as with gloo."""
     for ranks, count in product((2, 3, 4, 8), (1, 2, 3, 5, 8, 13)):
         parallel = pipeline(schedule, ranks)
-        orders = with_transfers(make(parallel, count), parallel)
+        orders = add_transfers(make(parallel, count), parallel)
         timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
         waits = {
             (rank, number): [send for send, at in taken.items() if at == number]
             for rank, order in orders.items()
-            for taken in [taken_in(timeline, order, rank, parallel)]
+            for taken in [find_taken(timeline, order, rank, parallel)]
             for number in range(len(order) + 1)
         }
         at, come_to = dict.fromkeys(orders, 0), set()
@@ -200,10 +205,10 @@ def test_ranks_that_wait_until_what_they_sent_is_taken_come_to_an_end(schedule, 
             for rank, order in orders.items():
                 while at[rank] < len(order):
                     action = order[at[rank]]
-                    received = received_for(action, count_stages(parallel))
-                    needs = [partner_of(send) for send in waits[rank, at[rank]]]
+                    received = get_receive(action, count_stages(parallel))
+                    needs = [get_partner(send) for send in waits[rank, at[rank]]]
                     if action.kind in COMPUTE and received in order:
-                        needs.append(partner_of(received))
+                        needs.append(get_partner(received))
                     if not all(need in come_to for need in needs):
                         break
                     come_to.add(action)

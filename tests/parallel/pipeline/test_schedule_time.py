@@ -12,7 +12,7 @@ from recipe_lib.config.mesh import (
 )
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders
-from recipe_lib.parallel.pipeline.simulation import simulate, with_transfers
+from recipe_lib.parallel.pipeline.simulation import add_transfers, simulate
 from tests.parallel.pipeline.formulas import theoretical_bubble
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv")
@@ -26,7 +26,7 @@ def pipeline(schedule, ranks, stages=2):
 
 def simulated(parallel, count, seconds=lambda action: UNITS[action.kind], transfer=lambda send: 0):
     return simulate(
-        with_transfers(compute_orders(parallel, count), parallel), parallel, seconds, transfer
+        add_transfers(compute_orders(parallel, count), parallel), parallel, seconds, transfer
     )
 
 
@@ -143,11 +143,11 @@ def test_the_slowest_stage_sets_the_pace():
 
 def test_lists_that_do_not_fit_are_refused():
     parallel = pipeline("1f1b", 2)
-    orders = with_transfers(compute_orders(parallel, 2), parallel)
+    orders = add_transfers(compute_orders(parallel, 2), parallel)
     orders[0].remove(Action(0, "SF", 1))
     with pytest.raises(ValueError, match="comes to 1RF1|comes to 0RB0"):
         simulate(orders, parallel, lambda action: 1)
-    orders = with_transfers(compute_orders(parallel, 2), parallel)
+    orders = add_transfers(compute_orders(parallel, 2), parallel)
     del orders[0][1:]
     with pytest.raises(ValueError, match="deadlocks: rank 1: 1F0, 1RF0"):
         simulate(orders, parallel, lambda action: 1)

@@ -20,16 +20,16 @@ from recipe_lib.parallel.pipeline import schedules
 from recipe_lib.parallel.pipeline.schedules import (
     UNITS,
     Action,
+    compute_forward_orders,
     compute_orders,
-    exchange_of,
-    forward_orders,
-    received_for,
+    get_exchange,
+    get_receive,
 )
 from recipe_lib.parallel.pipeline.simulation import (
-    counted_in_flight,
-    partner_of,
+    add_transfers,
+    count_in_flight,
+    get_partner,
     simulate,
-    with_transfers,
 )
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
@@ -96,9 +96,9 @@ def test_what_each_action_needs_is_there_in_time(parallel):
             assert begin >= clock[rank]
             clock[rank] = end
             ends[action] = end
-            received = received_for(action, stages)
+            received = get_receive(action, stages)
             if received is not None:
-                sender = partner_of(received).stage
+                sender = get_partner(received).stage
                 makers = [
                     Action(sender, kind, action.micro_batch)
                     for kind in ("F" if action.kind == "F" else "BI")
@@ -113,8 +113,8 @@ def test_two_ranks_agree_on_what_they_exchange_and_in_which_order(parallel):
     for count in counts(parallel):
         orders = compute_orders(parallel, count)
         for forward_only in (False, True):
-            orders = forward_orders(parallel, count) if forward_only else orders
-            found = with_transfers(orders, parallel)
+            orders = compute_forward_orders(parallel, count) if forward_only else orders
+            found = add_transfers(orders, parallel)
             assert {
                 rank: [a for a in order if len(a.kind) == 1] for rank, order in found.items()
             } == orders
@@ -123,7 +123,7 @@ def test_two_ranks_agree_on_what_they_exchange_and_in_which_order(parallel):
                     assert exchanges(parallel, found, one, other) == exchanges(
                         parallel, found, other, one
                     )
-            wanted = [exchange_of(action, stages) for order in orders.values() for action in order]
+            wanted = [get_exchange(action, stages) for order in orders.values() for action in order]
             across = Counter(
                 part
                 for pair in wanted
@@ -178,7 +178,7 @@ def run_in_order(parallel, orders):
                     other = ends[0] if ends[1] == rank else ends[1]
                     posted[rank, other].append((send, stage))
                 else:
-                    received = received_for(action, stages)
+                    received = get_receive(action, stages)
                     if received in transfers and other_end(received) not in taken:
                         break
                 at[rank] += 1
@@ -199,20 +199,21 @@ def run_in_order(parallel, orders):
 def test_exchanges_in_one_order_between_two_ranks_never_deadlock(parallel):
     for count in counts(parallel):
         assert (
-            run_in_order(parallel, with_transfers(compute_orders(parallel, count), parallel)) == []
+            run_in_order(parallel, add_transfers(compute_orders(parallel, count), parallel)) == []
         )
         assert (
-            run_in_order(parallel, with_transfers(forward_orders(parallel, count), parallel)) == []
+            run_in_order(parallel, add_transfers(compute_forward_orders(parallel, count), parallel))
+            == []
         )
 
 
 def test_a_deadlock_would_be_noticed():
     parallel = pipeline("1f1b", 2)
-    orders = with_transfers(compute_orders(parallel, 4), parallel)
+    orders = add_transfers(compute_orders(parallel, 4), parallel)
     late = orders[0].index(Action(0, "RB", 0))
     orders[0].insert(late + 4, orders[0].pop(late))  # behind the backward that takes it
     assert "0B0" in run_in_order(parallel, orders)
-    swapped = with_transfers(compute_orders(parallel, 4), parallel)
+    swapped = add_transfers(compute_orders(parallel, 4), parallel)
     first, second = swapped[0].index(Action(0, "SF", 1)), swapped[0].index(Action(0, "RB", 0))
     swapped[0][first], swapped[0][second] = swapped[0][second], swapped[0][first]
     with pytest.raises(AssertionError, match="mistake one tensor for another"):
@@ -225,11 +226,11 @@ def test_sends_follow_at_once_and_receives_come_one_computation_ahead_where_the_
 ):
     stages = count_stages(parallel)
     for count in counts(parallel):
-        for order in with_transfers(compute_orders(parallel, count), parallel).values():
+        for order in add_transfers(compute_orders(parallel, count), parallel).values():
             for number, action in enumerate(order):
                 if action.kind in SENDS:
                     made = next(entry for entry in reversed(order[:number]) if len(entry.kind) == 1)
-                    assert exchange_of(made, stages)[0] == action
+                    assert get_exchange(made, stages)[0] == action
                 if action.kind in RECEIVES:
                     check_receive(parallel, order, number)
 
@@ -240,7 +241,7 @@ def check_receive(parallel, order, number):
     """
     stages, action = count_stages(parallel), order[number]
     computes = [at for at, entry in enumerate(order) if len(entry.kind) == 1]
-    use = next(at for at in computes if at > number and received_for(order[at], stages) == action)
+    use = next(at for at in computes if at > number and get_receive(order[at], stages) == action)
     ahead = sum(number < at < use for at in computes)
     same = [
         at
@@ -294,14 +295,14 @@ def test_zbv_puts_the_last_stage_on_the_first_rank():
         [2, 5],
         [3, 4],
     ]
-    turn = with_transfers(compute_orders(parallel, 8), parallel)[3]
+    turn = add_transfers(compute_orders(parallel, 8), parallel)[3]
     assert not [
         a for a in turn if a.kind == "SF" and a.stage == 3 or a.kind == "RF" and a.stage == 4
     ]
 
 
 def test_one_forward_one_backward_by_hand():
-    orders = with_transfers(compute_orders(pipeline("1f1b", 2), 3), pipeline("1f1b", 2))
+    orders = add_transfers(compute_orders(pipeline("1f1b", 2), 3), pipeline("1f1b", 2))
     assert [
         str(action) for action in orders[0]
     ] == "0F0 0SF0 0F1 0SF1 0RB0 0B0 0F2 0SF2 0RB1 0RB2 0B1 0B2".split()
@@ -320,11 +321,11 @@ def test_an_order_with_a_gap_is_an_error_and_not_a_missing_gradient(monkeypatch)
 def test_a_circle_is_named():
     parallel = pipeline("1f1b", 2)
     orders = compute_orders(parallel, 2)
-    assert with_transfers(orders, parallel)
+    assert add_transfers(orders, parallel)
     orders[0].insert(0, orders[0].pop(2))
     assert str(orders[0][0]) == "0B0"
     with pytest.raises(ValueError, match="deadlocks: rank 0: 0B0, rank 1: 1F0"):
-        with_transfers(orders, parallel)
+        add_transfers(orders, parallel)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
@@ -340,10 +341,10 @@ def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule
                 [action for action in one if action.kind != "W"] for one in (order, orders[rank])
             ]
             assert others[0] == others[1]
-            assert counted_in_flight(orders[rank])[1] == min(most, counted_in_flight(order)[1])
+            assert count_in_flight(orders[rank])[1] == min(most, count_in_flight(order)[1])
         bubbles = [
             simulate(
-                with_transfers(compute_orders(one, count), one),
+                add_transfers(compute_orders(one, count), one),
                 one,
                 lambda action: UNITS[action.kind],
             ).bubble
@@ -362,7 +363,7 @@ def test_what_the_page_says_of_zbv_on_four_ranks_with_sixteen_micro_batches():
         )
         orders = compute_orders(parallel, 16)
         timeline = simulate(
-            with_transfers(orders, parallel), parallel, lambda action: UNITS[action.kind]
+            add_transfers(orders, parallel), parallel, lambda action: UNITS[action.kind]
         )
         assert timeline.bubble == idle / (96 + idle)
-        assert max(counted_in_flight(order)[1] for order in orders.values()) == waiting
+        assert max(count_in_flight(order)[1] for order in orders.values()) == waiting

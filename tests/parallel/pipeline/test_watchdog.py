@@ -49,13 +49,13 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
             0, VOCABULARY, (4, 1, LENGTH), generator=torch.Generator().manual_seed(5)
         )
 
-        def loss_of(number: int, batch: Batch) -> torch.Tensor:
-            trouble(world, "loss", number)
-            return model(batch.tokens, labels=batch.labels)
-
         for step in range(steps):
             world.heartbeat.enter(f"step {step + 1}", heartbeat.STEP_SECONDS)
-            pipeline.train([Batch(row, row) for row in tokens], loss_of)
+            with world.heartbeat.name_action_in_errors():  # as a run's loop does
+                in_turn = pipeline.train([Batch(row, row) for row in tokens])
+                for number, batch in enumerate(in_turn):
+                    trouble(world, "loss", number)
+                    pipeline.backward(model(batch.tokens, labels=batch.labels))
             world.heartbeat.enter("between two steps")
             trouble(world, "between", step)
         return forwards[0]

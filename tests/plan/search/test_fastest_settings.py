@@ -192,7 +192,7 @@ def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCapt
             changes, 2**31, room, 12.0, kept=kept, least_seconds=seconds
         )
     changes = {"memory.activation_checkpointing": "none"} | many
-    trials.leanest_by_variant[make_variant_key(changes)] = candidate({}, 2**31, room)
+    trials.leanest_by_variant[make_variant_key(trials.cfg, changes)] = candidate({}, 2**31, room)
     run_trials(trials, [iter_of(changes)])
     assert made == []
     (said,) = trials.skipped.values()

@@ -12,7 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipe_lib.training.loop import CommunicationProbe, measure_covered, shares, spans_of
+from recipe_lib.training.loop import (
+    CommunicationProbe,
+    collect_spans,
+    compute_shares,
+    measure_covered,
+)
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, done, metrics, run_here
 
@@ -30,7 +35,7 @@ def test_spans_are_counted_once_however_many_run():
         ]
         cells = [{cell for begin, end in spans for cell in range(begin, end)} for spans in lists]
         assert [measure_covered(spans) for spans in lists] == [len(part) for part in cells]
-        found = shares(*lists, 100e-9)
+        found = compute_shares(*lists, 100e-9)
         assert found["communication_share"] == pytest.approx(len(cells[0]) / 100)
         assert found["communication_exposed_share"] == pytest.approx(len(cells[0] - cells[1]) / 100)
         assert found["scaling_efficiency"] == pytest.approx(1 - len(cells[0] - cells[1]) / 100)
@@ -60,13 +65,13 @@ def test_kernels_of_nccl_are_communication_and_other_kernels_of_the_device_compu
         Event("FSDP::all_gather", 0, 99, index=1, annotation=True),
         Event("aten::mm", 0, 99),  # the host's
     ]
-    assert spans_of(events, torch.device("cuda", 1)) == ([(0, 10)], [(5, 7), (30, 35)])
+    assert collect_spans(events, torch.device("cuda", 1)) == ([(0, 10)], [(5, 7), (30, 35)])
     events = [
         Event("gloo:all_reduce", 0, 10),
         Event("c10d::allreduce_", 0, 4),
         Event("aten::mm", 2, 3),
     ]
-    assert spans_of(events, CPU) == ([(0, 10)], [(2, 5)])
+    assert collect_spans(events, CPU) == ([(0, 10)], [(2, 5)])
 
 
 def measured(work: Any) -> tuple[dict[str, float], float]:

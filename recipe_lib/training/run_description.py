@@ -24,26 +24,26 @@ from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_bytes, format_count, pluralize
 
 
-def derived_numbers(
+def list_derived_numbers(
     cfg: FullFinetuneConfig,
     world: World,
     model: nn.Module,
     parallel: Parallel,
     data: TrainingData,
 ) -> list[str]:
-    """Lines for the log, each number with its unit and how it comes about. Collective in a
+    """Return lines for the log, each number with its unit and how it comes about. Collective in a
     pipeline.
     """
     dataset, plan = data.dataset, data.plan
     return [
-        _devices(cfg, world),
-        *_batch(cfg, world, dataset, plan),
-        *_pipeline(cfg, parallel),
-        _steps(cfg, dataset, plan),
-        _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
-        *_model(cfg, model, parallel),
+        _describe_devices(cfg, world),
+        *_describe_batch(cfg, world, dataset, plan),
+        *_describe_pipeline(cfg, parallel),
+        _describe_steps(cfg, dataset, plan),
+        _describe_learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
+        *_describe_model(cfg, model, parallel),
         *describe_extra(model, world),
-        *_other_parts(model),
+        *_describe_other_parts(model),
         *([parallel.levers.kernels] if parallel.levers.kernels else []),
         *describe_best(cfg),
         *(
@@ -56,7 +56,7 @@ def derived_numbers(
     ]
 
 
-def _devices(cfg: FullFinetuneConfig, world: World) -> str:
+def _describe_devices(cfg: FullFinetuneConfig, world: World) -> str:
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
     shape = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
@@ -71,7 +71,9 @@ def _devices(cfg: FullFinetuneConfig, world: World) -> str:
     return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
 
 
-def _batch(cfg: FullFinetuneConfig, world: World, dataset: Dataset, plan: DataPlan) -> list[str]:
+def _describe_batch(
+    cfg: FullFinetuneConfig, world: World, dataset: Dataset, plan: DataPlan
+) -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
     global_batch_size = cfg.batch_size * accumulation * world.data_ranks
     share = dataset.report.label_token_fraction
@@ -97,8 +99,8 @@ def _batch(cfg: FullFinetuneConfig, world: World, dataset: Dataset, plan: DataPl
     ]
 
 
-def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
-    """How the sequences go through a pipeline, and which layers this rank has of it."""
+def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
+    """Return how the sequences go through a pipeline, and which layers this rank has of it."""
     pipeline = parallel.pipeline
     if pipeline is None:
         return []
@@ -115,7 +117,7 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
     ]
 
 
-def _steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
+def _describe_steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
     steps, full = plan.total_steps(cfg.epochs, cfg.max_steps), plan.total_steps(cfg.epochs, None)
     cut = "" if steps == full else f", cut by max_steps from {full}"
     if cfg.max_steps is not None and cfg.max_steps > full:
@@ -128,7 +130,7 @@ def _steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
     )
 
 
-def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
+def _describe_learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     schedule = cfg.lr_scheduler
     warmup = count_warmup_steps(schedule, steps)
     start = f"warm-up over {warmup} steps to " if warmup else ""
@@ -142,7 +144,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     )
 
 
-def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
+def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
     stored = find_stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
@@ -169,7 +171,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> lis
     freed = ""
     if cfg.memory.optimizer_in_backward:
         gradients, freed = (
-            max(map(count_local_bytes, _reduced_together(model)), default=0),
+            max(map(count_local_bytes, _group_reduced_parameters(model)), default=0),
             " at a time",
         )
     total = parameters + gradients + (state or 0)
@@ -187,8 +189,8 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> lis
     ]
 
 
-def _other_parts(model: nn.Module) -> list[str]:
-    """What of a multimodal model text does not run through."""
+def _describe_other_parts(model: nn.Module) -> list[str]:
+    """Return what of a multimodal model text does not run through."""
     names = model.other_parts if isinstance(model, LanguageModel) else ()
     if not names:
         return []
@@ -201,9 +203,9 @@ def _other_parts(model: nn.Module) -> list[str]:
     ]
 
 
-def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The trained parameters whose gradients are there at the same time: those of an FSDP unit,
-    else each alone.
+def _group_reduced_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the trained parameters whose gradients are there at the same time: those of an FSDP
+    unit, else each alone.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:

@@ -1,9 +1,13 @@
-"""Config of the recipe for distillation, and its section `distill`."""
+"""Config of distillation: the section `distill`, its rules, and what runs besides the model. No
+torch.
+"""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from recipe_lib.config.compatibility.rule import EXTERNAL_MODEL, TWO_STAGES, Rule, is_external_model
 from recipe_lib.config.flat_schema import key
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
 
 
 @dataclass
@@ -75,6 +79,55 @@ class DistillConfig:
         return [f"distill.{name}" for name in ("teacher", "teacher_preset") if getattr(self, name)]
 
 
+def _find_teacher_fault(cfg: Any) -> str | None:
+    sources = cfg.distill.sources
+    if len(sources) == 1:
+        return None
+    return (
+        f"found {' and '.join(sources) or 'none of them'}, expected one; set distill.teacher to a"
+        " checkpoint with the model's tokenizer, and no other (~KEY removes KEY)"
+    )
+
+
+_ROUNDED = "the teacher's weights are rounded"
+_RULES = (
+    Rule(
+        keys=("distill.teacher", "distill.teacher_preset"),
+        applies=_find_teacher_fault,
+        reason="there is one teacher",
+        remedy="set one",
+        example=("distill.teacher_preset=llama3/8B",),
+        recipe="distill_distributed",
+    ),
+    Rule(
+        keys=("distill.divergence", "parallel.pipeline"),
+        applies=lambda cfg: cfg.parallel.pipeline > 1,
+        reason="the teacher would need stages and a schedule of its own",
+        remedy="set parallel.pipeline=1; a teacher that is too large is smaller with"
+        " distill.quantize_teacher, and on the host with distill.stream_teacher",
+        example=TWO_STAGES,
+        recipe="distill_distributed",
+    ),
+    Rule(
+        keys=("distill.divergence", "model.implementation"),
+        applies=is_external_model,
+        reason="teacher and model hand hidden states to each other's output heads, which those of"
+        " model.implementation=native do",
+        remedy="remove model.implementation",
+        example=(EXTERNAL_MODEL,),
+        recipe="distill_distributed",
+    ),
+    Rule(
+        keys=("dtype", "distill.quantize_teacher"),
+        applies=lambda cfg: cfg.distill.quantize_teacher != "none" and cfg.dtype == "fp64",
+        reason="rounding the teacher's weights would undo what fp64 is for",
+        remedy="remove distill.quantize_teacher, or choose bf16 or fp32",
+        example=("dtype=fp64", "distill.quantize_teacher=nf4"),
+        recipe="distill_distributed",
+    ),
+)
+
+
 @dataclass
 class DistillFinetuneConfig(LoraFinetuneConfig):
     """Config of `distill_distributed`."""
@@ -87,6 +140,31 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
     adapters_instead = {"distill.trainable": "adapters"}
     other_models = {"distill.teacher": "distill.teacher_preset"}
+    other_model_levers = {
+        "distill.quantize_teacher": {
+            "nf4": _ROUNDED,
+            "int8": _ROUNDED,
+            "none": "the teacher's weights are not rounded",
+        },
+        "distill.stream_teacher": {True: "the teacher's layers are in host memory"},
+    }
+    memory_keys = (
+        "distill.quantize_teacher",
+        "distill.stream_teacher",
+        "distill.divergence",
+        "distill.trainable",
+    )
+    rules = _RULES
+    key_aliases = {
+        "distill": "kd kd_config distillation",
+        "distill.teacher": "teacher_model teacher_model_name_or_path teacher_model_path",
+        "distill.temperature": "kd_temperature",
+        "distill.weight": "kd_alpha kd_ratio",
+    }
+    key_answers = {
+        "distill.from_disk": "the teacher runs with the model: distill.teacher names it;"
+        " distill.quantize_teacher and distill.stream_teacher make it fit"
+    }
     # The teacher runs with the model.
     runs_reference = True
     # Means over label tokens.
@@ -94,5 +172,5 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
 
     @property
     def own_loss(self) -> str | None:
-        """The divergence, and cross-entropy."""
+        """Return the loss of `distill.divergence`, and cross-entropy."""
         return f"the loss is distillation, distill.divergence {self.distill.divergence}"

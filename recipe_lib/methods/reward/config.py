@@ -1,9 +1,13 @@
-"""Config of the recipe for reward models and classifiers of sequences, and its section `reward`."""
+"""Config of reward models and classifiers of sequences: the section `reward`, its rules, and what a
+batch is. No torch.
+"""
 
 from dataclasses import dataclass, field
 
+from recipe_lib.config.compatibility.data_rules import FORMAT_KEYS, list_unused_formats
+from recipe_lib.config.compatibility.rule import EXTERNAL_MODEL, Rule, is_external_model
 from recipe_lib.config.flat_schema import key
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
 
 
 @dataclass
@@ -40,6 +44,53 @@ class RewardConfig:
     )
 
 
+_RULES = (
+    Rule(
+        keys=("reward.loss", "data.format"),
+        applies=lambda cfg: list_unused_formats(cfg, "pairs"),
+        reason="the loss compares a chosen with a rejected answer, which samples of this format do"
+        " not have",
+        remedy="set data.format to preference, or reward.loss=classification",
+        example=("data.format=alpaca",),
+        recipe="reward_distributed",
+        reads=FORMAT_KEYS,
+    ),
+    Rule(
+        keys=("reward.loss", "data.format"),
+        applies=lambda cfg: list_unused_formats(cfg, "classes"),
+        reason="samples of this format have no class",
+        remedy="set data.format to classification, or reward.loss=pairwise",
+        example=("reward.loss=classification", "data.format=preference"),
+        recipe="reward_distributed",
+        reads=FORMAT_KEYS,
+    ),
+    Rule(
+        keys=("model.implementation", "reward.loss"),
+        applies=is_external_model,
+        reason="the score head is one of our own decoder",
+        remedy="set model.implementation=native",
+        example=(EXTERNAL_MODEL,),
+        recipe="reward_distributed",
+    ),
+    Rule(
+        keys=("lora.target_modules", "reward.loss"),
+        applies=lambda cfg: "head" in cfg.lora.target_modules,
+        reason="a score head is in the place of the output head, and is trained whole",
+        remedy="leave head out of lora.target_modules",
+        example=("lora.target_modules=[q, head]",),
+        recipe="reward_distributed",
+    ),
+    Rule(
+        keys=("recipe", "qat"),
+        applies=lambda cfg: cfg.qat is not None,
+        reason="quantized folders are exported of models that predict tokens",
+        remedy="remove qat",
+        example=("qat=int8",),
+        recipe="reward_distributed",
+    ),
+)
+
+
 @dataclass
 class RewardFinetuneConfig(LoraFinetuneConfig):
     """Config of `reward_distributed`."""
@@ -52,25 +103,26 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
     reward: RewardConfig = field(default_factory=RewardConfig)
     adapters_instead = {"reward.trainable": "adapters"}
     scores_sequences = True
+    rules = _RULES
 
     @property
     def samples(self) -> str:
-        """As `reward.loss` says."""
+        """Return pairs or classes, as `reward.loss` says."""
         return "pairs" if self.reward.loss == "pairwise" else "classes"
 
     @property
     def num_labels(self) -> int | None:
-        """One reward, or a score for each class."""
+        """Return one reward, or a score for each class."""
         return 1 if self.reward.loss == "pairwise" else self.reward.num_labels
 
     @property
     def own_loss(self) -> str | None:
-        """That of `reward.loss`."""
+        """Return the loss of `reward.loss`."""
         return f"the loss of scores is reward.loss, {self.reward.loss}"
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Means over all items."""
+        """Return the names of means over all items."""
         pairs = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")
         numbers = pairs if self.reward.loss == "pairwise" else ("loss", "accuracy")
         return tuple(f"validation_{name}" for name in numbers)

@@ -1,9 +1,11 @@
-"""Config of the recipe for preference optimization, and its section `dpo`."""
+"""Config of preference optimization: the section `dpo`, its rules, what a batch is. No torch."""
 
 from dataclasses import dataclass, field
 
+from recipe_lib.config.compatibility.data_rules import FORMAT_KEYS, list_unused_formats
+from recipe_lib.config.compatibility.rule import Rule
 from recipe_lib.config.flat_schema import key
-from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraFinetuneConfig
 
 UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of single answers
 _OF_SINGLE_ANSWERS = f"dpo.loss in {', '.join(UNPAIRED)}"
@@ -72,13 +74,42 @@ class DpoConfig:
 
     @property
     def takes_single_answers(self) -> bool:
-        """Whether a sample of the loss is an answer with a label, not a pair."""
+        """Return True if a sample of the loss is an answer with a label, not a pair."""
         return self.loss in UNPAIRED
 
     @property
+    def takes_mean_logps(self) -> bool:
+        """Return True if an answer counts by the mean over its tokens, not by their sum."""
+        return self.loss in ("ipo", "simpo")
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with a reference model."""
+        """Return True if the loss compares with a reference model."""
         return self.loss != "simpo" and not self.reference_free
+
+
+_RULES = (
+    Rule(
+        keys=("dpo.loss", "data.format"),
+        applies=lambda cfg: list_unused_formats(cfg, "pairs"),
+        reason="the loss compares a chosen with a rejected answer, which samples of this format do"
+        " not have",
+        remedy="set data.format to preference",
+        example=("data.format=alpaca",),
+        recipe="dpo_distributed",
+        reads=FORMAT_KEYS,
+    ),
+    Rule(
+        keys=("dpo.loss", "data.format"),
+        applies=lambda cfg: list_unused_formats(cfg, "labeled answers"),
+        reason="the loss is one of answers that are wanted or not, which samples of this format do"
+        " not say",
+        remedy="set data.format to kto, or to preference, whose pairs are taken apart",
+        example=("dpo.loss=kto", "data.format=alpaca"),
+        recipe="dpo_distributed",
+        reads=FORMAT_KEYS,
+    ),
+)
 
 
 @dataclass
@@ -92,37 +123,55 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     )
     dpo: DpoConfig = field(default_factory=DpoConfig)
     adapters_instead = {"dpo.trainable": "adapters"}
+    memory_keys = (
+        "dpo.loss",
+        "dpo.reference_free",
+        "dpo.desirable_weight",
+        "dpo.undesirable_weight",
+        "dpo.trainable",
+    )
+    rules = _RULES
+    key_aliases = {
+        "dpo": "rl preference dpo_config pref",
+        "dpo.beta": "dpo_beta pref_beta rl_beta beta",
+        "dpo.loss": "pref_loss dpo_loss loss_type",
+        "dpo.label_smoothing": "dpo_label_smoothing label_smoothing",
+        "dpo.simpo_gamma": "cpo_simpo_gamma gamma dpo.margin",
+        "dpo.trainable": "finetuning_type dpo.train",
+        "dpo.reference_free": "rl_reference_free",
+    }
+    section_aliases = {"rl": "dpo", "preference": "dpo", "dpo_config": "dpo"}
+    ambiguous_names = frozenset(
+        ("loss_type", "label_smoothing", "beta", "gamma", "finetuning_type")
+    )
 
     @property
     def samples(self) -> str:
-        """A chosen answer and a rejected one, or single answers, as the loss takes them."""
+        """Return pairs of a chosen and a rejected answer, or single answers, as the loss takes."""
         return "labeled answers" if self.dpo.takes_single_answers else "pairs"
 
     @property
     def compares_mismatched(self) -> bool:
-        """KTO's point of reference is what they give."""
+        """Return True for KTO, whose estimate of the KL divergence is over them."""
         return self.dpo.loss == "kto"
 
     @property
     def own_loss(self) -> str | None:
-        """That of `dpo.loss`."""
+        """Return the loss of `dpo.loss`."""
         what = "answers" if self.dpo.takes_single_answers else "pairs"
         return f"the loss of {what} is dpo.loss, {self.dpo.loss}"
 
     @property
     def runs_reference(self) -> bool:
-        """As the loss needs one."""
+        """Return True if the loss needs a reference."""
         return self.dpo.needs_reference
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Means over all pairs, or answers."""
-        rewards = ["chosen", "rejected", "margin"] + (
-            [] if self.dpo.takes_single_answers else ["accuracy"]
-        )
-        numbers = [
-            "loss",
-            *(f"reward_{name}" for name in rewards),
-            *(["kl"] if self.compares_mismatched else []),
-        ]
-        return tuple(f"validation_{name}" for name in numbers)
+        """Return the names of means over all pairs, or answers."""
+        metrics = ["loss", "reward_chosen", "reward_rejected", "reward_margin"]
+        if not self.dpo.takes_single_answers:
+            metrics.append("reward_accuracy")
+        if self.compares_mismatched:
+            metrics.append("kl")
+        return tuple(f"validation_{name}" for name in metrics)

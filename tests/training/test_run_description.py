@@ -10,7 +10,7 @@ from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.parallel import Parallel
-from recipe_lib.training.derived_numbers import derived_numbers
+from recipe_lib.training.run_description import list_derived_numbers
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def model() -> nn.Module:
 
 def test_every_line_word_for_word() -> None:
     world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
-    assert derived_numbers(config(), world, model(), Parallel(), DATA) == [
+    assert list_derived_numbers(config(), world, model(), Parallel(), DATA) == [
         "devices: 1 cpu",
         "global batch: 8 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
         (
@@ -79,7 +79,7 @@ def test_what_is_freed_and_what_is_on_the_host() -> None:
     cfg.memory.optimizer_in_backward = cfg.memory.optimizer_offload = True
     world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
     assert (
-        derived_numbers(cfg, world, model(), Parallel(), DATA)[-1]
+        list_derived_numbers(cfg, world, model(), Parallel(), DATA)[-1]
         == "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB at a time, optimizer state"
         " 2.00 MiB in host memory; together 2.25 MiB before activations"
     )
@@ -96,10 +96,10 @@ def test_other_settings_are_said() -> None:
     cfg.parallel.data_replicate = 2
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 4, 1))
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh, pipeline=None)
-    lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
+    lines = list_derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
     cfg.parallel.context = 2
-    shared = derived_numbers(cfg, world, model(), Parallel(), DATA)
+    shared = list_derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert shared[0] == "devices: 8 cpu = data_replicate 2 x data_shard 2 x context 2"
     cfg.parallel.context = 1
     assert "steps: 5 (2 per epoch of 20 sequences x 3 epochs, cut by max_steps from 6)" in lines
@@ -107,10 +107,10 @@ def test_other_settings_are_said() -> None:
     assert lines[-1].startswith("host memory per rank: ")
     assert "optimizer state not known before the first step;" in lines[-1]
     cfg.lr_scheduler.warmup_steps = 9
-    lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
+    lines = list_derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert "learning rate: warm-up over 9 steps to 2.00e-05, constant for 0 steps" in lines
     cfg.lr_scheduler.warmup_steps = 5
-    lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
+    lines = list_derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert "learning rate: warm-up over 5 steps to 2.00e-05, constant for 0 steps" in lines
 
 
@@ -120,7 +120,7 @@ def test_a_pipeline_is_said() -> None:
     cfg.parallel.pipeline_microbatches = 8
     pipeline: Any = SimpleNamespace(layers={1: range(2, 4), 2: range(4, 5)})
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 1, 2, 1))
-    lines = derived_numbers(
+    lines = list_derived_numbers(
         cfg,
         SimpleNamespace(
             size=4,
@@ -156,7 +156,7 @@ def test_a_rank_counts_its_own_shards() -> None:
         fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
         mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 1, 2, 1))
         world = SimpleNamespace(size=2, device=CPU, data_ranks=2, mesh=mesh, pipeline=None)
-        return derived_numbers(config(), world, network, Parallel(), DATA)
+        return list_derived_numbers(config(), world, network, Parallel(), DATA)
 
     for lines in run_ranks(work, 2):
         assert lines[0] == "devices: 2 cpu = data_replicate 1 x data_shard 2"
@@ -173,7 +173,7 @@ def test_a_rank_counts_its_own_shards() -> None:
 def test_a_limit_beyond_the_epochs_is_said() -> None:
     cfg = config()
     cfg.max_steps = 100
-    lines = derived_numbers(
+    lines = list_derived_numbers(
         cfg,
         SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None),
         model(),

@@ -1,0 +1,144 @@
+"""Losses over pairs of answers, one chosen and one rejected, or over single ones with a label, from
+the log-probabilities of their tokens.
+
+With w and l for the chosen and the rejected answer, p the policy and q the reference:
+
+    reward r = beta * (log p - log q)    of a whole answer: the sum over its trained tokens
+    sigmoid  -log sigmoid(r_w - r_l)     DPO, arXiv 2305.18290; with label_smoothing e (cDPO):
+             -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w)
+    ipo      ((r_w - r_l) / beta - 1 / (2 beta))^2     arXiv 2310.12036; of means over tokens
+    simpo    -log sigmoid(r_w - r_l - gamma)           arXiv 2405.14734; of means, and q = 1
+
+and of single answers (KTO, arXiv 2402.01306), with s = 1 for one that is desirable and -1 for one
+that is not:
+
+    kto                w * (1 - sigmoid(s * (r - beta * kl)))
+    apo_zero_unpaired  the same with kl = 0            arXiv 2408.06266
+
+w is desirable_weight or undesirable_weight. kl is an estimate of the KL divergence of p from q: the
+mean of log p - log q over all samples of the step, each prompt with the answer of the sample before
+it (of the first, the last one's), and 0 at the least. No gradient goes through it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_lib.data import Batch
+from recipe_lib.methods.dpo.config import DpoConfig
+from recipe_lib.training.micro_batches import get_values
+
+PAIR_SUMS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
+SINGLE_ANSWER_SUMS = ("loss", "reward_chosen", "reward_rejected", "num_chosen", "num_rejected")
+
+
+def compute_preference_loss(
+    policy_logps: Tensor,
+    reference_logps: Tensor | None,
+    batch: Batch,
+    kl: Tensor | None,
+    cfg: DpoConfig,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over the items of a micro-batch, with a graph, and the sums that
+    `compute_step_metrics` reads, without one.
+
+    kl: KTO's estimate, see `estimate_kl`.
+    """
+    if cfg.takes_single_answers:
+        labels = get_values(batch)
+        return compute_single_answer_loss(policy_logps, reference_logps, labels, kl, cfg)
+    return compute_pair_loss(policy_logps, reference_logps, cfg)
+
+
+def compute_pair_loss(
+    policy_logps: Tensor, reference_logps: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over p pairs, a scalar with a graph, and PAIR_SUMS without one `[4]`.
+
+    policy_logps, reference_logps: `[2 p]`, from `training.compute_answer_logps`; without a
+    reference both answers are equally likely. The loss is to be divided by the pairs of the whole
+    step.
+    """
+    log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
+    rewards = cfg.beta * log_ratios
+    # By turns, as a batch numbers its sequences.
+    chosen = rewards[0::2]
+    rejected = rewards[1::2]
+    loss = _compute_pair_losses(chosen - rejected, cfg).sum()
+    num_right = (chosen > rejected).to(loss.dtype).sum()
+    sums = [loss.detach(), chosen.detach().sum(), rejected.detach().sum(), num_right]
+    return loss, torch.stack(sums)
+
+
+def _compute_pair_losses(margins: Tensor, cfg: DpoConfig) -> Tensor:
+    """Return the loss of each pair `[p]`; margins: the chosen answer's reward minus the rejected
+    one's `[p]`.
+    """
+    if cfg.loss == "ipo":
+        return (margins / cfg.beta - 1 / (2 * cfg.beta)).square()
+    if cfg.loss == "simpo":
+        return -F.logsigmoid(margins - cfg.simpo_gamma)
+    smoothing = cfg.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
+
+
+def compute_single_answer_loss(
+    policy_logps: Tensor,
+    reference_logps: Tensor | None,
+    labels: Tensor,
+    kl: Tensor | None,
+    cfg: DpoConfig,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over n answers, a scalar with a graph, and SINGLE_ANSWER_SUMS without
+    one `[5]`.
+
+    policy_logps, reference_logps: `[n]`; without a reference all answers are equally likely.
+    labels: `[n]`, 1 (desirable) or 0. kl: a scalar; None: 0. The loss is to be divided by the
+    answers of the whole step.
+    """
+    log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
+    is_desirable = labels > 0
+    margins = cfg.beta * (log_ratios if kl is None else log_ratios - kl)
+    # 1 - sigmoid(x) = sigmoid(-x)
+    losses = F.sigmoid(torch.where(is_desirable, -margins, margins))
+    # Sums and counts of both kinds: a micro-batch, or a rank, may have none of one.
+    desirable = is_desirable.to(losses.dtype)
+    undesirable = 1 - desirable
+    rewards = cfg.beta * log_ratios.detach()
+    weights = cfg.desirable_weight * desirable + cfg.undesirable_weight * undesirable
+    loss = (weights * losses).sum()
+    sums = [
+        loss.detach(),
+        (desirable * rewards).sum(),
+        (undesirable * rewards).sum(),
+        desirable.sum(),
+        undesirable.sum(),
+    ]
+    return loss, torch.stack(sums)
+
+
+def count_sums(cfg: DpoConfig) -> int:
+    """Return how many sums `compute_preference_loss` gives."""
+    return len(SINGLE_ANSWER_SUMS if cfg.takes_single_answers else PAIR_SUMS)
+
+
+def compute_step_metrics(
+    sums: Tensor, num_items: int, kl: Tensor | None, cfg: DpoConfig
+) -> dict[str, Tensor]:
+    """Return the mean `loss` of a step, the mean rewards, their difference, and of pairs how often
+    it is above 0; of single answers `kl`.
+
+    sums: over all ranks. The mean reward of no answer of a kind is 0.
+    """
+    if cfg.takes_single_answers:
+        metrics = {
+            "loss": sums[0] / max(1, num_items),
+            "reward_chosen": sums[1] / sums[3].clamp(min=1),
+            "reward_rejected": sums[2] / sums[4].clamp(min=1),
+        }
+    else:
+        metrics = dict(zip(PAIR_SUMS, sums / max(1, num_items), strict=True))
+    metrics["reward_margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
+    if kl is not None:
+        metrics["kl"] = kl
+    return metrics
