@@ -27,11 +27,10 @@ import torch
 from recipe_lib.errors import UserError
 from recipe_lib.external.plan_proof import WRONG, rank_errors
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
+from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
     example_inputs,
     plan_and_mask,
-    randomize,
-    shrink,
     transformers_model,
 )
 

@@ -23,7 +23,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     step_bytes,
     why_not,
 )
-from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.report import terminal
 from recipe_lib.report.view import Table, show_table
 from recipe_lib.units import Bytes, Count, pluralize

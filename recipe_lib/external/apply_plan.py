@@ -40,7 +40,7 @@ from recipe_lib.external.tensor_plan import sharding_plan
 from recipe_lib.external.tensor_plan.exchanges import own_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
-from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.models.language_model import restore_file_order
 from recipe_lib.ops.gathered import Group, all_reduce
 

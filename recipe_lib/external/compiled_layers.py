@@ -15,8 +15,13 @@ exchanges at the same calls.
 What one of them does to its tensors is then what another one does to its own, so that a compiler
 has to look at one alone. Only what compares equal counts: settings that are objects of a layer's
 own make it one of a kind.
+
+What a compiled layer keeps for backward holds no gathered tokens (`GathersAgain`): torch's
+partitioner takes the second gather of the same tokens, which backward makes, for the first one, and
+keeps what that gave: as many tokens as all ranks have, where each could keep its own.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -25,10 +30,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
 
 from recipe_lib.errors import SetupError, UserError
-from recipe_lib.external.tensor_plan.exchanges import Ranks
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.dtensor_shards import get_local
@@ -70,7 +78,8 @@ class CompiledLayers:
         self,
         model: nn.Module,
         plan: ShardingPlan,
-        ranks: Ranks,
+        rank: int,
+        *,
         length: Callable[[], int],
         alone: _Alone,
         outside: Callable[[], AbstractContextManager[None]],
@@ -79,7 +88,7 @@ class CompiledLayers:
         self.model, self.plan, self.rank, self.gathers_again = (
             model,
             plan,
-            ranks.rank,
+            rank,
             gathers_again,
         )
         self.length, self.alone, self.outside = length, alone, outside
@@ -117,8 +126,6 @@ class CompiledLayers:
         """Compiles a layer's forward, checkpointing included if it is there. backend: of
         torch.compile.
         """
-        from recipe_lib.external.gathers_again import GathersAgain
-
         if self.traced == self._trace:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
@@ -347,3 +354,48 @@ def _exchanges(path: str, plan: ShardingPlan) -> Any:
     divided = [replace(each, module=each.module.removeprefix(path), axes=()) for each in plan.rewrites
                if each.module == path or each.module.startswith(inside)]  # fmt: skip
     return boundaries, whole, divided
+
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_ATEN = torch.ops.aten
+# What makes gathered tokens of what a gather gives: wait, views and copies.
+_COPIES = frozenset({torch.ops._c10d_functional.wait_tensor.default, _ATEN.view.default, _ATEN._unsafe_view.default,
+                     _ATEN.reshape.default, _ATEN.clone.default, _ATEN.alias.default, _ATEN.permute.default,
+                     _ATEN.transpose.int, _ATEN.expand.default, _ATEN.unsqueeze.default, _ATEN.squeeze.dim,
+                     operator.getitem})  # fmt: skip
+
+
+def _gathered(graph: fx.Graph) -> list[fx.Node]:
+    """What forward gathers, with its views and copies."""
+    found: dict[fx.Node, None] = {}
+    of_backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        if (node.op == "placeholder" and "tangents" in node.name) or of_backward.intersection(read):
+            of_backward.add(node)
+        elif node.target is _GATHER or (
+            node.target in _COPIES and any(each in found for each in read)
+        ):
+            found[node] = None
+    return list(found)
+
+
+class GathersAgain(CustomPartitionerFn):
+    """torch's partitioner, as inductor's setting `custom_partitioner_fn` takes one; what is
+    gathered is not kept.
+    """
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward of a layer's joint graph."""
+        again = _gathered(gm.graph)
+        for node in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+        with functorch_config.patch(ban_recompute_materialized_backward=not again):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """What inductor's cache of graphs knows it by."""
+        return get_hash_for_files((__file__,))

@@ -28,8 +28,9 @@ from recipe_lib.external.modules import (
     uncalled_linears,
     without_adapter,
 )
+from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.tensor_parallel import shard_module
-from recipe_lib.external.tensor_plan.transformers_models import shrink
+from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.external.transformers_config import (
     TRANSFORMERS,
     looks_ahead,
@@ -192,7 +193,8 @@ class ModuleSpec(ExternalSpec):
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
-        return shard_module(model, parallel, world)
+        plan = infer_proven_plan(model, parallel, world)
+        return shard_module(model, plan, parallel, world)
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)

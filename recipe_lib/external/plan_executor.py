@@ -137,7 +137,13 @@ class _Execution(TorchFunctionMode):
             note=self.kept.note,
         )
         self.compiled = CompiledLayers(
-            model, plan, ranks, lambda: self.length, self.alone, self.outside, gathers_again
+            model,
+            plan,
+            ranks.rank,
+            length=lambda: self.length,
+            alone=self.alone,
+            outside=self.outside,
+            gathers_again=gathers_again,
         )
         self.boundaries: dict[
             tuple[str, int], list[Boundary]

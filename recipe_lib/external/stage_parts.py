@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import embedding_and_head, other_parts
-from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
 from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
 from recipe_lib.models.meta_init import allocate, build_meta

@@ -25,14 +25,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from recipe_lib.adapters.layers import AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.errors import ConfigError
 from recipe_lib.external.plan_executor import ranks_of, run_by_plan, total_over
-from recipe_lib.external.plan_proof import all_modules, plan_of_model, prove
 from recipe_lib.external.tensor_plan.exchanges import enter, exchange, own_part
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
-from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LogitTransform
-from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
@@ -45,8 +42,10 @@ _CALLS = (
 )
 
 
-def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
-    """Shards a meta model's matrices over the ranks of each tensor-parallel group, in place.
+def shard_module(
+    model: Any, plan: ShardingPlan, parallel: ParallelConfig, world: World
+) -> dict[str, str]:
+    """Shard a meta model's matrices by its proven plan over each tensor-parallel group, in place.
 
     Returns what each parameter's gradient is on a rank, as `recipe_lib.parallel.shard_tensors`
     does. Raises ConfigError where the ranks can share nothing of it, SetupError where its forward
@@ -54,7 +53,6 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     """
     group = world.tensor
     assert group is not None
-    plan = proven_plan(model, parallel, world)
     # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are
     # not come to.
     elsewhere = model.modules_elsewhere
@@ -124,61 +122,6 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
         if module.weight_scales is not None:
             found[f"{name}.weight_scales"] = storage[0]
     return found
-
-
-def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingPlan:
-    """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A
-    collective.
-
-    Raises as `shard_module` does.
-    """
-    held = all_modules(model).values()
-    lengths = [
-        module for module in held if getattr(module, "lora_magnitude_vector", None) is not None
-    ]
-    plan = plan_of_model(
-        model, parallel.tensor, tokens=not lengths
-    )  # which DoRA's calls are none of
-    if world.pipeline is not None:
-        # What layers give has to be a rank's tokens after each of them, or after none; the last
-        # gives to the head.
-        *before, _ = model.find_stage_parts().layers
-        if len({name in plan.local_outputs for name in before}) > 1:
-            plan = plan_of_model(model, parallel.tensor, tokens=False)
-    check_plan(model, plan, parallel)
-    if not holds_values(world.device):
-        return plan
-    log = get_logger()
-    try:
-        said = prove(model, plan, world)
-    except SetupError as error:
-        if not plan.shared_tokens:
-            raise
-        log.info("tensor plan of %s: every rank has all tokens: %s", model.spec.family, error)
-        plan = plan_of_model(model, parallel.tensor, tokens=False)
-        said = prove(model, plan, world)
-    log.info("tensor plan of %s: %s", model.spec.family, said)
-    return plan
-
-
-def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
-    """Raises ConfigError where `parallel.tensor` ranks cannot run the plan, or would share nothing
-    by it.
-    """
-    size, name = parallel.tensor, model.spec.family
-    shared = [axis for axis in plan.axes if not axis.vocabulary]
-    if not shared:
-        reason = f": {plan.refused[0]}" if plan.refused else ""
-        raise ConfigError(
-            f"parallel.tensor={size}: found nothing in the layers of {name} that {size} ranks can"
-            f" share{reason}; set parallel.tensor=1, or see `tune tp-plan`"
-        )
-    if size not in plan.legal_sizes:
-        legal = ", ".join(map(str, (1, *plan.legal_sizes)))
-        raise ConfigError(
-            f"parallel.tensor={size}: found a forward of {name} that {size} ranks cannot run; set"
-            f" it to one of {legal}"
-        )
 
 
 def with_loss_of_parts(

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.attribute_rewrites import (
-    Wanted,
-    goes_the_same_way,
-    rewrites_for,
-)
+from recipe_lib.external.tensor_plan.attribute_rewrites import goes_the_same_way, rewrites_for
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
-from recipe_lib.external.tensor_plan.propagation import (
-    MOVES,
+from recipe_lib.external.tensor_plan.forward_trace import (
     Course,
+    ForwardTrace,
+    FunctionCall,
+    OperatorCall,
     PendingBoundary,
-    Refusal,
-    follow,
+    Traced,
+    Wanted,
 )
+from recipe_lib.external.tensor_plan.operator_rules import rule_of
+from recipe_lib.external.tensor_plan.propagation import MOVES, Refusal, follow
 from recipe_lib.external.tensor_plan.sharding_plan import (
     Axis,
     Boundary,
@@ -32,7 +31,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
 from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, share_tokens
-from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, trace
+from recipe_lib.external.tensor_plan.tracing import trace
 
 
 def infer_plan(
@@ -51,12 +50,12 @@ def infer_plan(
     called with, too, and may make other calls for. Raises SetupError where the forward cannot be
     traced.
     """
-    found = trace(model, inputs)
+    found = trace(model, inputs, rule_of)
     unsteady: frozenset[str] = frozenset()
     if tokens:
         for each in others:
             with contextlib.suppress(SetupError):
-                unsteady |= found.differences(trace(model, each))
+                unsteady |= found.differences(trace(model, each, rule_of))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     courses, reasons = _courses(found, shapes, size)
     courses.sort(

@@ -5,7 +5,6 @@ A rule gets a `Step` and returns the dimensions of each tensor that comes out. A
 rule is unknown: whoever traces blocks all that it touches, which is always safe.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -21,118 +20,10 @@ from recipe_lib.external.tensor_plan.axes import (
     regroup,
     unify,
 )
+from recipe_lib.external.tensor_plan.forward_trace import Dims, OperatorCall, Rule, short_name
 from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
 
-Dims = list[AxisNode]
-Rule = Callable[["OperatorCall"], list[Dims] | None]
 RULES: dict[str, Rule] = {}
-
-
-@dataclasses.dataclass(eq=False)
-class Traced:
-    """What is known of one tensor.
-
-    parameters: names of those it comes from, if from parameters and constants alone. activation: it
-    depends on an input. identifiers: it is the model's token ids, or made of them one by one. base:
-    what it is a view of.
-    """
-
-    dims: list[AxisNode]
-    parameters: frozenset[str] = frozenset()
-    activation: bool = False
-    identifiers: bool = False
-    base: "Traced | None" = None
-    call: int = -1
-
-    @property
-    def root(self) -> "Traced":
-        """The tensor whose memory this is."""
-        return self.base.root if self.base is not None else self
-
-
-class OperatorCall:
-    """One operator at work: its arguments by name, what is known of its tensors, and what its rule
-    says of it.
-
-    inputs, outputs: what is known of the tensors that go in and come out. results: those that come
-    out. held: what is known of those that go in, by id. call: number of the torch function call
-    that makes it, -1 for none. contractions: dimensions that it sums over, of which inputs.
-    reductions: those of which it makes a sum or a mean, of which input. lookup: it picks rows by
-    token. uniform: what comes out is the same everywhere, whatever its size. values: it differs
-    from place to place, and no input has those places. ordered: it counts or sorts. added: what a
-    product is added to. picked: the numbers within brackets, by place.
-    """
-
-    def __init__(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: list[torch.Tensor],
-        place: str,
-        known: Callable[[torch.Tensor], Traced],
-    ):
-        self.function, self.place = function, place
-        self.args, self.kwargs, self.results, self.known = args, kwargs, results, known
-        self.name = short_name(function)
-        self.reason = f"{self.name} in {place}"
-        self.held = {id(tensor): known(tensor) for tensor in tensors_in((args, kwargs))}
-        self.inputs = [self.held[id(tensor)] for tensor in tensors_in((args, kwargs))]
-        self.outputs: list[Traced] = []
-        self.call = -1
-        self.contractions: list[tuple[AxisNode, Traced, Traced]] = []
-        self.reductions: list[tuple[AxisNode, Traced]] = []
-        self.lookup = self.uniform = self.values = self.ordered = False
-        self.added: Traced | None = None
-        self.picked: dict[str, Any] = {}
-        self._schema = function._schema.arguments
-
-    def dims(self, tensor: torch.Tensor) -> Dims:
-        """The dimensions of a tensor."""
-        return self.known(tensor).dims
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument by the name that the operator's schema gives it."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for number, argument in enumerate(self._schema):
-            if argument.name == name:
-                if number < len(self.args):
-                    return self.args[number]
-                return argument.default_value if argument.has_default_value() else default
-        return default
-
-    def first(self) -> torch.Tensor:
-        """The first tensor argument."""
-        return next(tensors_in((self.args, self.kwargs)))
-
-    def shape(self) -> list[int]:
-        """The sizes of the first output."""
-        return list(self.results[0].shape)
-
-    def contract(
-        self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor
-    ) -> None:
-        """Sums over a dimension that both tensors have."""
-        unify(left, right, self.reason)
-        self.contractions.append((left, self.known(left_tensor), self.known(right_tensor)))
-
-    def join(self, left: AxisNode, right: AxisNode) -> AxisNode:
-        """The dimension that comes of two under broadcasting."""
-        if left.size == 1:
-            return right
-        if right.size != 1:
-            unify(left, right, self.reason)
-        return left
-
-    def fresh(self, sizes: Sequence[int], blocked: bool = False) -> Dims:
-        """New dimensions, of which nothing is known, or which cannot be cut."""
-        return [AxisNode(size, blocked=self.reason if blocked else "") for size in sizes]
-
-
-def short_name(function: Any) -> str:
-    """An operator's name without namespace and overload."""
-    return str(function._schema.name).removeprefix("aten::")
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:

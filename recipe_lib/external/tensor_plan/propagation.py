@@ -2,12 +2,19 @@
 ends.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, segments_of
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
-from recipe_lib.external.tensor_plan.tracing import CallKey, ForwardTrace, FunctionCall
+from recipe_lib.external.tensor_plan.forward_trace import (
+    CallKey,
+    Course,
+    ForwardTrace,
+    FunctionCall,
+    OperatorCall,
+    PendingBoundary,
+    Traced,
+)
+from recipe_lib.external.tensor_plan.sharding_plan import period
 
 # What may follow a product within its call: nothing of it depends on values.
 MOVES = frozenset(
@@ -21,51 +28,6 @@ _TAKES = frozenset("slice narrow split split_with_sizes chunk index".split())
 
 class Refusal(Exception):  # noqa: N818  (an answer, not an error)
     """An axis cannot be cut; str() says why."""
-
-
-@dataclasses.dataclass(eq=False)
-class PendingBoundary:
-    """A boundary before it gets its final form; fields as in sharding_plan.Boundary. tensor: what
-    it acts on.
-    """
-
-    kind: str
-    call: int
-    place: str
-    tensor: Traced
-    parameters: frozenset[str] = frozenset()
-    bias: str = ""
-    bias_parameters: frozenset[str] = frozenset()
-    taken: str = ""
-    dim: int = 0
-    segments: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()
-    mean: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class Course:
-    """An axis through the model. carriers: parameter to dimension. sharded: tensors of which a rank
-    has a part.
-
-    mixed: some of the carriers have segments without the axis. What comes of these is sharded, too:
-    a rank has all of it, but uses it for its part of the axis alone, so that its gradient is a part
-    of a sum.
-
-    joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives
-    has the axis. reduced: sums or means are taken over it, as by norms.
-    """
-
-    axis: AxisNode
-    carriers: dict[str, int]
-    vocabulary: bool = False
-    output: bool = False
-    mixed: bool = False
-    reduced: bool = False
-    sharded: set[Traced] = dataclasses.field(default_factory=set)
-    points: list[PendingBoundary] = dataclasses.field(default_factory=list)
-    joins: list[PendingBoundary] = dataclasses.field(default_factory=list)
-    rows: set[str] = dataclasses.field(default_factory=set)
 
 
 def follow(
@@ -407,13 +369,3 @@ def _where(trace: ForwardTrace, record: OperatorCall) -> str:
         return record.name
     call = trace.calls[record.call]
     return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
-
-
-def period(segments: list[int]) -> tuple[int, ...]:
-    """The shortest list of lengths that gives the segments when it is repeated."""
-    for length in range(1, len(segments) + 1):
-        if len(segments) % length == 0 and segments == segments[:length] * (
-            len(segments) // length
-        ):
-            return tuple(segments[:length])
-    return tuple(segments)

@@ -250,6 +250,13 @@ def _put(held: Any, path: list[str], value: Any) -> Any:
     return type(held)(items)
 
 
+def output_values(output: Any) -> Any:
+    """What a model gives, dataclasses as dicts."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
+        return vars(output)
+    return output
+
+
 BYTES = 2  # of a number in bf16
 WIDE_BYTES = (
     4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32
@@ -415,3 +422,13 @@ def why_not(plan: ShardingPlan, size: int) -> str:
                 f" {each.module or 'the model'}"
             )
     return "; ".join(plan.refused[:1]) or "no axis but that of the vocabulary can be cut"
+
+
+def period(segments: list[int]) -> tuple[int, ...]:
+    """The shortest list of lengths that gives the segments when it is repeated."""
+    for length in range(1, len(segments) + 1):
+        if len(segments) % length == 0 and segments == segments[:length] * (
+            len(segments) // length
+        ):
+            return tuple(segments[:length])
+    return tuple(segments)

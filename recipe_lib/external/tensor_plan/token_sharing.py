@@ -20,10 +20,18 @@ from typing import NamedTuple
 
 import torch
 
-from recipe_lib.external.tensor_plan.attribute_rewrites import LocalSizes, Wanted, demands_of
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, factors, find, leaves, product
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced, rule_of
-from recipe_lib.external.tensor_plan.propagation import Course
+from recipe_lib.external.tensor_plan.forward_trace import (
+    Course,
+    ForwardTrace,
+    FunctionCall,
+    LocalSizes,
+    OperatorCall,
+    Traced,
+    Wanted,
+    demands_of,
+    shape_of,
+)
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Arithmetic,
     Attribute,
@@ -32,7 +40,6 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     decided_alike,
     evaluate,
 )
-from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall
 
 
 class TokenDim(NamedTuple):
@@ -55,11 +62,6 @@ class TokenWise(NamedTuple):
 
     outputs: Layouts
     demands: Layouts
-
-
-def shape_of(tensor: Traced) -> list[int]:
-    """The sizes of a tensor."""
-    return [node.size for node in tensor.dims]
 
 
 def candidates(tensor: Traced, length: int) -> list[TokenDim]:
@@ -104,8 +106,7 @@ def call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWi
 
 
 def _record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> TokenWise | None:
-    rule = rule_of(record.function)
-    if rule is None or record.values:
+    if record.rule is None or record.values:
         return None
     tokens = AxisNode(length)
     fresh = {
@@ -119,7 +120,7 @@ def _record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> To
     again = OperatorCall(
         record.function, record.args, record.kwargs, record.results, record.place, known_again
     )
-    made = rule(again)
+    made = record.rule(again)
     if made is None or find(tokens).kind != "leaf" or find(tokens).blocked:
         return None
     summed = [node for node, _, _ in again.contractions] + [node for node, _ in again.reductions]

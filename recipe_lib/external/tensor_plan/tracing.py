@@ -2,12 +2,10 @@
 function call made it.
 """
 
-import dataclasses
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,8 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.axes import AxisNode, block
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced, rule_of, short_name
-from recipe_lib.external.tensor_plan.sharding_plan import places_in, tensors_in
+from recipe_lib.external.tensor_plan.forward_trace import (
+    CallKey,
+    ForwardTrace,
+    FunctionCall,
+    OperatorCall,
+    Rule,
+    Traced,
+    short_name,
+)
+from recipe_lib.external.tensor_plan.sharding_plan import output_values, places_in, tensors_in
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Decision,
     Size,
@@ -24,60 +30,6 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     sourced_attributes,
 )
 from recipe_lib.models.language_model import list_layer_names
-
-
-class CallKey(NamedTuple):
-    """module: its path in the model, empty for the model itself. number: of the call within one
-    forward, from 0.
-    """
-
-    module: str
-    number: int
-
-
-@dataclasses.dataclass(eq=False)
-class FunctionCall:
-    """One torch function call. arguments: (place, tensor, needs a gradient). source: file and line
-    in the model.
-    """
-
-    key: CallKey
-    function: str
-    source: str
-    arguments: list[tuple[str, Traced, bool]] = dataclasses.field(default_factory=list)
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    outputs: list[Traced] = dataclasses.field(default_factory=list)
-    records: list[OperatorCall] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(eq=False)
-class ForwardTrace:
-    """What one forward did. unknown: operators without a rule, with the module. assumed: values
-    that were made up.
-
-    decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors.
-    tokens: how many ids it got, 0 for none. ids: what is known of them. given: by path, the first
-    tensor that a module gave; of layers, and of what is outside of them.
-    """
-
-    calls: list[FunctionCall] = dataclasses.field(default_factory=list)
-    records: list[OperatorCall] = dataclasses.field(default_factory=list)
-    parameters: dict[str, Traced] = dataclasses.field(default_factory=dict)
-    outputs: list[Traced] = dataclasses.field(default_factory=list)
-    unknown: dict[str, str] = dataclasses.field(default_factory=dict)
-    assumed: list[str] = dataclasses.field(default_factory=list)
-    decisions: list[Decision] = dataclasses.field(default_factory=list)
-    size_decisions: list[Decision] = dataclasses.field(default_factory=list)
-    tokens: int = 0
-    ids: Traced | None = None
-    given: dict[str, Traced] = dataclasses.field(default_factory=dict)
-
-    def differences(self, other: "ForwardTrace") -> frozenset[str]:
-        """Paths of the modules whose forwards make other calls in another trace."""
-        ours, theirs = (
-            Counter((call.key, call.function) for call in each.calls) for each in (self, other)
-        )
-        return frozenset(key.module for key, _ in (ours - theirs) + (theirs - ours))
 
 
 class _Watch(TorchFunctionMode):
@@ -186,9 +138,10 @@ class _Watch(TorchFunctionMode):
 class _Operators(TorchDispatchMode):
     """Applies the rule of each operator."""
 
-    def __init__(self, trace: ForwardTrace):
+    def __init__(self, trace: ForwardTrace, find_rule: Callable[[Any], Rule | None]):
         super().__init__()
         self.trace = trace
+        self.find_rule = find_rule
         self.watch: _Watch | None = None
         self._known: dict[
             int, tuple[Traced, torch.Tensor]
@@ -229,8 +182,8 @@ class _Operators(TorchDispatchMode):
         step.call = self.watch.current
         if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
             step.picked = self.trace.calls[step.call].numbers
-        rule = rule_of(function)
-        dims = rule(step) if rule is not None else None
+        step.rule = self.find_rule(function)
+        dims = step.rule(step) if step.rule is not None else None
         if dims is None or [[node.size for node in each] for each in dims] != [
             list(out.shape) for out in outputs
         ]:
@@ -274,7 +227,9 @@ class _Operators(TorchDispatchMode):
             self.trace.calls[step.call].records.append(step)
 
 
-def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
+def trace(
+    model: torch.nn.Module, inputs: dict[str, Any], find_rule: Callable[[Any], Rule | None]
+) -> ForwardTrace:
     """Runs one forward of the model on `inputs` and returns what it did.
 
     Model and inputs are on one device; the meta device will do, and takes no memory. Values that a
@@ -282,7 +237,7 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
     SetupError where the forward fails.
     """
     found = ForwardTrace()
-    operators = _Operators(found)
+    operators = _Operators(found, find_rule)
     watch = operators.watch = _Watch(model, found, operators.known)
     frozen = [
         each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
@@ -353,10 +308,3 @@ def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "bincount":
         return first.new_zeros((max(kwargs.get("minlength", 0), 1),))
     return None
-
-
-def output_values(output: Any) -> Any:
-    """What a model gives, dataclasses as dicts."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
-        return vars(output)
-    return output

@@ -10,11 +10,10 @@ from torch import nn
 
 from recipe_lib.external.plan_proof import certify, rank_errors
 from recipe_lib.external.tensor_plan.infer import infer_plan
+from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
     example_inputs,
     plan_for_config,
-    randomize,
-    shrink,
     transformers_model,
 )
 

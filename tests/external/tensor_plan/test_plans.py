@@ -14,11 +14,11 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external import plan_proof
 from recipe_lib.external.plan_proof import certify, rank_errors
 from recipe_lib.external.tensor_plan.infer import infer_plan
+from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
     example_inputs,
     plan_and_mask,
     plan_for_config,
-    shrink,
     transformers_model,
 )
 from tests.external.tensor_plan.stored_plan import plan_from

@@ -15,15 +15,14 @@ from benchmarks.inferred_tp_memory import kept
 from benchmarks.tp_memory import OURS, formula, layers_of
 from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from recipe_lib.external.plan_proof import certify
-from recipe_lib.external.tensor_plan import token_sharing
+from recipe_lib.external.tensor_plan import infer
 from recipe_lib.external.tensor_plan.infer import infer_plan
-from recipe_lib.external.tensor_plan.operator_rules import rule_of
 from recipe_lib.external.tensor_plan.sharding_plan import replaced
+from recipe_lib.external.tensor_plan.small_models import randomize, shrink
+from recipe_lib.external.tensor_plan.token_sharing import share_tokens
 from recipe_lib.external.tensor_plan.transformers_models import (
     example_inputs,
     plan_for_config,
-    randomize,
-    shrink,
     transformers_model,
 )
 from tests.plan.apart import apart
@@ -95,12 +94,15 @@ def test_a_convolution_that_is_taken_for_position_wise_is_caught(monkeypatch):
         ours, kernel = step.dims(step.get("input")), step.dims(step.get("weight"))
         return [[ours[0], step.join(ours[1], kernel[0]), ours[2]]]
 
-    def rules(function):
-        return careless if "convolution" in str(function) else rule_of(function)
+    def share_by_careless_rules(trace, *asked):
+        for record in trace.records:
+            if "convolution" in record.name:
+                record.rule = careless
+        return share_tokens(trace, *asked)
 
     model = Mixing("convolution")
     randomize(model)
-    monkeypatch.setattr(token_sharing, "rule_of", rules)
+    monkeypatch.setattr(infer, "share_tokens", share_by_careless_rules)
     plan = infer_plan(model, ids())
     assert not any(each.module == "mix" for each in plan.boundaries)
     assert any("what the model gives is off by" in each for each in faults(model, plan))
