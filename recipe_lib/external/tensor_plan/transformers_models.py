@@ -1,6 +1,6 @@
 """Plans for transformers' causal language models, from their config alone."""
 
-import Any
+from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
