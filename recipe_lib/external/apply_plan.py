@@ -27,17 +27,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import embedding_and_head
-from recipe_lib.external.plan_executor import framed_forward, ranks_of
-from recipe_lib.external.plan_proof import certify, plan_differences
+from recipe_lib.external.modules import find_embedding_and_head
+from recipe_lib.external.plan_executor import build_ranks, frame_forward
+from recipe_lib.external.plan_proof import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
+    exclude_head_exchanges,
+    list_runs,
     place_parameters,
-    plan_runs,
     project,
-    with_loss_of_parts,
 )
 from recipe_lib.external.tensor_plan import sharding_plan
-from recipe_lib.external.tensor_plan.exchanges import own_part
+from recipe_lib.external.tensor_plan.exchanges import take_own_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
@@ -108,8 +108,8 @@ class TensorPlan:
             size,
         )
         if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL:
-            small, inputs = _small_copy(model, self.inputs)
-            plan, ranks = _plan_of_copy(small, inputs, size, self.sharding)
+            small, inputs = _build_small_copy(model, self.inputs)
+            plan, ranks = _infer_plan_of_copy(small, inputs, size, self.sharding)
         randomize(small)
         inputs = {
             name: value.cpu() if isinstance(value, Tensor) else value
@@ -140,10 +140,10 @@ class TensorPlan:
                 f" {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
             )
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
-        found = embedding_and_head(model)
+        found = find_embedding_and_head(model)
         head = None if found is None else found[1]
         if head is not None:
-            plan, columns = with_loss_of_parts(plan, model, head)
+            plan, columns = exclude_head_exchanges(plan, model, head)
         if head is None or (not columns and any(axis.output for axis in plan.axes)):
             raise ConfigError(
                 f"tensor plan of {type(model).__name__}: its logits come of no output projection;"
@@ -153,8 +153,10 @@ class TensorPlan:
         head.forward = partial(project, head, group, columns)
         partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
         whole = model.forward
-        shared = framed_forward(model, plan, ranks_of(group), head)
-        model.forward = wraps(whole)(_summing(model, partial_names, shared, mesh, group))
+        shared = frame_forward(model, plan, build_ranks(group), head)
+        model.forward = wraps(whole)(
+            _sum_partial_gradients(model, partial_names, shared, mesh, group)
+        )
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             # As it was inferred; what a class keeps for generating takes calls of its own
@@ -165,8 +167,8 @@ class TensorPlan:
         """The whole model's `state_dict()` on the host, on the mesh's first rank; empty on the
         others. A collective.
         """
-        runs = self._runs(model)
-        found, first = {}, _mesh_of(model).get_local_rank() == 0
+        runs = self._list_runs(model)
+        found, first = {}, _get_mesh(model).get_local_rank() == 0
         for name, value in model.state_dict().items():
             whole = (
                 restore_file_order(value.full_tensor(), runs.get(name))
@@ -182,7 +184,7 @@ class TensorPlan:
         """Reads a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
         that is missing.
         """
-        mesh, plans = _mesh_of(model), self._plans(model)
+        mesh, plans = _get_mesh(model), self._list_parameter_plans(model)
         for name, value in model.state_dict().items():
             if name not in state:
                 raise ConfigError(
@@ -191,7 +193,9 @@ class TensorPlan:
                 )
             whole, each = state[name], plans.get(name)
             if isinstance(value, DTensor) and each is not None and each.dim >= 0:
-                whole = own_part(whole, each.dim, each.segments, mesh.get_local_rank(), mesh.size())
+                whole = take_own_part(
+                    whole, each.dim, each.segments, mesh.get_local_rank(), mesh.size()
+                )
             (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
 
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
@@ -199,21 +203,22 @@ class TensorPlan:
         collective.
         """
         state = self.full_state_dict(model)
-        mesh = _mesh_of(model)
+        mesh = _get_mesh(model)
         if mesh.get_local_rank() == 0:
             model.save_pretrained(folder, state_dict=state, **more)
         torch.distributed.barrier(mesh.get_group())
 
-    def _plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
+    def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
         """By every name that a parameter has."""
         ids = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         return {name: self.sharding.parameter(ids[id(parameter)]) for name, parameter in every}
 
-    def _runs(self, model: nn.Module) -> dict[str, Any]:
-        size = _mesh_of(model).size()
+    def _list_runs(self, model: nn.Module) -> dict[str, Any]:
+        size = _get_mesh(model).size()
         found = {
-            name: (each.dim, plan_runs(each, size)) for name, each in self._plans(model).items()
+            name: (each.dim, list_runs(each, size))
+            for name, each in self._list_parameter_plans(model).items()
         }
         return {name: runs for name, runs in found.items() if runs[1]}
 
@@ -233,7 +238,7 @@ def seen_as_one_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _summing(
+def _sum_partial_gradients(
     model: nn.Module, names: list[str], forward: Callable[..., Any], mesh: DeviceMesh, group: Group
 ) -> Callable[..., Any]:
     """The forward, after which backward sums the gradients of these parameters over ranks, before
@@ -259,7 +264,7 @@ def _summing(
     return run
 
 
-def _mesh_of(model: nn.Module) -> DeviceMesh:
+def _get_mesh(model: nn.Module) -> DeviceMesh:
     found = next(
         (each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None
     )
@@ -270,7 +275,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
     return found
 
 
-def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """A small model of the same class with random weights, and two short rows of the same kind of
     inputs.
     """
@@ -295,7 +300,7 @@ def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str
     return small.eval(), cut
 
 
-def _plan_of_copy(
+def _infer_plan_of_copy(
     small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.ShardingPlan
 ) -> tuple[sharding_plan.ShardingPlan, int]:
     """The plan of a small copy, and for how many ranks it is: as many as can share it, as it may
@@ -303,7 +308,7 @@ def _plan_of_copy(
     """
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
-    other = plan_differences(large, plan)
+    other = find_plan_difference(large, plan)
     if other or not ranks:
         raise SetupError(
             f"tensor plan of {type(small).__name__}: could not be proven on a small model:"

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.config.registry import get_registered, register
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import (
-    embedding_and_head,
-    other_parts,
+    find_embedding_and_head,
+    list_other_parts,
 )
-from recipe_lib.external.stage_parts import keep_parts, logits_of, only, run_alone
-from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
+from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
+from recipe_lib.external.transformers_config import TRANSFORMERS, build_transformers_config
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LinearHead, LogitTransform
 from recipe_lib.models.families import build_spec
@@ -92,7 +92,7 @@ class ExternalModel(LanguageModel):
 
         The projection gets the signature of `OutputHead.forward`.
         """
-        found = embedding_and_head(model)
+        found = find_embedding_and_head(model)
         if found is None:
             raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
         head = found[1]
@@ -106,7 +106,7 @@ class ExternalModel(LanguageModel):
         class_forward, own = model.forward, type(model)
         model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
         model.spec, model.class_forward = spec, class_forward
-        model.other_parts = tuple(other_parts(model))
+        model.other_parts = tuple(list_other_parts(model))
         model.computed_buffers = {**model.computed_buffers, **buffers}
         model._division = _Division(
             head, owner, name, accepted, _has_windows(config), whole=not plain
@@ -122,7 +122,7 @@ class ExternalModel(LanguageModel):
         return parts
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        self._division.dtype = _dtype(self)  # the parameter that says so may be left out
+        self._division.dtype = _get_dtype(self)  # the parameter that says so may be left out
         found = keep_parts(self, self.find_stage_parts(), layers, first=first, last=last)
         self.elsewhere, self.modules_elsewhere = found
 
@@ -134,11 +134,11 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        inputs = self.inputs_of(tokens, positions, attention)
+        inputs = self.build_inputs(tokens, positions, attention)
         run = partial(run_alone, self, self.find_stage_parts(), hidden, inputs, list(layers))
         # With gradients if they are wanted: without, hidden states are of another shape where ranks
         # share tokens.
-        output, dtype = self._run_packed(attention, run), _dtype(self)
+        output, dtype = self._run_packed(attention, run), _get_dtype(self)
         if output.dtype != dtype:
             raise ConfigError(
                 f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of"
@@ -155,7 +155,7 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        with only(self, self.find_stage_parts(), hidden, tokens, None):
+        with run_only(self, self.find_stage_parts(), hidden, tokens, None):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
     def output_head(self) -> nn.Module | None:
@@ -167,16 +167,16 @@ class ExternalModel(LanguageModel):
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         parts = self.find_stage_parts()
-        return self.output_shape(parts.layers[0], tokens, parts.width)
+        return self.compute_output_shape(parts.layers[0], tokens, parts.width)
 
-    def output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
+    def compute_output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
         """The shape of what a module at `name`, a layer or outside of them, gives on this rank of
         tokens `[b, s]`.
         """
         shared = torch.is_grad_enabled() and name in self.local_outputs
         return tokens[0], tokens[1] // (self.ranks if shared else 1), width
 
-    def inputs_of(
+    def build_inputs(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
@@ -198,7 +198,7 @@ class ExternalModel(LanguageModel):
         if attention is None or attention.documents is None or self._division.windows:
             return inputs
         if "attention_mask" in accepted:
-            documents, dtype = attention.documents, _dtype(self)
+            documents, dtype = attention.documents, _get_dtype(self)
             order = torch.arange(tokens.shape[1], device=tokens.device)
             seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
             mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
@@ -276,7 +276,7 @@ class ExternalModel(LanguageModel):
                 inputs["logits_to_keep"] = 1
             output = self.class_forward(**inputs)
             cache = getattr(output, "past_key_values", None)
-            return logits_of(output)[:, -1]
+            return get_logits(output)[:, -1]
 
         return read
 
@@ -297,12 +297,12 @@ class ExternalModel(LanguageModel):
                 f"{self.spec.family}: found a cache, expected none: only our own families generate"
                 " with one"
             )
-        inputs = self.inputs_of(tokens, positions, attention)
+        inputs = self.build_inputs(tokens, positions, attention)
         if attention is not None and attention.documents is not None and not division.packs:
             with torch.no_grad():
                 self._run_packed(attention, partial(self.class_forward, **inputs))
         if labels is None:
-            return logits_of(self.class_forward(**inputs))
+            return get_logits(self.class_forward(**inputs))
         if not division.whole:
             hidden, after = run_trunk(self, division, inputs)
             if hidden is not None:
@@ -311,7 +311,7 @@ class ExternalModel(LanguageModel):
             _say_whole(
                 self, "what follows its output projection is not done to each logit by itself"
             )
-        logits = logits_of(self.class_forward(**inputs))
+        logits = get_logits(self.class_forward(**inputs))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # To the chunked head all logits are hidden states, of which the projection is done.
         projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
@@ -326,7 +326,7 @@ def _has_windows(config: dict[str, Any]) -> bool:
     ) or any(kind != "full_attention" for kind in kinds)
 
 
-def _dtype(model: ExternalModel) -> torch.dtype:
+def _get_dtype(model: ExternalModel) -> torch.dtype:
     return model._division.dtype or next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
@@ -353,7 +353,7 @@ def run_trunk(
         division.owner._modules[division.name] = division.head
         if stand_in.calls:
             steps.__exit__(None, None, None)
-    after = steps.found(logits_of(output)) if stand_in.calls == 1 else None
+    after = steps.found(get_logits(output)) if stand_in.calls == 1 else None
     return (None, LogitTransform()) if after is None else (stand_in.hidden, after)
 
 
@@ -466,7 +466,7 @@ class ModuleSource:
 
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The module as its class makes it, parameters on meta, with the class' own forward."""
-    with parameters_on_meta():
+    with put_parameters_on_meta():
         make, config = get_registered("model", source.implementation), dict(source.config)
         own = source.implementation == TRANSFORMERS
         model = make(config, source.attention, dtype) if own else make(config)
@@ -485,7 +485,7 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def put_parameters_on_meta() -> Iterator[None]:
     """Inside the block every parameter that a module registers goes to the meta device; buffers do
     not.
     """
@@ -510,13 +510,13 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 @register("model", "native")
-def native_module(config: dict[str, Any]) -> nn.Module:
+def build_native_module(config: dict[str, Any]) -> nn.Module:
     """Our own decoder of a config.json, on meta."""
     return build_meta(build_spec(config, "config.json"), torch.float32)
 
 
 @register("model", "transformers")
-def transformers_module(
+def build_transformers_module(
     config: dict[str, Any], attention: str = "sdpa", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """The causal language model that transformers has for a config.json; attention: its word for an
@@ -524,7 +524,7 @@ def transformers_module(
     """
     from transformers import AutoModelForCausalLM
 
-    made = transformers_config(config, str(config.get("model_type")))
+    made = build_transformers_config(config, str(config.get("model_type")))
     made.use_cache = False
     model: Any = AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
     model.tie_weights()

@@ -8,7 +8,7 @@ buffers, which FSDP exchanges, and the number of the rank. As a tensor, so that 
 same graph: inductor orders collectives, and ranks that do so in different ways wait for each other
 forever. Activation checkpointing is around that call, and compiled with it.
 
-Layers that are alike (`alike_layers`) are traced as the first of them, with their own tensors,
+Layers that are alike (`find_alike_layers`) are traced as the first of them, with their own tensors,
 unless its forward reads which layer it is: layers of the same code with the same settings, and
 exchanges at the same calls.
 
@@ -16,7 +16,7 @@ What one of them does to its tensors is then what another one does to its own, s
 has to look at one alone. Only what compares equal counts: settings that are objects of a layer's
 own make it one of a kind.
 
-What a compiled layer keeps for backward holds no gathered tokens (`GathersAgain`): torch's
+What a compiled layer keeps for backward holds no gathered tokens (`RegatheringPartitioner`): torch's
 partitioner takes the second gather of the same tokens, which backward makes, for the first one, and
 keeps what that gave: as many tokens as all ranks have, where each could keep its own.
 """
@@ -107,7 +107,7 @@ class CompiledLayers:
         self.ranks: dict[torch.device, Tensor] = {}
         self.traced: Callable[..., Any] = self._trace
 
-    def traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+    def make_traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
         """A layer's forward, which also takes what `compile` calls it with: a text, the rank's
         number, and tensors.
         """
@@ -131,11 +131,11 @@ class CompiledLayers:
         layer: Any = self.model.get_submodule(path)
         self.layers[path] = layer
         options = (
-            {"custom_partitioner_fn": GathersAgain()}
+            {"custom_partitioner_fn": RegatheringPartitioner()}
             if backend == "inductor" and self.gathers_again
             else None
         )
-        own = _with_own_code(layer.forward, path)
+        own = _copy_with_own_code(layer.forward, path)
         self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
         held = [
             tensors
@@ -154,18 +154,22 @@ class CompiledLayers:
 
     def _call(self, path: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.like:
-            self.like = alike_layers(self.layers, self.plan, self.originals)
+            self.like = find_alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
         held = [get_local(tensors[name]) for tensors, name in self.places[path]]
         try:
             like = self.like[path]
-            traced_as = like if _state_of(self.layers[like]) == _state_of(layer) else path
-            key = self._key_of(traced_as, layer, leaves, spec, given[0])
+            traced_as = (
+                like
+                if _list_module_states(self.layers[like]) == _list_module_states(layer)
+                else path
+            )
+            key = self._get_key(traced_as, layer, leaves, spec, given[0])
             found = self._run(key, given, held)
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
-            key = self._key_of(path, layer, leaves, spec, given[0])
+            key = self._get_key(path, layer, leaves, spec, given[0])
             found = self._run(key, given, held)
         call, tensors = self.calls[key], iter(found)
         assert call.outputs_spec is not None
@@ -195,7 +199,7 @@ class CompiledLayers:
                 " set compile=false or parallel.tensor=1"
             ) from error
 
-    def _key_of(
+    def _get_key(
         self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor
     ) -> str:
         """Of a call with other arguments, rows of another kind or adapters switched off, which is
@@ -210,8 +214,8 @@ class CompiledLayers:
             str(spec),
             times or -length,
             torch.is_grad_enabled(),
-            *_state_of(layer),
-            *map(_comparable, others),
+            *_list_module_states(layer),
+            *map(_make_comparable, others),
         )
         key = self.keys.setdefault(said, f"{path} {len(self.keys)}")
         if key not in self.calls:
@@ -264,7 +268,7 @@ class _NoNumber:
     ) = _read
 
 
-def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+def _copy_with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
     """A function that is not compiled together with others: torch counts compilations, and shapes,
     by code and name.
     """
@@ -276,12 +280,12 @@ def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]
     return FunctionType(code, globals(), code.co_name, closure=run.__closure__)
 
 
-def _state_of(layer: nn.Module) -> list[tuple[bool, bool]]:
+def _list_module_states(layer: nn.Module) -> list[tuple[bool, bool]]:
     """What changes in modules between calls."""
     return [(module.training, getattr(module, "is_off", False)) for module in layer.modules()]
 
 
-def alike_layers(
+def find_alike_layers(
     layers: Mapping[str, nn.Module], plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
     """For each layer the first one that it is like, by name. forwards: of modules by name, before a
@@ -290,7 +294,7 @@ def alike_layers(
     found: dict[str, str] = {}
     first: list[tuple[Any, str]] = []
     for name, layer in layers.items():
-        described = _described(layer, name, plan, forwards)
+        described = _describe_layer(layer, name, plan, forwards)
         like = next((other for each, other in first if each == described), None)
         if like is None:
             first.append((described, name))
@@ -298,7 +302,7 @@ def alike_layers(
     return found
 
 
-def _described(
+def _describe_layer(
     layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> Any:
     """All that a layer's forward depends on apart from its tensors."""
@@ -306,7 +310,9 @@ def _described(
     for name, module in layer.named_modules():
         forward = forwards.get(f"{path}.{name}" if name else path)
         settings = {
-            key: _comparable(value) for key, value in vars(module).items() if key not in _OF_ALL
+            key: _make_comparable(value)
+            for key, value in vars(module).items()
+            if key not in _OF_ALL
         }
         held = [
             key
@@ -320,23 +326,23 @@ def _described(
         modules.append(
             (name, type(module), getattr(forward, "__func__", forward), settings, held, hooks)
         )
-    return modules, _exchanges(path, plan)
+    return modules, _list_exchanges(path, plan)
 
 
-def _comparable(value: Any) -> Any:
+def _make_comparable(value: Any) -> Any:
     """What compares equal only to the same setting: containers by what is in them, tensors and
     others by identity.
     """
     if isinstance(value, (list, tuple)):
-        return type(value), [_comparable(each) for each in value]
+        return type(value), [_make_comparable(each) for each in value]
     if isinstance(value, dict):
-        return {key: _comparable(each) for key, each in value.items()}
+        return {key: _make_comparable(each) for key, each in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return type(value), value
     return id(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value
 
 
-def _exchanges(path: str, plan: ShardingPlan) -> Any:
+def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
     """The plan's boundaries, parameters to assemble and rewrites in a layer, by names within it."""
     inside, numbers = f"{path}.", {-1: -1}
     boundaries = []
@@ -365,7 +371,7 @@ _COPIES = frozenset({torch.ops._c10d_functional.wait_tensor.default, _ATEN.view.
                      operator.getitem})  # fmt: skip
 
 
-def _gathered(graph: fx.Graph) -> list[fx.Node]:
+def _find_gathered_nodes(graph: fx.Graph) -> list[fx.Node]:
     """What forward gathers, with its views and copies."""
     found: dict[fx.Node, None] = {}
     of_backward: set[fx.Node] = set()
@@ -380,7 +386,7 @@ def _gathered(graph: fx.Graph) -> list[fx.Node]:
     return list(found)
 
 
-class GathersAgain(CustomPartitionerFn):
+class RegatheringPartitioner(CustomPartitionerFn):
     """torch's partitioner, as inductor's setting `custom_partitioner_fn` takes one; what is
     gathered is not kept.
     """
@@ -389,7 +395,7 @@ class GathersAgain(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward of a layer's joint graph."""
-        again = _gathered(gm.graph)
+        again = _find_gathered_nodes(gm.graph)
         for node in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 
 # Functions that are cheaper than the memory of what they give: element by element, norms,
 # conversions and copies.
@@ -56,7 +56,7 @@ class _View:
         self.node = node
         self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def of(self, made: Tensor) -> Tensor:
+    def view_of(self, made: Tensor) -> Tensor:
         """The tensor, as it lies in what its node made."""
         return made.as_strided(*self.geometry)
 
@@ -107,7 +107,7 @@ class KeptTensors:
 
     def note_parameters(self, parameters: Any) -> None:
         """Tensors that are there anyway."""
-        for tensor in tensors_in(parameters):
+        for tensor in list_tensors(parameters):
             self._free.add(tensor.untyped_storage()._cdata)
 
     def note(
@@ -122,18 +122,18 @@ class KeptTensors:
         if not (name.strip("_") in CHEAP if cheap is None else cheap) or "out" in kwargs:
             return
         parents: list[_Node] = []
-        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        for at, tensor in enumerate(tensors_in(result)):
+        known = {tensor.untyped_storage()._cdata for tensor in list_tensors((args, kwargs))}
+        for at, tensor in enumerate(list_tensors(result)):
             storage = tensor.untyped_storage()._cdata
             if storage in known or storage in self._nodes:
                 continue  # a view
             if not parents:
                 args, kwargs = pytree.tree_map(
-                    lambda value: self._with_node(value, parents), (args, kwargs)
+                    lambda value: self._link_node(value, parents), (args, kwargs)
                 )
             self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, at), parents)
 
-    def _with_node(self, value: Any, parents: list[_Node]) -> Any:
+    def _link_node(self, value: Any, parents: list[_Node]) -> Any:
         """An argument, a tensor as a view of its node, which is noted among the parents."""
         if not isinstance(value, Tensor):
             return value
@@ -159,7 +159,7 @@ class KeptTensors:
         wanted = [
             (kept, self._nodes[found])
             for kept in self._kept
-            if (found := _storage(kept)) in self._nodes
+            if (found := _get_storage(kept)) in self._nodes
         ]
         if any(node.held is not None and node.held._version != node.version for node in nodes):
             return  # something was written into since
@@ -184,7 +184,7 @@ class KeptTensors:
                 continue
             kept.view = _View(node, kept.tensor)
             kept.tensor = None
-            kept.cone = _cone(node, stays)
+            kept.cone = _list_recomputed_nodes(node, stays)
             for each in kept.cone:
                 each.waiting += 1
         for node in nodes:
@@ -192,12 +192,12 @@ class KeptTensors:
                 node.held = None
 
 
-def _storage(kept: _SavedTensor) -> int:
+def _get_storage(kept: _SavedTensor) -> int:
     assert kept.tensor is not None
     return int(kept.tensor.untyped_storage()._cdata)
 
 
-def _cone(node: _Node, stays: set[_Node]) -> list[_Node]:
+def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
     """All that has to be made again for a node, itself included."""
     found: dict[_Node, None] = {}
     queue = [node]
@@ -215,7 +215,7 @@ def _unpack(kept: Any) -> Tensor:
     if kept.view is None:
         return kept.tensor
     with torch.no_grad():
-        found = kept.view.of(_made(kept.view.node))
+        found = kept.view.view_of(_recompute(kept.view.node))
     for node in kept.cone:
         node.waiting -= 1
         if node.waiting <= 0:
@@ -223,15 +223,15 @@ def _unpack(kept: Any) -> Tensor:
     return found
 
 
-def _made(node: _Node) -> Tensor:
+def _recompute(node: _Node) -> Tensor:
     """What a node was, made again; it is held as long as others wait for it."""
     if node.held is None:
         assert node.made_by is not None
         function, args, kwargs, at = node.made_by
         args, kwargs = pytree.tree_map_only(
-            _View, lambda view: view.of(_made(view.node)), (args, kwargs)
+            _View, lambda view: view.view_of(_recompute(view.node)), (args, kwargs)
         )
-        node.held = list(tensors_in(function(*args, **kwargs)))[at]
+        node.held = list(list_tensors(function(*args, **kwargs)))[at]
     return node.held
 
 

@@ -19,24 +19,24 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.external import stage_parts
 from recipe_lib.external.build import ExternalModel, ModuleSource, make_module
 from recipe_lib.external.modules import (
-    adapter_targets,
     add_adapters,
-    embedding_and_head,
+    find_embedding_and_head,
+    find_uncalled_linears,
+    get_linear_shape,
     is_transposed,
-    layer_linears,
-    linear_shape,
-    uncalled_linears,
-    without_adapter,
+    list_layer_linears,
+    list_without_adapter,
+    select_adapter_targets,
 )
 from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.external.transformers_config import (
     TRANSFORMERS,
-    looks_ahead,
-    one_line,
+    build_transformers_config,
+    format_one_line,
+    is_encoder,
     spell_config,
-    transformers_config,
 )
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import list_layer_names
@@ -73,7 +73,7 @@ class ModuleSpec(ExternalSpec):
 
         What its class computed for the buffers is in `computed_buffers`; `materialize` puts it
         there. Floating point buffers keep the type that the class gives them. Of a multimodal model
-        `other_parts` have no gradient.
+        `list_other_parts` have no gradient.
         """
         model = make_module(self.source, dtype)
         buffers = dict(model.named_buffers())
@@ -134,7 +134,7 @@ class ModuleSpec(ExternalSpec):
         return kinds
 
     def layout(self) -> TensorLayout:
-        return layout(self.source)
+        return build_layout(self.source)
 
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
         """See `recipe_lib.models.weight_names.build_weight_map`.
@@ -146,7 +146,7 @@ class ModuleSpec(ExternalSpec):
         held = self.layout()
         found, prefix = frozenset(file_names), held.prefix
         bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
-        read = reading(self.source, found) if found else None
+        read = find_reading(self.source, found) if found else None
         entries = []
         for name in held.shapes:
             names = held.names.get(name, (name,))
@@ -170,14 +170,14 @@ class ModuleSpec(ExternalSpec):
         renames them.
         """
         tied = self.layout().tied_names()
-        read = reading(self.source, frozenset(file_names))
+        read = find_reading(self.source, frozenset(file_names))
         renamed = {} if read is None else read.renamed
         return tied | {
             renamed[name]: parameter for name, parameter in tied.items() if name in renamed
         }
 
     def build_written_layout(self) -> WrittenLayout | None:
-        return writing(self.source)
+        return find_written_layout(self.source)
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if self.source.implementation != TRANSFORMERS:
@@ -186,8 +186,8 @@ class ModuleSpec(ExternalSpec):
 
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
         held = self.layout()
-        left = without_adapter(held.linears, held.uncalled, self.family)
-        return adapter_targets(held.linears, cfg.target_modules, left)
+        left = list_without_adapter(held.linears, held.uncalled, self.family)
+        return select_adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
@@ -199,11 +199,11 @@ class ModuleSpec(ExternalSpec):
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
 
-    def shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
+    def build_shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
         """Of a small model of the same class of transformers, with so many layers at least; keys:
         as in `shrink`.
         """
-        config = shrink(transformers_config(self.source.config, self.family), layers, keys)
+        config = shrink(build_transformers_config(self.source.config, self.family), layers, keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
 
 
@@ -224,15 +224,15 @@ def read_spec(
     check_sizes(config, where)
     family = str(config.get("model_type", implementation))
     if implementation == TRANSFORMERS:
-        transformers_config(config, where)
-    source, model = _made(dict(config), where, implementation, family)
-    if implementation == TRANSFORMERS and looks_ahead(model.config):
+        build_transformers_config(config, where)
+    source, model = _build_source(dict(config), where, implementation, family)
+    if implementation == TRANSFORMERS and is_encoder(model.config):
         raise CheckpointError(
             f"{where}: config.json: model_type {family!r} lets each token see later ones, and would"
             " learn to copy them, expected a causal language model; set is_decoder to true in"
             " config.json if it was trained so"
         )
-    found = embedding_and_head(model)
+    found = find_embedding_and_head(model)
     if found is None:
         raise CheckpointError(
             f"{where}: {type(model).__name__} has no embedding and output projection that could be"
@@ -240,7 +240,7 @@ def read_spec(
             " nn.Linear outside the layers"
         )
     embedding, head = found
-    number = _numbers(model, source.config)
+    number = _make_number_reader(model, source.config)
     return ModuleSpec(
         family=family,
         vocab_size=embedding.weight.shape[0],
@@ -253,7 +253,7 @@ def read_spec(
     )
 
 
-def _made(
+def _build_source(
     config: dict[str, Any], where: str, implementation: str, family: str
 ) -> tuple[ModuleSource, Any]:
     """The model's module, with transformers' fused attention if its class has that."""
@@ -263,7 +263,7 @@ def _made(
         try:
             return source, make_module(source)
         except (ValueError, ImportError) as error:  # a class without sdpa says so by one of these
-            first = first or one_line(error)
+            first = first or format_one_line(error)
         except (
             TypeError,
             AttributeError,
@@ -273,12 +273,12 @@ def _made(
             AssertionError,
         ) as error:
             raise CheckpointError(
-                f"{where}: {family} cannot be built from config.json ({one_line(error)})"
+                f"{where}: {family} cannot be built from config.json ({format_one_line(error)})"
             ) from error
     raise CheckpointError(f"{where}: {family} cannot be built ({first})")
 
 
-def _numbers(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
+def _make_number_reader(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
     """A number of the config by its key, with the defaults of the class; None where there is
     none.
     """
@@ -374,14 +374,14 @@ class TensorConversion:
         Experts that are stacked, one by one; else everything at once.
         """
         counts = {len(names) for names in self.sources.values()}
-        if len(counts) != 1 or not _stacks(self._converter.operations):
+        if len(counts) != 1 or not _is_stacking(self._converter.operations):
             yield 0, None, self.sources
             return
         for at in range(counts.pop()):
             yield at, at + 1, {pattern: [names[at]] for pattern, names in self.sources.items()}
 
 
-def _stacks(operations: list[Any]) -> bool:
+def _is_stacking(operations: list[Any]) -> bool:
     """Whether operations stack tensors along the first dimension, and leave that alone
     afterwards.
     """
@@ -396,13 +396,13 @@ def _stacks(operations: list[Any]) -> bool:
 
 
 @lru_cache(maxsize=8)
-def layout(source: ModuleSource) -> TensorLayout:
+def build_layout(source: ModuleSource) -> TensorLayout:
     """What the files of a model hold, by one build of its class."""
     model = make_module(source)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    parameters, linears = dict(model.named_parameters()), layer_linears(model)
+    parameters, linears = dict(model.named_parameters()), list_layer_linears(model)
     buffers = list_persistent_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
     return TensorLayout(
@@ -410,10 +410,10 @@ def layout(source: ModuleSource) -> TensorLayout:
         frozenset(buffers),
         names={name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
         prefix=f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
-        linears={name: linear_shape(module) for name, module in linears.items()},
+        linears={name: get_linear_shape(module) for name, module in linears.items()},
         transposed=frozenset(name for name, module in linears.items() if is_transposed(module)),
         plain=frozenset(name for name, module in linears.items() if type(module) is nn.Linear),
-        uncalled=uncalled_linears(model),
+        uncalled=find_uncalled_linears(model),
         modules=tuple(name for name, _ in model.named_modules() if name),
         unread=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
     )
@@ -430,19 +430,19 @@ class Reading:
 
 
 @lru_cache(maxsize=4)
-def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
+def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
     """How transformers would read these tensors; None for a model whose files it reads as they
     are.
     """
     if source.implementation != TRANSFORMERS:
         return None
-    module = _module(source)
-    table = _table(module, legacy=True)
+    module = _build_module(source)
+    table = _get_conversion_table(module, legacy=True)
     if table is None:
         return None
     from transformers import core_model_loading as loading
 
-    renamings, converters = _kinds(table)
+    renamings, converters = _split_table(table)
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
@@ -472,7 +472,7 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
 
 
 @lru_cache(maxsize=4)
-def writing(source: ModuleSource) -> WrittenLayout | None:
+def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
     """How transformers writes the model, in the layout of the architecture's own checkpoints; None:
     as it has it.
 
@@ -480,8 +480,8 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
     """
     if source.implementation != TRANSFORMERS:
         return None
-    module, held = _module(source), layout(source)
-    table = _table(module, legacy=False)
+    module, held = _build_module(source), build_layout(source)
+    table = _get_conversion_table(module, legacy=False)
     if not table:
         return None
     from transformers import core_model_loading as loading
@@ -492,7 +492,7 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
             for entry in table
             if not isinstance(entry, loading.PrefixChange)
         ][::-1]
-        renamings, converters = _kinds(back)
+        renamings, converters = _split_table(back)
         by_pattern = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
@@ -520,12 +520,12 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
     except _FAULTS:
         return None
     found_again = WrittenLayout(shapes, renamed, made)
-    return found_again if _reads_back(source, found_again) else None
+    return found_again if _can_read_back(source, found_again) else None
 
 
-def _reads_back(source: ModuleSource, written: WrittenLayout) -> bool:
+def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
     """Whether files of these tensors would be read as the parameters that they were made of."""
-    held, read = layout(source), reading(source, frozenset(written.shapes))
+    held, read = build_layout(source), find_reading(source, frozenset(written.shapes))
     if read is None:
         return False
     for name, shape in held.shapes.items():
@@ -543,12 +543,12 @@ def _reads_back(source: ModuleSource, written: WrittenLayout) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _module(source: ModuleSource) -> nn.Module:
+def _build_module(source: ModuleSource) -> nn.Module:
     """The class' module without values: conversions ask it for shapes and its config."""
     return make_module(source)
 
 
-def _table(module: Any, *, legacy: bool) -> list[Any] | None:
+def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
     """transformers' conversions of a model's files, in the order in which they are read; None: it
     has no such table.
     """
@@ -560,7 +560,7 @@ def _table(module: Any, *, legacy: bool) -> list[Any] | None:
     return found
 
 
-def _kinds(table: list[Any]) -> tuple[list[Any], list[Any]]:
+def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:
     """Those that give another name alone, and those that make other tensors."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 

@@ -39,15 +39,15 @@ from recipe_lib.external.tensor_plan.exchanges import (
     Exchanges,
     Rank,
     Ranks,
-    rewritten,
-    trained_length,
+    divide_attributes,
+    get_trained_length,
 )
 from recipe_lib.external.tensor_plan.sharding_plan import (
     Boundary,
     ParameterPlan,
     ShardingPlan,
-    pattern_of,
-    tensors_in,
+    list_tensors,
+    make_pattern,
 )
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.dtensor_shards import get_local
@@ -99,7 +99,7 @@ def run_by_plan(
     model.compile_layer = execution.compiled.compile
 
 
-def framed_forward(
+def frame_forward(
     model: nn.Module,
     plan: ShardingPlan,
     ranks: Ranks,
@@ -154,7 +154,7 @@ class _Execution(TorchFunctionMode):
         self.expected = Counter(module for module, _ in self.boundaries)
         layers = list_layer_names(model)
         self.must_run = {
-            layer: {pattern_of(path) for path in self.expected if path.startswith(f"{layer}.")}
+            layer: {make_pattern(path) for path in self.expected if path.startswith(f"{layer}.")}
             for layer in layers
         }
         self.assembled = [each for each in plan.parameters if each.whole]
@@ -168,15 +168,17 @@ class _Execution(TorchFunctionMode):
         for path, module in self.model.named_modules():
             self.compiled.originals[path] = module.forward
             if path and module is not head:
-                framed = self.framed(
+                framed = self.frame(
                     module.forward, path, ends_sharing=path in layers, module=module
                 )
-                module.forward = self.compiled.traceable(framed, path) if path in layers else framed
+                module.forward = (
+                    self.compiled.make_traceable(framed, path) if path in layers else framed
+                )
         # At the first forward, so that they go around FSDP's.
         self.model.register_forward_pre_hook(self.add_hooks, prepend=True)
-        return self.framed(forward, "", ends_sharing=False)
+        return self.frame(forward, "", ends_sharing=False)
 
-    def framed(
+    def frame(
         self,
         forward: Callable[..., Any],
         path: str,
@@ -194,14 +196,18 @@ class _Execution(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             running, frame = self.running, _RunningForward(path)
             outermost = not running.frames
-            self._note_length(path, next(tensors_in((args, kwargs)), None), outermost, ends_sharing)
+            self._note_length(
+                path, next(list_tensors((args, kwargs)), None), outermost, ends_sharing
+            )
             if ends_sharing:
                 running.ran, running.is_partly_off = set(), False
             running.frames.append(frame)
             try:
                 with ExitStack() as stack:
                     if outermost:
-                        stack.enter_context(rewritten(self.model, self.plan, self.ranks.size))
+                        stack.enter_context(
+                            divide_attributes(self.model, self.plan, self.ranks.size)
+                        )
                         stack.enter_context(self)
                     if not path and self.gathers_again:
                         stack.enter_context(self.kept.around())
@@ -222,7 +228,7 @@ class _Execution(TorchFunctionMode):
         if self.running.alone is not None:
             return
         if not path:
-            self.length = trained_length(first, self.plan, self.ranks.size)
+            self.length = get_trained_length(first, self.plan, self.ranks.size)
         elif is_layer and first is not None and torch.is_grad_enabled():
             key = (path, tuple(first.shape))
             if outermost:
@@ -237,14 +243,14 @@ class _Execution(TorchFunctionMode):
         running, path = self.running, frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
-            raise self._other_way(
+            raise self._make_other_way_error(
                 path, f"{frame.reached} of {self.expected[path]} exchanges were reached"
             )
-        running.ran.add(pattern_of(path))
+        running.ran.add(make_pattern(path))
         if missing := (
             set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran
         ):
-            raise self._other_way(min(missing), f"it was not run within {path}")
+            raise self._make_other_way_error(min(missing), f"it was not run within {path}")
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
@@ -309,7 +315,7 @@ class _Execution(TorchFunctionMode):
         compiled = self.running.alone is not None and bool(self.assembled)
         held = [
             value
-            for value in tensors_in((args, kwargs))
+            for value in list_tensors((args, kwargs))
             if compiled or isinstance(value, (DTensor, nn.Parameter))
         ]
         if held:
@@ -318,12 +324,12 @@ class _Execution(TorchFunctionMode):
             whole = {
                 id(value): parts
                 for value in held
-                if (parts := self._parts_of(value, frame.path)) is not None
+                if (parts := self._find_assembled_plan(value, frame.path)) is not None
             }
             given = args, kwargs
-            args, kwargs = self._local(given, {} if reads else whole)
+            args, kwargs = self._take_local(given, {} if reads else whole)
             if reads and whole and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
-                args, kwargs = self._local(given, whole)
+                args, kwargs = self._take_local(given, whole)
         if reads:
             return function(*args, **kwargs)
         here = self.boundaries.get((frame.path, frame.calls))
@@ -332,23 +338,23 @@ class _Execution(TorchFunctionMode):
             self.kept.note(function, args, kwargs, result)
         else:
             if name != here[0].function:
-                raise self._other_way(
+                raise self._make_other_way_error(
                     frame.path, f"call {frame.calls} is {name}, expected {here[0].function}"
                 )
             frame.reached += 1
             result = self.exchanges.call(here, function, args, kwargs)
-        if next(tensors_in(result), None) is not None:
+        if next(list_tensors(result), None) is not None:
             frame.calls += 1
         return result
 
-    def _other_way(self, path: str, found: str) -> SetupError:
+    def _make_other_way_error(self, path: str, found: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"
             f" tensor-parallel plan was made of ({found}); set {compiled}parallel.tensor=1"
         )
 
-    def _parts_of(self, parameter: Tensor, path: str) -> ParameterPlan | None:
+    def _find_assembled_plan(self, parameter: Tensor, path: str) -> ParameterPlan | None:
         """How to assemble a parameter that the forward of the module at `path` uses, if it is one
         to be assembled.
         """
@@ -367,7 +373,7 @@ class _Execution(TorchFunctionMode):
             (parts for owner, name, parts in held if owner._parameters.get(name) is parameter), None
         )
 
-    def _local(self, given: Any, whole: dict[int, ParameterPlan]) -> Any:
+    def _take_local(self, given: Any, whole: dict[int, ParameterPlan]) -> Any:
         """Arguments with this rank's part of parameters. whole: how to assemble those that are to
         be, by id.
         """
@@ -379,17 +385,17 @@ class _Execution(TorchFunctionMode):
         return pytree.tree_map_only(Tensor, take_own, given)
 
 
-def ranks_of(group: Group) -> Ranks:
+def build_ranks(group: Group) -> Ranks:
     """This process among the ranks of a group."""
     return Ranks(
         group.rank,
         group.size,
-        total=total_over(group),
+        total=make_total(group),
         gather=lambda tensor: wait(start_gather(tensor, group)),
         scatter=lambda tensor: wait(start_scatter(tensor, group)),
     )
 
 
-def total_over(group: Group) -> Change:
+def make_total(group: Group) -> Change:
     """The sum of a tensor over a group's ranks."""
     return partial(all_reduce, operation="sum", group=group)

@@ -19,41 +19,41 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.plan_executor import framed_forward
-from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, own_part
+from recipe_lib.external.plan_executor import frame_forward
+from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, take_own_part
 from recipe_lib.external.tensor_plan.sharding_plan import (
     ShardingPlan,
-    bounds,
-    output_values,
-    pattern_of,
-    period,
-    tensors_in,
+    compute_bounds,
+    find_period,
+    get_output_values,
+    list_tensors,
+    make_pattern,
 )
 
 
-def plan_differences(large: ShardingPlan, small: ShardingPlan) -> str:
+def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
     """What one of the plans does with a kind of parameter, or at a call, and the other does not;
     empty: nothing.
     """
-    found, there = _treatments(large), _treatments(small)
+    found, there = _describe_treatments(large), _describe_treatments(small)
     for name in sorted(found.keys() | there.keys()):
         if found.get(name) != there.get(name):
             return f"{name} has {sorted(found.get(name, ()))}, there {sorted(there.get(name, ()))}"
     return ""
 
 
-def _treatments(plan: ShardingPlan) -> dict[str, set[str]]:
+def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
     """How a plan holds each kind of parameter, and what it exchanges in each kind of module."""
     found: dict[str, set[str]] = {}
     for each in plan.parameters:
-        once = period(
+        once = find_period(
             list(each.segments)
         )  # as often as there are groups of heads, which may be fewer
         segments = f"{len(once)} {len(each.segments) > len(once)}"
         said = (
             f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
         )
-        found.setdefault(pattern_of(each.name), set()).add(said)
+        found.setdefault(make_pattern(each.name), set()).add(said)
     for boundary in plan.boundaries:
         call = (
             f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
@@ -62,7 +62,7 @@ def _treatments(plan: ShardingPlan) -> dict[str, set[str]]:
             f"{call} {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean}"
             f" {boundary.whole}"
         )
-        found.setdefault(pattern_of(boundary.module), set()).add(said)
+        found.setdefault(make_pattern(boundary.module), set()).add(said)
     return found
 
 
@@ -94,10 +94,10 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
             f" {list(plan.legal_sizes)}"
         )
     try:
-        errors = rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
+        errors = measure_rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
     except (RuntimeError, ValueError, TypeError):
         try:
-            errors = rank_errors(copy.deepcopy(model).float(), plan, size, inputs)
+            errors = measure_rank_errors(copy.deepcopy(model).float(), plan, size, inputs)
         except (RuntimeError, ValueError, TypeError) as error:
             line = (str(error).splitlines() or [""])[0]
             return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
@@ -109,7 +109,7 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
     return Certificate(size * len(errors), tuple(failures))
 
 
-def rank_errors(
+def measure_rank_errors(
     model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]
 ) -> dict[str, float]:
     """How far what ranks come to is from what the whole model does, relative to its norm.
@@ -120,13 +120,15 @@ def rank_errors(
     """
     # Copied before a forward, which some models keep the state of.
     models = [copy.deepcopy(model).eval() for _ in range(size + 1)]
-    whole = _results(models[size], models[size], inputs=inputs, gather=lambda tensor: tensor)
+    whole = _compute_results(
+        models[size], models[size], inputs=inputs, gather=lambda tensor: tensor
+    )
     group = _RankGroup(size)
     found: list[Any] = [None] * size
 
     def work(rank: int) -> None:
         try:
-            found[rank] = _results_of_rank(
+            found[rank] = _compute_rank_results(
                 models[rank], plan, group=group, rank=rank, inputs=inputs
             )
         except Exception as error:  # noqa: BLE001  (a thread hands on what it raises)
@@ -152,7 +154,8 @@ def rank_errors(
         float(each.norm()) for name, each in whole.items() if not name.startswith(_OUTPUT)
     )
     return {
-        name: _error(plan, name, expected=whole[name], found=found, least=least) for name in whole
+        name: _measure_error(plan, name, expected=whole[name], found=found, least=least)
+        for name in whole
     }
 
 
@@ -186,14 +189,18 @@ class _RankGroup:
         return Ranks(rank, self.size, total=total, gather=gather, scatter=scatter)
 
 
-def _results_of_rank(
+def _compute_rank_results(
     model: nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
 ) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         each = plan.parameter(name)
         if each.dim >= 0:
-            parameter.data = own_part(parameter.data, each.dim, each.segments, rank, group.size)
-    own_tokens = [bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output]
+            parameter.data = take_own_part(
+                parameter.data, each.dim, each.segments, rank, group.size
+            )
+    own_tokens = [
+        compute_bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output
+    ]
 
     def gather_tokens(logits: Tensor) -> Tensor:
         """Logits of all ranks, for a loss that each rank has whole."""
@@ -203,12 +210,12 @@ def _results_of_rank(
                 return exchange(logits, lambda part: torch.cat(group.exchange(rank, part), -1), own)
         return logits
 
-    forward = framed_forward(model, plan, group.ranks(rank), head=None, gathers_again=False)
-    return _results(model, forward, inputs=inputs, gather=gather_tokens)
+    forward = frame_forward(model, plan, group.ranks(rank), head=None, gathers_again=False)
+    return _compute_results(model, forward, inputs=inputs, gather=gather_tokens)
 
 
 @torch.enable_grad()
-def _results(
+def _compute_results(
     model: nn.Module,
     forward: Callable[..., Any],
     inputs: dict[str, Any],
@@ -229,7 +236,7 @@ def _results(
     generator = torch.Generator().manual_seed(1)
     loss: Any = 0.0
     found: dict[str, Tensor] = {}
-    for number, tensor in enumerate(tensors_in(output_values(output))):
+    for number, tensor in enumerate(list_tensors(get_output_values(output))):
         if tensor.requires_grad:
             whole = gather(tensor)
             found[f"{_OUTPUT}{number}"] = whole.detach()
@@ -243,7 +250,7 @@ def _results(
     return found
 
 
-def _error(
+def _measure_error(
     plan: ShardingPlan, name: str, expected: Tensor, found: list[dict[str, Tensor]], least: float
 ) -> float:
     ours = [each[name] for each in found]
@@ -253,7 +260,7 @@ def _error(
     elif (each := plan.parameter(name)).dim >= 0:
         ranks = range(len(ours))
         pairs = [
-            (ours[rank], own_part(expected, each.dim, each.segments, rank, len(ours)))
+            (ours[rank], take_own_part(expected, each.dim, each.segments, rank, len(ours)))
             for rank in ranks
         ]
     elif each.gradient == "partial":

@@ -19,7 +19,7 @@ from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import add_adapters
-from recipe_lib.external.plan_proof import certify, plan_differences
+from recipe_lib.external.plan_proof import certify, find_plan_difference
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
@@ -45,11 +45,11 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
     Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot be
     traced.
     """
-    held = all_modules(model).values()
+    held = list_all_modules(model).values()
     lengths = [
         module for module in held if getattr(module, "lora_magnitude_vector", None) is not None
     ]
-    plan = plan_of_model(
+    plan = infer_model_plan(
         model, parallel.tensor, tokens=not lengths
     )  # which DoRA's calls are none of
     if world.pipeline is not None:
@@ -57,7 +57,7 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
         # gives to the head.
         *before, _ = model.find_stage_parts().layers
         if len({name in plan.local_outputs for name in before}) > 1:
-            plan = plan_of_model(model, parallel.tensor, tokens=False)
+            plan = infer_model_plan(model, parallel.tensor, tokens=False)
     check_plan(model, plan, parallel)
     if not holds_values(world.device):
         return plan
@@ -68,7 +68,7 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
         if not plan.shared_tokens:
             raise
         log.info("tensor plan of %s: every rank has all tokens: %s", model.spec.family, error)
-        plan = plan_of_model(model, parallel.tensor, tokens=False)
+        plan = infer_model_plan(model, parallel.tensor, tokens=False)
         said = prove(model, plan, world)
     log.info("tensor plan of %s: %s", model.spec.family, said)
     return plan
@@ -94,7 +94,7 @@ def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None
         )
 
 
-def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
+def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
     """The plan of an external model as `build_meta` made it, adapters included, for `size` ranks.
 
     It is traced without memory, and as training calls it: without a mask where the class does
@@ -103,21 +103,21 @@ def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
     """
     first: SetupError | None = None
     with _disable_current_modes():  # a simulation's: the trace is none of it
-        traced = _on_meta(model)
-        for inputs in example_inputs(model, "meta"):
+        traced = _rebuild_on_meta(model)
+        for inputs in build_example_inputs(model, "meta"):
             try:
-                return infer_plan(traced, inputs, size, tokens, _others(model, inputs))
+                return infer_plan(traced, inputs, size, tokens, _build_other_inputs(model, inputs))
             except SetupError as error:
                 first = first or error
     assert first is not None
     raise first
 
 
-def _on_meta(model: Any) -> Any:
+def _rebuild_on_meta(model: Any) -> Any:
     """The same model anew, with all that it holds on the meta device, and its class' own
     forward.
     """
-    made = _made_anew(model, model.spec)  # whole, whatever stages of it the model has
+    made = _rebuild(model, model.spec)  # whole, whatever stages of it the model has
     for module in made.modules():
         held = vars(module) | module._buffers
         for name, value in held.items():
@@ -127,10 +127,10 @@ def _on_meta(model: Any) -> Any:
     return made
 
 
-def _others(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """What else a forward gets: rows that hold several documents, and longer ones."""
     accepted = inspect.signature(model.class_forward).parameters
-    *_, masked = example_inputs(model, "meta")
+    *_, masked = build_example_inputs(model, "meta")
     rows = inputs["input_ids"]
     positions = torch.arange(LENGTH, device=rows.device).expand(rows.shape)
     packed = {
@@ -144,7 +144,7 @@ def _others(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
+def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
     """What a forward may be called with: tokens alone, or with a mask `[b, 1, s, s]`."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.spec.vocab_size, (2, LENGTH), generator=generator).to(device)
@@ -163,7 +163,7 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
     if world.is_main:
         size = world.mesh["tensor"].size()
         try:
-            said[0] = proof(model, plan, size)
+            said[0] = prove_on_small_model(model, plan, size)
         except SetupError as error:
             said[1] = str(error)
         except Exception as error:  # noqa: BLE001  (of the class' own code: the other ranks wait to hear of it)
@@ -178,19 +178,19 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
     return str(said[0])
 
 
-def proof(model: Any, plan: ShardingPlan, size: int) -> str:
+def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
     """How the plan was proven for `size` ranks, in this process. Raises SetupError if it is not
     right.
     """
     family = model.spec.family
     differences: list[str] = []
     for keys, most in _SMALL_HEADS:
-        small, ranks = _small_model(model, keys), min(size, most)
-        small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
+        small, ranks = _build_small_model(model, keys), min(size, most)
+        small_plan = infer_model_plan(small, ranks, plan.shared_tokens > 0)
         if ranks not in small_plan.legal_sizes:  # it may have fewer heads
             ranks = max((legal for legal in small_plan.legal_sizes if legal <= ranks), default=0)
-            small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
-        differences.append(plan_differences(plan, small_plan))
+            small_plan = infer_model_plan(small, ranks, plan.shared_tokens > 0)
+        differences.append(find_plan_difference(plan, small_plan))
         if ranks and not differences[-1]:
             break
     else:
@@ -204,7 +204,7 @@ def proof(model: Any, plan: ShardingPlan, size: int) -> str:
     materialize(small, MemoryConfig(), torch.device("cpu"))
     randomize(small)
     small.forward = small.class_forward
-    certificate = certify(small, small_plan, ranks, next(example_inputs(small, "cpu")))
+    certificate = certify(small, small_plan, ranks, next(build_example_inputs(small, "cpu")))
     if certificate.failures:
         raise SetupError(
             f"parallel.tensor: the plan of {family} for {ranks} ranks is wrong"
@@ -214,23 +214,23 @@ def proof(model: Any, plan: ShardingPlan, size: int) -> str:
     return f"proven on a model of {elements:,} parameters: {certificate.checked} comparisons"
 
 
-def _small_model(model: Any, keys: int) -> Any:
+def _build_small_model(model: Any, keys: int) -> Any:
     """A model of the same class, without memory yet; of the same shape if that is small. keys: as
     in `shrink`.
     """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     held = {
         id(parameter): parameter.numel()
-        for module in all_modules(model).values()
+        for module in list_all_modules(model).values()
         for parameter in module.parameters()
     }
     large = sum(held.values()) > SMALL_MODEL
-    return _made_anew(
-        model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec
+    return _rebuild(
+        model, model.spec.build_shrunk(keys=keys) if of_transformers and large else model.spec
     )
 
 
-def all_modules(model: Any) -> dict[str, nn.Module]:
+def list_all_modules(model: Any) -> dict[str, nn.Module]:
     """The modules of an external model by name, with those that other ranks of a pipeline have."""
     found = dict(model.named_modules())
     for path, module in model.elsewhere.items():
@@ -238,7 +238,7 @@ def all_modules(model: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _made_anew(model: Any, spec: ExternalSpec) -> Any:
+def _rebuild(model: Any, spec: ExternalSpec) -> Any:
     """A model of the spec with adapters on the linears that have one in `model`, parameters on
     meta.
 
@@ -249,7 +249,7 @@ def _made_anew(model: Any, spec: ExternalSpec) -> Any:
     layers = [*list_layer_names(model), *model.elsewhere]
     adapted = {
         name: module
-        for name, module in all_modules(model).items()
+        for name, module in list_all_modules(model).items()
         if isinstance(module, AdaptedModule)
     }
     if adapted:

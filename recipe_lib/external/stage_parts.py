@@ -22,15 +22,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import embedding_and_head, other_parts
+from recipe_lib.external.modules import find_embedding_and_head, list_other_parts
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
-from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
+from recipe_lib.external.transformers_config import (
+    TRANSFORMERS,
+    build_transformers_config,
+    format_one_line,
+)
 from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
 from recipe_lib.models.meta_init import allocate, build_meta
 from recipe_lib.models.spec import StageParts
 
 
-def refusal(family: str, reason: str) -> ConfigError:
+def make_refusal(family: str, reason: str) -> ConfigError:
     """The fault of a class that is not cut."""
     return ConfigError(
         f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1"
@@ -75,10 +79,10 @@ class _Last(_OfOtherStage):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises `_EndOfStage`."""
-        raise _EndOfStage(_first(self.held[0](*args, **kwargs)))
+        raise _EndOfStage(_get_hidden_states(self.held[0](*args, **kwargs)))
 
 
-def _first(output: Any) -> Any:
+def _get_hidden_states(output: Any) -> Any:
     """Of what a layer returns, the hidden states."""
     return output[0] if isinstance(output, tuple) else output
 
@@ -93,7 +97,7 @@ def run_alone(
     """Hidden states behind layers of these numbers; see `LanguageModel.run_stage`. inputs: of the
     class' forward.
     """
-    with only(model, parts, hidden, inputs["input_ids"], list(layers)):
+    with run_only(model, parts, hidden, inputs["input_ids"], list(layers)):
         try:
             model.class_forward(**inputs)
         except _EndOfStage as reached:
@@ -103,7 +107,7 @@ def run_alone(
     )
 
 
-def only(
+def run_only(
     model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
 ) -> AbstractContextManager[None]:
     """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what
@@ -116,27 +120,25 @@ def only(
     for number, name in enumerate(parts.layers):
         if number not in running:
             output = (hidden, *[None] * (parts.returned - 1)) if parts.returned else hidden
-            swaps[name] = _OfOtherStage(_held(model, name), output)
+            swaps[name] = _OfOtherStage(_get_held_module(model, name), output)
     if hidden is not None:
         zero = hidden.new_zeros(())
         for name in parts.first:
-            blank = zero.expand(model.output_shape(name, tokens.shape, hidden.shape[-1]))
-            swaps[name] = _OfOtherStage(_held(model, name), blank)
+            blank = zero.expand(model.compute_output_shape(name, tokens.shape, hidden.shape[-1]))
+            swaps[name] = _OfOtherStage(_get_held_module(model, name), blank)
     if running:
         last = parts.layers[running[-1]]
         swaps[last] = _Last(model.get_submodule(last))
-    return replace_entries(
-        (*_owner_and_child(model, name), module) for name, module in swaps.items()
-    )
+    return replace_entries((*_find_owner(model, name), module) for name, module in swaps.items())
 
 
-def _held(model: Any, name: str) -> nn.Module:
+def _get_held_module(model: Any, name: str) -> nn.Module:
     """A module, also one that another rank has."""
     found: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
     return found
 
 
-def _owner_and_child(model: Any, name: str) -> tuple[dict[str, Any], str]:
+def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
     """The modules of the module that owns one, by their names there; and its own."""
     owner, _, child = name.rpartition(".")
     return model.get_submodule(owner)._modules, child
@@ -153,7 +155,7 @@ def keep_parts(
     tied, kept = model.spec.tied, set(layers)
     embedding = model.get_submodule(parts.embedding)
     if tied and first and last and type(embedding) is not nn.Embedding:
-        raise refusal(
+        raise make_refusal(
             model.spec.family,
             f"its tied embedding is a {type(embedding).__name__}, and this schedule has it twice on"
             " the first rank",
@@ -166,7 +168,7 @@ def keep_parts(
         placeholders[parts.embedding] = hold_tied_weight(embedding)
     elsewhere = {}
     for name, module in placeholders.items():
-        held, child = _owner_and_child(model, name)
+        held, child = _find_owner(model, name)
         elsewhere[name] = held[child]
         held[child] = module
     empty = {name for name in absent if next(model.get_submodule(name).parameters(), None) is None}
@@ -190,23 +192,23 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
     ):  # a simulation's: this is none of it
         try:
             if elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
-                small = spec.shrunk(layers=spec.num_layers)
+                small = spec.build_shrunk(layers=spec.num_layers)
             model: Any = build_meta(small, torch.float32)
             allocate(model, torch.device("cpu"))
             randomize(model)
-            parts = _found(model.eval())
+            parts = _find_small_parts(model.eval())
             _prove(model, parts)
         except ConfigError:
             raise
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {one_line(error)}"
-            raise refusal(
+            line = f"{type(error).__name__}: {format_one_line(error)}"
+            raise make_refusal(
                 spec.family, f"a small model of it does not run in stages ({line})"
             ) from error
-    return parts if small is spec else _of(spec, parts)
+    return parts if small is spec else _resize_parts(spec, parts)
 
 
-def _of(spec: "ModuleSpec", parts: StageParts) -> StageParts:
+def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
     """The parts of the large model, which are those of the small one; its width."""
     layout = spec.layout()
     prefix = parts.layers[0].removesuffix("0")
@@ -224,29 +226,31 @@ def _of(spec: "ModuleSpec", parts: StageParts) -> StageParts:
         or not 0 < len(layers) <= len(parts.layers)
         or {*parts.first, *parts.last} - set(layout.modules)
     ):
-        raise refusal(
+        raise make_refusal(
             spec.family,
             f"its small model has other modules ({(other or layers or ['no layers'])[0]})",
         )
-    width = _width(spec)
-    if width is None or _width(spec.shrunk()) != parts.width:
-        raise refusal(
+    width = _read_width(spec)
+    if width is None or _read_width(spec.build_shrunk()) != parts.width:
+        raise make_refusal(
             spec.family, "its config does not say how wide its hidden states are (hidden_size)"
         )
     return replace(parts, layers=tuple(layers), width=width)
 
 
-def _width(spec: "ModuleSpec") -> int | None:
+def _read_width(spec: "ModuleSpec") -> int | None:
     return getattr(
-        transformers_config(spec.source.config, spec.family).get_text_config(), "hidden_size", None
+        build_transformers_config(spec.source.config, spec.family).get_text_config(),
+        "hidden_size",
+        None,
     )
 
 
-def _found(model: Any) -> StageParts:
+def _find_small_parts(model: Any) -> StageParts:
     """The parts of a model with values, by the order in which one forward calls its modules. Raises
     ConfigError.
     """
-    elsewhere = tuple(other_parts(model))
+    elsewhere = tuple(list_other_parts(model))
     layers = [
         name
         for name in list_layer_names(model)
@@ -254,13 +258,13 @@ def _found(model: Any) -> StageParts:
     ]
     lists = {name.rpartition(".")[0] for name in layers}
     if len(lists) != 1:
-        raise refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
-    owners = _owners(model, layers, elsewhere)
+        raise make_refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
+    owners = _list_owners(model, layers, elsewhere)
     with torch.no_grad():
-        _, called = _run_whole(model, _tokens(model, 0), (*owners, *layers))
+        _, called = _run_whole(model, _make_tokens(model, 0), (*owners, *layers))
     order = [name for name, _ in called]
     if [name for name in order if name in layers] != layers:
-        raise refusal(
+        raise make_refusal(
             model.spec.family, "its forward does not call each layer once, in the order of the list"
         )
     begin, end = order.index(layers[0]), order.index(layers[-1])
@@ -270,17 +274,17 @@ def _found(model: Any) -> StageParts:
         set(order[end + 1 :]),
     )
     if between or before & last:
-        raise refusal(
+        raise make_refusal(
             model.spec.family, f"{min(between or before & last)} runs with layers of several stages"
         )
-    embedding, head = embedding_and_head(model) or (None, None)
+    embedding, head = find_embedding_and_head(model) or (None, None)
     names = {id(module): name for name, module in model.named_modules()}
     if names[id(embedding)] in last or names[id(head)] in before:
-        raise refusal(model.spec.family, "its embedding runs behind its layers")
+        raise make_refusal(model.spec.family, "its embedding runs behind its layers")
     output = called[begin][1]
-    hidden = _first(output)
+    hidden = _get_hidden_states(output)
     if not isinstance(hidden, Tensor) or hidden.shape[:-1] != torch.Size(_TOKENS):
-        raise refusal(
+        raise make_refusal(
             model.spec.family, "a layer returns something else than hidden states [b, s, d]"
         )
     last |= {names[id(head)]}
@@ -294,7 +298,7 @@ def _found(model: Any) -> StageParts:
     )
 
 
-def _owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[str]:
+def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[str]:
     """The modules outside the layers that have parameters of their own, the outermost ones."""
     inside = tuple(f"{name}." for name in (*layers, *elsewhere))
     owners: list[str] = []
@@ -307,14 +311,14 @@ def _owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[s
         if own is not None and any(
             layer.startswith(f"{name}." if name else "") for layer in layers
         ):
-            raise refusal(
+            raise make_refusal(
                 model.spec.family, f"{own.lstrip('.')} is in no module that one stage could have"
             )
         owners += [name] if own is not None else []
     return owners
 
 
-def _tokens(model: Any, seed: int) -> Tensor:
+def _make_tokens(model: Any, seed: int) -> Tensor:
     words = model.spec.vocab_size  # the first ones may be padding, of which classes warn
     return torch.randint(
         min(3, words - 1), words, _TOKENS, generator=torch.Generator().manual_seed(seed)
@@ -333,7 +337,7 @@ def _run_whole(
                 called.append((name, pytree.tree_map_only(Tensor, torch.clone, output)))
 
             hooks.callback(model.get_submodule(name).register_forward_hook(note).remove)
-        return logits_of(model.class_forward(**model.inputs_of(tokens))), called
+        return get_logits(model.class_forward(**model.build_inputs(tokens))), called
 
 
 @torch.no_grad()
@@ -344,32 +348,32 @@ def _prove(model: Any, parts: StageParts) -> None:
     What a forward leaves in the model must not help: another one runs before, and the last layers
     are first.
     """
-    family, tokens = model.spec.family, _tokens(model, 0)
+    family, tokens = model.spec.family, _make_tokens(model, 0)
     whole, called = _run_whole(model, tokens, parts.layers)
-    given = [_first(output) for _, output in called]
-    _run_whole(model, _tokens(model, 1))
-    with only(model, parts, given[-1], tokens, None):
+    given = [_get_hidden_states(output) for _, output in called]
+    _run_whole(model, _make_tokens(model, 1))
+    with run_only(model, parts, given[-1], tokens, None):
         if not torch.equal(_run_whole(model, tokens)[0], whole):
-            raise refusal(
+            raise make_refusal(
                 family, "what is behind its layers takes more from them than hidden states"
             )
     for number in reversed(range(len(parts.layers))):
         received = given[number - 1] if number else None
         try:
-            found = run_alone(model, parts, received, model.inputs_of(tokens), [number])
+            found = run_alone(model, parts, received, model.build_inputs(tokens), [number])
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {one_line(error)}"
-            raise refusal(
+            line = f"{type(error).__name__}: {format_one_line(error)}"
+            raise make_refusal(
                 family, f"{parts.layers[number]} does not run by itself ({line})"
             ) from error
         if not torch.equal(found, given[number]):
             reason = (
                 f"{parts.layers[number]} takes more from the layers before it than hidden states"
             )
-            raise refusal(family, reason)
+            raise make_refusal(family, reason)
 
 
-def logits_of(output: Any) -> Tensor:
+def get_logits(output: Any) -> Tensor:
     """The logits of what a forward returns: a tensor, an object with `.logits`, or a tuple that
     begins with them.
     """

@@ -26,9 +26,13 @@ from recipe_lib.adapters.layers import AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.plan_executor import ranks_of, run_by_plan, total_over
-from recipe_lib.external.tensor_plan.exchanges import enter, exchange, own_part
-from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
+from recipe_lib.external.plan_executor import build_ranks, make_total, run_by_plan
+from recipe_lib.external.tensor_plan.exchanges import enter, exchange, take_own_part
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    ParameterPlan,
+    ShardingPlan,
+    compute_bounds,
+)
 from recipe_lib.models.decoder import LogitTransform
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
@@ -63,13 +67,13 @@ def shard_module(
     plan = replace(plan, parameters=parameters, rewrites=rewrites)
     head, columns = model.output_head(), 0
     if head is not None:
-        plan, columns = with_loss_of_parts(plan, model, head)
+        plan, columns = exclude_head_exchanges(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     place_parameters(model, plan, world.mesh["tensor"], stored)
     runs = {
         each.name: (each.dim, cut)
         for each in plan.parameters
-        if (cut := plan_runs(each, group.size))
+        if (cut := list_runs(each, group.size))
     }
     for name in stored:  # lengths are cut as the rows of their matrix, which may hold several
         rows = f"{name.removesuffix(_LENGTHS)}lora_B.weight"
@@ -78,7 +82,9 @@ def shard_module(
     model.runs = runs
     if head is not None:
         head.forward = partial(project, head, group, columns)
-    run_by_plan(model, plan, ranks_of(group), head, parallel.tensor_regather_in_backward != "false")
+    run_by_plan(
+        model, plan, build_ranks(group), head, parallel.tensor_regather_in_backward != "false"
+    )
     own = {name for name, _ in model.named_parameters()}
     gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
     return gradients | {
@@ -114,7 +120,7 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
                     f" in blocks, and it {reason}; set lora.quantize_base=none,"
                     f" {'' if not whole else 'int8, '}or parallel.tensor=1"
                 )
-            (part,) = bounds(each.segments, group.rank, group.size)
+            (part,) = compute_bounds(each.segments, group.rank, group.size)
             module.take_part(*((0, outputs), part) if by_columns else (part, (0, inputs)))
             of_factors = Replicate() if by_columns or module.kind == "nf4" else Shard(0)
             storage = (Shard(each.dim), of_factors)
@@ -124,7 +130,7 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
     return found
 
 
-def with_loss_of_parts(
+def exclude_head_exchanges(
     plan: ShardingPlan, model: nn.Module, head: nn.Module
 ) -> tuple[ShardingPlan, int]:
     """The plan without what the output projection is exchanged for, which the loss does itself;
@@ -169,15 +175,17 @@ def place_parameters(
                 if stored and own in stored:
                     placed[id(parameter)] = as_placed(parameter, stored[own], mesh)
                 else:
-                    placed[id(parameter)] = _as_part(parameter, plans[own], mesh)
+                    placed[id(parameter)] = _take_parameter_part(parameter, plans[own], mesh)
             setattr(module, name, placed[id(parameter)])
 
 
-def _as_part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> nn.Parameter:
+def _take_parameter_part(
+    parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
+) -> nn.Parameter:
     whole = parameter.detach()
     part, placement = whole, cast(Placement, Replicate())
     if plan.dim >= 0:
-        part = own_part(
+        part = take_own_part(
             whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()
         ).contiguous()
         placement = Shard(plan.dim)
@@ -187,13 +195,13 @@ def _as_part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> 
     return nn.Parameter(placed, parameter.requires_grad)
 
 
-def plan_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
+def list_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) in the file of what follows one another on the ranks; none where the order is
     that of the file.
     """
     if plan.dim < 0 or len(plan.segments) < 2:
         return ()
-    return tuple(part for rank in range(size) for part in bounds(plan.segments, rank, size))
+    return tuple(part for rank in range(size) for part in compute_bounds(plan.segments, rank, size))
 
 
 # The output projection, of a part of the vocabulary.
@@ -218,7 +226,7 @@ def project(
     after = after or LogitTransform()
     if labels is None and vocabulary:
         return _gather_columns(
-            F.linear(enter(hidden, total_over(group)), weight, bias), vocabulary, group
+            F.linear(enter(hidden, make_total(group)), weight, bias), vocabulary, group
         )
     if labels is None:
         return F.linear(hidden, weight, bias)
@@ -271,21 +279,23 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        module.compute_weight_norms = partial(_all_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
-        module.compute_relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
+        module.compute_weight_norms = partial(_gather_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
+        module.compute_relative_lengths = partial(
+            _compute_relative_lengths, module, group, first.dim
+        )  # type: ignore[method-assign]
         found[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
     return found
 
 
-def _relative(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
+def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     """What this rank's outputs are multiplied by; no call of the forward that the plan counts."""
     with torch._C.DisableTorchFunction():
         lengths: Tensor = get_local(module.lora_magnitude_vector)
-        return lengths / _norms(module, group, cut)
+        return lengths / _compute_norms(module, group, cut)
 
 
 @torch.no_grad()
-def _norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
+def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     """Of this rank's rows of the matrix. cut: the dimension of A that is cut, 1: as the matrix's
     columns are.
     """
@@ -300,7 +310,7 @@ def _norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()
 
 
-def _all_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
+def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
     """Of all rows, in the order of the ranks. A collective."""
-    found = _norms(module, group, cut)
+    found = _compute_norms(module, group, cut)
     return wait(start_gather(found, group)) if rows == 0 else found

@@ -19,7 +19,7 @@ from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
 from recipe_lib.external import module_spec
-from recipe_lib.external.compiled_layers import GathersAgain
+from recipe_lib.external.compiled_layers import RegatheringPartitioner
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
@@ -52,7 +52,7 @@ class Graphs:
         self.code: list[str] = []
         self.count: Counter[str] = Counter()  # of what ranks did together
         self.kept: list[list[int]] = []  # shapes; of parameters, whole or transposed, none
-        self.divide = GathersAgain()
+        self.divide = RegatheringPartitioner()
         self.backend = aot_autograd(
             fw_compiler=self.note, bw_compiler=self.note, partition_fn=self.note_kept
         )

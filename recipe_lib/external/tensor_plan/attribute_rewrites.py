@@ -5,47 +5,47 @@ right for a rank's.
 from collections.abc import Iterator
 
 from recipe_lib.external.tensor_plan.forward_trace import (
-    Course,
-    Demand,
+    AttributeDivision,
     ForwardTrace,
     LocalSizes,
-    Wanted,
-    demands_of,
+    ShardedAxis,
+    SizeDemand,
+    list_demands,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Attribute,
     Division,
-    attributes_of,
-    decided_alike,
     evaluate,
+    is_decided_alike,
+    list_attributes,
 )
 
 
-def rewrites_for(
-    trace: ForwardTrace, courses: list[Course]
-) -> tuple[dict[Attribute, Wanted], dict[Course, str]]:
+def find_rewrites(
+    trace: ForwardTrace, sharded_axes: list[ShardedAxis]
+) -> tuple[dict[Attribute, AttributeDivision], dict[ShardedAxis, str]]:
     """Attributes that have to be divided, with the axes that ask for it; and axes that cannot be,
     with the reason.
     """
-    ranks = LocalSizes(courses)
-    demands = [demand for call in trace.calls for demand in demands_of(call, ranks)]
+    ranks = LocalSizes(sharded_axes)
+    demands = [demand for call in trace.calls for demand in list_demands(call, ranks)]
     divisions: dict[Attribute, Division] = {}
-    wanted: dict[Attribute, Wanted] = {}
+    wanted: dict[Attribute, AttributeDivision] = {}
     kept = {
         attribute
         for demand in demands
-        if demand.expected == int(demand.value) and not demand.courses
-        for attribute in attributes_of(demand.value)
-        if _right(demand, ranks, {})
+        if demand.expected == int(demand.value) and not demand.sharded_axes
+        for attribute in list_attributes(demand.value)
+        if _is_right(demand, ranks, {})
     }
     for demand in demands:
-        if _right(demand, ranks, divisions):
-            for attribute in attributes_of(demand.value):
+        if _is_right(demand, ranks, divisions):
+            for attribute in list_attributes(demand.value):
                 if attribute in divisions:
-                    wanted[attribute].courses.update(demand.courses)
+                    wanted[attribute].sharded_axes.update(demand.sharded_axes)
             continue
-        for attribute in dict.fromkeys(attributes_of(demand.value)):
-            shares = {ranks.shares[course] for course in demand.courses}
+        for attribute in dict.fromkeys(list_attributes(demand.value)):
+            shares = {ranks.shares[sharded_axis] for sharded_axis in demand.sharded_axes}
             if (
                 attribute in kept
                 or attribute in divisions
@@ -55,24 +55,24 @@ def rewrites_for(
                 continue
             right = (
                 each
-                for each in _divisions(demand, *shares)
-                if _right(demand, ranks, {**divisions, attribute: each})
+                for each in _list_divisions(demand, *shares)
+                if _is_right(demand, ranks, {**divisions, attribute: each})
             )
             if (found := next(right, None)) is not None:
                 divisions[attribute] = found
-                wanted[attribute] = Wanted(set(demand.courses), found.kept)
+                wanted[attribute] = AttributeDivision(set(demand.sharded_axes), found.kept)
                 break
-    refused: dict[Course, str] = {}
+    refused: dict[ShardedAxis, str] = {}
     for demand in demands:
-        if not _right(demand, ranks, divisions):
-            guilty = demand.courses or [
-                course
-                for each in attributes_of(demand.value)
+        if not _is_right(demand, ranks, divisions):
+            guilty = demand.sharded_axes or [
+                sharded_axis
+                for each in list_attributes(demand.value)
                 if each in wanted
-                for course in wanted[each].courses
+                for sharded_axis in wanted[each].sharded_axes
             ]
-            for course in guilty:
-                refused[course] = (
+            for sharded_axis in guilty:
+                refused[sharded_axis] = (
                     f"{demand.call.function} at {demand.call.source} in"
                     f" {demand.call.key.module or 'the model itself'} takes the size"
                     f" {int(demand.value)}, which no attribute of its own gives for a part"
@@ -80,7 +80,7 @@ def rewrites_for(
     return wanted, refused
 
 
-def _divisions(demand: Demand, ranks: int) -> Iterator[Division]:
+def _list_divisions(demand: SizeDemand, ranks: int) -> Iterator[Division]:
     """All of an attribute is divided, or as much of one that is the very size as is needed."""
     yield Division(ranks)
     kept = (ranks * demand.expected - int(demand.value)) // (ranks - 1)
@@ -90,10 +90,10 @@ def _divisions(demand: Demand, ranks: int) -> Iterator[Division]:
         yield Division(ranks, kept)
 
 
-def goes_the_same_way(
+def is_control_flow_same(
     trace: ForwardTrace,
-    courses: list[Course],
-    wanted: dict[Attribute, Wanted],
+    sharded_axes: list[ShardedAxis],
+    wanted: dict[Attribute, AttributeDivision],
     size: int,
     last: dict[str, int],
 ) -> bool:
@@ -103,14 +103,16 @@ def goes_the_same_way(
     last: by module, the number of the last call that has a boundary. A comparison of sizes that
     comes after it may come out otherwise: `if groups == 1: return keys`.
     """
-    ranks = LocalSizes([course for course in courses if not course.vocabulary], size)
+    ranks = LocalSizes(
+        [sharded_axis for sharded_axis in sharded_axes if not sharded_axis.vocabulary], size
+    )
     divisions = {attribute: Division(size, each.kept) for attribute, each in wanted.items()}
     return all(
-        decided_alike(decision, ranks.size, divisions)
+        is_decided_alike(decision, ranks.read_size, divisions)
         for decision in trace.decisions
         if decision.call <= last.get(decision.module, -1)
     )
 
 
-def _right(demand: Demand, ranks: LocalSizes, divisions: dict[Attribute, Division]) -> bool:
-    return evaluate(demand.value, ranks.size, divisions) == demand.expected
+def _is_right(demand: SizeDemand, ranks: LocalSizes, divisions: dict[Attribute, Division]) -> bool:
+    return evaluate(demand.value, ranks.read_size, divisions) == demand.expected

@@ -19,7 +19,7 @@ class AxisNode:
     def __init__(
         self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
     ):
-        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis stays whole,
+        """size: elements. kind: `leaf`, `make_product` or `list_parts`. blocked: why this axis stays whole,
         or empty.
         """
         self.size = size
@@ -37,41 +37,41 @@ def find(node: AxisNode) -> AxisNode:
     return node
 
 
-def leaves(node: AxisNode) -> list[AxisNode]:
+def list_leaves(node: AxisNode) -> list[AxisNode]:
     """The leaves under a node that hold more than one element, in order, as often as they occur."""
     root = find(node)
     if root.kind == "leaf":
         return [root] if root.size > 1 else []
-    return [leaf for child in root.children for leaf in leaves(child)]
+    return [leaf for child in root.children for leaf in list_leaves(child)]
 
 
 def block(node: AxisNode, reason: str) -> None:
     """Every axis under the node stays whole, for this reason; the first reason is kept."""
-    for leaf in leaves(node):
+    for leaf in list_leaves(node):
         leaf.blocked = leaf.blocked or reason
 
 
-def factors(node: AxisNode) -> list[AxisNode]:
+def list_factors(node: AxisNode) -> list[AxisNode]:
     """The node as a product: its factors of more than one element, the outermost first."""
     root = find(node)
     if root.size == 1:
         return []
     if root.kind != "product":
         return [root]
-    return [factor for child in root.children for factor in factors(child)]
+    return [factor for child in root.children for factor in list_factors(child)]
 
 
-def parts(node: AxisNode) -> list[AxisNode]:
+def list_parts(node: AxisNode) -> list[AxisNode]:
     """The node as a concatenation: its parts in order."""
     root = find(node)
     if root.kind != "parts":
         return [root]
-    return [part for child in root.children for part in parts(child)]
+    return [part for child in root.children for part in list_parts(child)]
 
 
-def product(nodes: Iterable[AxisNode]) -> AxisNode:
+def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
     """One dimension made of several, the outermost first."""
-    found = [factor for node in nodes for factor in factors(node)]
+    found = [factor for node in nodes for factor in list_factors(node)]
     if len(found) == 1:
         return found[0]
     return (
@@ -79,9 +79,9 @@ def product(nodes: Iterable[AxisNode]) -> AxisNode:
     )
 
 
-def concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
+def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
     """One dimension made of several, one after the other."""
-    found = [part for node in nodes for part in parts(node) if part.size]
+    found = [part for node in nodes for part in list_parts(node) if part.size]
     if len(found) == 1:
         return found[0]
     return AxisNode(sum(part.size for part in found), "parts", found) if found else AxisNode(0)
@@ -89,7 +89,7 @@ def concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
 
 def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
     """The same elements under other sizes, as a view has it; what does not line up is blocked."""
-    queue = [factor for node in nodes for factor in factors(node)]
+    queue = [factor for node in nodes for factor in list_factors(node)]
     found: list[AxisNode] = []
     for size in sizes:
         taken: list[AxisNode] = []
@@ -103,12 +103,12 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
             if first.size % need or not _refine(first, need, reason):
                 need = 0
                 break
-            queue[:1] = factors(first)
+            queue[:1] = list_factors(first)
             if queue[0].size > need:  # its own factors do not line up
                 need = 0
         if need != 1:
-            return _opaque(nodes, sizes, reason)
-        found.append(product(taken))
+            return _make_opaque(nodes, sizes, reason)
+        found.append(make_product(taken))
     return found
 
 
@@ -123,17 +123,17 @@ def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
         root.kind = "parts"
         return list(root.children)
     if root.kind == "product":
-        found = factors(root)
+        found = list_factors(root)
         inner = prod(factor.size for factor in found[1:])
         if any(length % inner for length in lengths):
-            return _opaque([root], lengths, reason)
+            return _make_opaque([root], lengths, reason)
         outer = cut(found[0], [length // inner for length in lengths], reason)
-        return [product([piece, *found[1:]]) for piece in outer]
+        return [make_product([piece, *found[1:]]) for piece in outer]
     return _cut_parts(root, lengths, reason)
 
 
 def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
-    queue = parts(root)
+    queue = list_parts(root)
     pieces: list[AxisNode] = []  # what the concatenation consists of from now on
     found = []
     for length in lengths:
@@ -148,7 +148,7 @@ def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[Axis
             taken.append(first)
             need -= first.size
         pieces += taken
-        found.append(concatenation(taken))
+        found.append(make_concatenation(taken))
     root.children = pieces
     return found
 
@@ -170,7 +170,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
             left.parent = right
     else:
         whole, pieces = (left, right) if left.kind == "product" else (right, left)
-        inner = factors(whole)[-1].size
+        inner = list_factors(whole)[-1].size
         if _refine(pieces, pieces.size // inner, reason):
             unify(whole, pieces, reason)
         else:
@@ -188,7 +188,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
     if that fails.
     """
     is_product = left.kind == "product"
-    split = factors if is_product else parts
+    split = list_factors if is_product else list_parts
     ours, theirs = split(left), split(right)
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
@@ -196,12 +196,12 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
         if larger[0].size == length:
             unify(ours.pop(0), theirs.pop(0), reason)
             if is_product:  # uniting may have taken others apart
-                ours = [factor for node in ours for factor in factors(node)]
-                theirs = [factor for node in theirs for factor in factors(node)]
+                ours = [factor for node in ours for factor in list_factors(node)]
+                theirs = [factor for node in theirs for factor in list_factors(node)]
         elif not is_product:
             larger[:1] = cut(larger[0], [length, larger[0].size - length], reason)
         elif larger[0].size % length == 0 and _refine(larger[0], length, reason):
-            larger[:1] = factors(larger[0])
+            larger[:1] = list_factors(larger[0])
         else:
             block(left, reason)
             block(right, reason)
@@ -224,7 +224,7 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
         return True
     if root.kind == "product":
         return True
-    pieces = parts(root)
+    pieces = list_parts(root)
     if any(piece.size % inner for piece in pieces):
         block(root, reason)
         return False
@@ -235,25 +235,25 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
         # gate and up as (2, width): which of the two it is cannot be cut
         high = AxisNode(outer, blocked=reason)
     else:
-        high = concatenation(high for high, _ in split)
+        high = make_concatenation(high for high, _ in split)
     root.children = [high, split[0][1]]
     root.kind = "product"
     return True
 
 
-def _opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
+def _make_opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
     for node in nodes:
         block(node, reason)
     return [AxisNode(size, blocked=reason) for size in sizes]
 
 
-def carries(node: AxisNode, axis: AxisNode) -> bool:
+def has_axis(node: AxisNode, axis: AxisNode) -> bool:
     """True where the axis (a leaf) is under the node."""
     axis = find(axis)
-    return any(leaf is axis for leaf in leaves(node))
+    return any(leaf is axis for leaf in list_leaves(node))
 
 
-def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
+def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
     """Segments of a dimension as (length, whole): cut evenly along the axis, or without it, and so
     whole on each rank.
 
@@ -265,8 +265,8 @@ def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None
         return [(root.size, False)]
     if root.kind == "parts":
         pieces = [
-            segments_of(part, axis) if carries(part, axis) else [(part.size, True)]
-            for part in parts(root)
+            find_segments(part, axis) if has_axis(part, axis) else [(part.size, True)]
+            for part in list_parts(root)
         ]
         return (
             None
@@ -274,21 +274,21 @@ def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None
             else [each for piece in pieces for each in piece or ()]
         )
     if root.kind == "product":
-        within = factors(root)
-        having = [place for place, factor in enumerate(within) if carries(factor, axis)]
+        within = list_factors(root)
+        having = [place for place, factor in enumerate(within) if has_axis(factor, axis)]
         if len(having) != 1:
             return None
         inner = prod(factor.size for factor in within[having[0] + 1 :])
         outer = prod(factor.size for factor in within[: having[0]])
-        segments = segments_of(within[having[0]], axis) or []
+        segments = find_segments(within[having[0]], axis) or []
         return [(length * inner, whole) for length, whole in segments] * outer or None
     return None
 
 
-def local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
+def compute_local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
     """Elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is cut."""
     root = find(node)
     if root.kind == "leaf":
         return root.size // shares.get(root, 1)
-    sizes = [local_size(child, shares) for child in root.children]
+    sizes = [compute_local_size(child, shares) for child in root.children]
     return prod(sizes) if root.kind == "product" else sum(sizes)

@@ -16,9 +16,9 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     Boundary,
     ParameterPlan,
     ShardingPlan,
-    bounds,
-    places_in,
-    replaced,
+    compute_bounds,
+    list_places,
+    replace_argument,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Division
 from recipe_lib.models.language_model import Entry, replace_entries
@@ -71,7 +71,7 @@ class Exchanges:
         for boundary in here:
             by_place = coming_out if boundary.place.startswith("output") else going_in
             by_place.setdefault(boundary.place, []).append(boundary)
-        args, kwargs = self._through(args, kwargs, going_in)
+        args, kwargs = self._pass_all(args, kwargs, going_in)
         leaving = next(
             (boundary for boundary in here if boundary.kind in ("leave", "lookup")), None
         )
@@ -83,15 +83,15 @@ class Exchanges:
         else:
             result = function(*args, **kwargs)
             self.note(function, args, kwargs, result)
-        return self._through((), {"output": result}, coming_out)[1]["output"]
+        return self._pass_all((), {"output": result}, coming_out)[1]["output"]
 
-    def _through(
+    def _pass_all(
         self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]
     ) -> tuple[Any, Any]:
         """Arguments, or what a call gives, through the boundaries of their places."""
         for place, here in by_place.items():
-            tensor = self._pass(dict(places_in(args, kwargs))[place], here)
-            args, kwargs = replaced(args, kwargs, place, tensor)
+            tensor = self._pass(dict(list_places(args, kwargs))[place], here)
+            args, kwargs = replace_argument(args, kwargs, place, tensor)
         return args, kwargs
 
     def _pass(self, tensor: Tensor, here: list[Boundary]) -> Tensor:
@@ -102,20 +102,26 @@ class Exchanges:
         if not self.length():
             found = {kind: each for kind, each in found.items() if kind not in ("gather", "slice")}
         if (cut := found.get("slice")) is not None:
-            everyone, own = self._tokens(cut, summed=False)
-            return self._once("slice", cut, tensor, partial(self._linear, tensor, own, everyone))
+            everyone, own = self._make_token_exchange(cut, summed=False)
+            return self._pass_once(
+                "slice", cut, tensor, partial(self._exchange_linear, tensor, own, everyone)
+            )
         entering = found.get("enter") or found.get("cut")
         if (gather := found.get("gather")) is not None:
             summed = entering is not None and tensor.requires_grad
             way = "gather and enter" if summed else "gather"
-            everyone, own = self._tokens(gather, summed)
-            tensor = self._once(way, gather, tensor, partial(self._linear, tensor, everyone, own))
+            everyone, own = self._make_token_exchange(gather, summed)
+            tensor = self._pass_once(
+                way, gather, tensor, partial(self._exchange_linear, tensor, everyone, own)
+            )
         elif entering is not None and tensor.requires_grad and torch.is_grad_enabled():
-            tensor = self._once("enter", entering, tensor, partial(enter, tensor, self.ranks.total))
+            tensor = self._pass_once(
+                "enter", entering, tensor, partial(enter, tensor, self.ranks.total)
+            )
         if (part := found.get("cut")) is not None:
             settings = (part.dim, part.segments, self.rank(), self.ranks.size, part.whole)
-            whole, tensor = tensor, own_part(tensor, *settings)
-            self.note(own_part, (whole, *settings), {}, tensor, True)
+            whole, tensor = tensor, take_own_part(tensor, *settings)
+            self.note(take_own_part, (whole, *settings), {}, tensor, True)
         return tensor
 
     def assemble(self, tensor: Tensor, parts: Boundary | ParameterPlan) -> Tensor:
@@ -124,25 +130,32 @@ class Exchanges:
         Each rank uses those segments for its heads alone, so that its gradient of them is a part of
         a sum.
         """
-        together = partial(_assembled, parts=parts, ranks=self.ranks)
-        return self._linear(tensor, together, partial(_scattered, parts=parts, ranks=self.ranks))
+        together = partial(_assemble_parameter, parts=parts, ranks=self.ranks)
+        return self._exchange_linear(
+            tensor, together, partial(_scatter_gradient, parts=parts, ranks=self.ranks)
+        )
 
-    def _tokens(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
+    def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
         """What makes all ranks' tokens of a rank's, and the other way round. summed: of the sum
         over ranks.
         """
         length, ranks = self.length(), self.ranks
-        everyone = partial(_all_tokens, where=where, length=length, ranks=ranks)
+        everyone = partial(_gather_tokens, where=where, length=length, ranks=ranks)
         return everyone, partial(
-            _own_tokens, where=where, length=length, rank=self.rank(), ranks=ranks, summed=summed
+            _take_own_tokens,
+            where=where,
+            length=length,
+            rank=self.rank(),
+            ranks=ranks,
+            summed=summed,
         )
 
-    def _linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+    def _exchange_linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
         result = exchange(tensor, forward, backward)
         self.note(forward, (tensor,), {}, result, True)
         return result
 
-    def _once(
+    def _pass_once(
         self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]
     ) -> Tensor:
         entered, place = self.entered(), (way, boundary.activation, id(tensor))
@@ -163,9 +176,9 @@ class Exchanges:
         """The sum over ranks of what a function gives, or a rank's tokens of it; its bias is added
         once.
         """
-        bias = dict(places_in(args, kwargs))[boundary.bias] if boundary.bias else None
+        bias = dict(list_places(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
-            args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
+            args, kwargs = replace_argument(args, kwargs, boundary.bias, torch.zeros_like(bias))
         given = function(*args, **kwargs)
         result = self._sum(given / self.ranks.size if boundary.mean else given, cut)
         if bias is None:
@@ -176,7 +189,7 @@ class Exchanges:
 
     def _sum(self, tensor: Tensor, cut: Boundary | None) -> Tensor:
         if cut is not None:
-            everyone, own = self._tokens(cut, summed=True)
+            everyone, own = self._make_token_exchange(cut, summed=True)
             return exchange(tensor, own, everyone)
         return exchange(tensor, self.ranks.total, lambda gradient: gradient)
 
@@ -196,22 +209,22 @@ class Exchanges:
                 f"compile: {boundary.module} embeds tokens within a layer, which is not compiled"
                 " where ranks share the vocabulary; set compile=false"
             )
-        ((start, stop),) = bounds(segments, rank, self.ranks.size)
-        held = list(places_in(args, kwargs))
+        ((start, stop),) = compute_bounds(segments, rank, self.ranks.size)
+        held = list(list_places(args, kwargs))
         place, tokens = next(
             (at, each)
             for at, each in held
             if torch.is_tensor(each) and not each.is_floating_point()
         )
         own = (tokens >= start) & (tokens < stop)
-        args, kwargs = replaced(args, kwargs, place, torch.where(own, tokens - start, 0))
+        args, kwargs = replace_argument(args, kwargs, place, torch.where(own, tokens - start, 0))
         padding = next(
             ((at, each) for at, each in held if at in ("2", "padding_idx") and each is not None),
             None,
         )
         if padding is not None:
             inside = start <= padding[1] < stop
-            args, kwargs = replaced(
+            args, kwargs = replace_argument(
                 args, kwargs, padding[0], padding[1] - start if inside else None
             )
         return self._sum(function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0), cut)
@@ -231,12 +244,14 @@ def enter(tensor: Tensor, total: Change) -> Tensor:
     return exchange(tensor, lambda whole: whole.view_as(whole), total)
 
 
-def _lengths(parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()) -> list[int]:
-    return [stop - start for start, stop in bounds(parts.segments, 0, size, whole)]
+def _list_lengths(
+    parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()
+) -> list[int]:
+    return [stop - start for start, stop in compute_bounds(parts.segments, 0, size, whole)]
 
 
-def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
-    pieces = list(tensor.split(_lengths(parts, ranks.size), parts.dim))
+def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
+    pieces = list(tensor.split(_list_lengths(parts, ranks.size), parts.dim))
     own = torch.cat([pieces[at] for at in parts.whole], parts.dim)
     gathered = ranks.gather(own.unsqueeze(0).contiguous())
     lengths = [parts.segments[at] // ranks.size for at in parts.whole]
@@ -245,11 +260,11 @@ def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) ->
     return torch.cat(pieces, parts.dim)
 
 
-def _scattered(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
+def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
     """The gradient of a rank's part: of segments that all ranks compute with, the sum of theirs."""
     dim, pieces = (
         parts.dim,
-        list(gradient.split(_lengths(parts, ranks.size, parts.whole), parts.dim)),
+        list(gradient.split(_list_lengths(parts, ranks.size, parts.whole), parts.dim)),
     )
     by_rank = [pieces[at].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for at in parts.whole]
     summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
@@ -259,19 +274,19 @@ def _scattered(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) 
     return torch.cat(pieces, dim)
 
 
-def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
-    moved, place = _tokens_in_front(tensor, where, length // ranks.size)
+def _gather_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
+    moved, place = _move_tokens_to_front(tensor, where, length // ranks.size)
     whole = ranks.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
     return whole.contiguous()  # a view of a contiguous one is no copy
 
 
-def _own_tokens(
+def _take_own_tokens(
     tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Ranks, summed: bool
 ) -> Tensor:
     """A rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over
     ranks.
     """
-    moved, place = _tokens_in_front(tensor, where, length)
+    moved, place = _move_tokens_to_front(tensor, where, length)
     part = length // ranks.size
     if summed:
         own = ranks.scatter(moved.contiguous())
@@ -282,7 +297,7 @@ def _own_tokens(
     return own.movedim(0, place).flatten(where.dim, where.dim + 1).contiguous()
 
 
-def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
+def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
     """`[tokens, ...]` with the tokens of a row apart from the rest of their dimension, and where
     they were.
     """
@@ -291,7 +306,7 @@ def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tens
     return wide.movedim(place, 0), place
 
 
-def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
+def get_trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
     """Tokens in each row of the token ids `[b, s]` that a forward gets; 0: every rank has all
     tokens.
 
@@ -309,7 +324,7 @@ def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
     return int(ids.shape[1])
 
 
-def own_part(
+def take_own_part(
     tensor: Tensor,
     dim: int,
     segments: tuple[int, ...],
@@ -324,17 +339,19 @@ def own_part(
     """
     repeated = segments * (tensor.shape[dim] // sum(segments))
     if not isinstance(rank, int):
-        return tensor.index_select(dim, _numbers(repeated, rank, size, whole))
+        return tensor.index_select(dim, _make_row_numbers(repeated, rank, size, whole))
     pieces = [
         tensor.narrow(dim, start, stop - start)
-        for start, stop in bounds(repeated, rank, size, whole)
+        for start, stop in compute_bounds(repeated, rank, size, whole)
     ]
     return torch.cat(pieces, dim)
 
 
-def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]) -> Tensor:
+def _make_row_numbers(
+    segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]
+) -> Tensor:
     """Which rows a rank has; equally many on all ranks."""
-    of_ranks = [bounds(segments, each, size, whole) for each in range(size)]
+    of_ranks = [compute_bounds(segments, each, size, whole) for each in range(size)]
     if len({tuple(stop - start for start, stop in found) for found in of_ranks}) > 1:
         raise SetupError(
             f"compile: a layer divides {sum(segments)} numbers among {size} ranks unevenly, which"
@@ -348,7 +365,7 @@ def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[in
     return torch.cat(pieces)
 
 
-def rewritten(
+def divide_attributes(
     model: nn.Module, plan: ShardingPlan, size: int
 ) -> contextlib.AbstractContextManager[None]:
     """While it is entered, the plan's integer attributes are divided by size."""
@@ -358,5 +375,5 @@ def rewritten(
         *path, name = each.attribute.split(".")
         for step in path:
             held = getattr(held, step)
-        entries.append((held.__dict__, name, Division(size, each.kept).of(each.value)))
+        entries.append((held.__dict__, name, Division(size, each.kept).divide(each.value)))
     return replace_entries(entries)

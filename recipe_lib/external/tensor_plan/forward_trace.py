@@ -1,7 +1,7 @@
 """A forward as data: its tensors, its operators and calls, and an axis on its way through it.
 
 `tracing` writes a trace, and everything else reads it: `propagation` follows an axis through it,
-`attribute_rewrites` and `token_sharing` compute its integers for a rank (`LocalSizes`, `demands_of`).
+`attribute_rewrites` and `token_sharing` compute its integers for a rank (`LocalSizes`, `list_demands`).
 """
 
 import dataclasses
@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, factors, local_size, parts, unify
-from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
+from recipe_lib.external.tensor_plan.axes import (
+    AxisNode,
+    compute_local_size,
+    list_factors,
+    list_parts,
+    unify,
+)
+from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 from recipe_lib.external.tensor_plan.sourced_integers import Decision, Size
 
 Dims = list[AxisNode]
@@ -23,7 +29,7 @@ _SHAPES = frozenset(
 
 
 @dataclasses.dataclass(eq=False)
-class Traced:
+class TracedTensor:
     """What is known of one tensor.
 
     parameters: names of those it comes from, if from parameters and constants alone. activation: it
@@ -35,11 +41,11 @@ class Traced:
     parameters: frozenset[str] = frozenset()
     activation: bool = False
     identifiers: bool = False
-    base: "Traced | None" = None
+    base: "TracedTensor | None" = None
     call: int = -1
 
     @property
-    def root(self) -> "Traced":
+    def root(self) -> "TracedTensor":
         """The tensor whose memory this is."""
         return self.base.root if self.base is not None else self
 
@@ -64,25 +70,25 @@ class OperatorCall:
         kwargs: dict[str, Any],
         results: list[torch.Tensor],
         place: str,
-        known: Callable[[torch.Tensor], Traced],
+        known: Callable[[torch.Tensor], TracedTensor],
     ):
         self.function, self.place = function, place
         self.args, self.kwargs, self.results, self.known = args, kwargs, results, known
-        self.name = short_name(function)
+        self.name = get_short_name(function)
         self.reason = f"{self.name} in {place}"
-        self.held = {id(tensor): known(tensor) for tensor in tensors_in((args, kwargs))}
-        self.inputs = [self.held[id(tensor)] for tensor in tensors_in((args, kwargs))]
-        self.outputs: list[Traced] = []
+        self.held = {id(tensor): known(tensor) for tensor in list_tensors((args, kwargs))}
+        self.inputs = [self.held[id(tensor)] for tensor in list_tensors((args, kwargs))]
+        self.outputs: list[TracedTensor] = []
         self.call = -1
-        self.contractions: list[tuple[AxisNode, Traced, Traced]] = []
-        self.reductions: list[tuple[AxisNode, Traced]] = []
+        self.contractions: list[tuple[AxisNode, TracedTensor, TracedTensor]] = []
+        self.reductions: list[tuple[AxisNode, TracedTensor]] = []
         self.lookup = self.uniform = self.values = self.ordered = False
-        self.added: Traced | None = None
+        self.added: TracedTensor | None = None
         self.picked: dict[str, Any] = {}
         self.rule: Rule | None = None
         self._schema = function._schema.arguments
 
-    def dims(self, tensor: torch.Tensor) -> Dims:
+    def get_dims(self, tensor: torch.Tensor) -> Dims:
         """The dimensions of a tensor."""
         return self.known(tensor).dims
 
@@ -97,11 +103,11 @@ class OperatorCall:
                 return argument.default_value if argument.has_default_value() else default
         return default
 
-    def first(self) -> torch.Tensor:
+    def get_first_tensor(self) -> torch.Tensor:
         """The first tensor argument."""
-        return next(tensors_in((self.args, self.kwargs)))
+        return next(list_tensors((self.args, self.kwargs)))
 
-    def shape(self) -> list[int]:
+    def get_shape(self) -> list[int]:
         """The sizes of the first output."""
         return list(self.results[0].shape)
 
@@ -120,12 +126,12 @@ class OperatorCall:
             unify(left, right, self.reason)
         return left
 
-    def fresh(self, sizes: Sequence[int], blocked: bool = False) -> Dims:
+    def make_dims(self, sizes: Sequence[int], blocked: bool = False) -> Dims:
         """New dimensions, of which nothing is known, or which cannot be cut."""
         return [AxisNode(size, blocked=self.reason if blocked else "") for size in sizes]
 
 
-def short_name(function: Any) -> str:
+def get_short_name(function: Any) -> str:
     """An operator's name without namespace and overload."""
     return str(function._schema.name).removeprefix("aten::")
 
@@ -148,9 +154,9 @@ class FunctionCall:
     key: CallKey
     function: str
     source: str
-    arguments: list[tuple[str, Traced, bool]] = dataclasses.field(default_factory=list)
+    arguments: list[tuple[str, TracedTensor, bool]] = dataclasses.field(default_factory=list)
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    outputs: list[Traced] = dataclasses.field(default_factory=list)
+    outputs: list[TracedTensor] = dataclasses.field(default_factory=list)
     records: list[OperatorCall] = dataclasses.field(default_factory=list)
 
 
@@ -166,17 +172,17 @@ class ForwardTrace:
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)
     records: list[OperatorCall] = dataclasses.field(default_factory=list)
-    parameters: dict[str, Traced] = dataclasses.field(default_factory=dict)
-    outputs: list[Traced] = dataclasses.field(default_factory=list)
+    parameters: dict[str, TracedTensor] = dataclasses.field(default_factory=dict)
+    outputs: list[TracedTensor] = dataclasses.field(default_factory=list)
     unknown: dict[str, str] = dataclasses.field(default_factory=dict)
     assumed: list[str] = dataclasses.field(default_factory=list)
     decisions: list[Decision] = dataclasses.field(default_factory=list)
     size_decisions: list[Decision] = dataclasses.field(default_factory=list)
     tokens: int = 0
-    ids: Traced | None = None
-    given: dict[str, Traced] = dataclasses.field(default_factory=dict)
+    ids: TracedTensor | None = None
+    given: dict[str, TracedTensor] = dataclasses.field(default_factory=dict)
 
-    def differences(self, other: "ForwardTrace") -> frozenset[str]:
+    def find_differing_modules(self, other: "ForwardTrace") -> frozenset[str]:
         """Paths of the modules whose forwards make other calls in another trace."""
         ours, theirs = (
             Counter((call.key, call.function) for call in each.calls) for each in (self, other)
@@ -193,7 +199,7 @@ class PendingBoundary:
     kind: str
     call: int
     place: str
-    tensor: Traced
+    tensor: TracedTensor
     parameters: frozenset[str] = frozenset()
     bias: str = ""
     bias_parameters: frozenset[str] = frozenset()
@@ -205,7 +211,7 @@ class PendingBoundary:
 
 
 @dataclasses.dataclass(eq=False)
-class Course:
+class ShardedAxis:
     """An axis through the model. carriers: parameter to dimension. sharded: tensors of which a rank
     has a part.
 
@@ -217,106 +223,114 @@ class Course:
     has the axis. reduced: sums or means are taken over it, as by norms.
     """
 
-    axis: AxisNode
-    carriers: dict[str, int]
+    node: AxisNode
+    parameter_dims: dict[str, int]
     vocabulary: bool = False
     output: bool = False
-    mixed: bool = False
-    reduced: bool = False
-    sharded: set[Traced] = dataclasses.field(default_factory=set)
-    points: list[PendingBoundary] = dataclasses.field(default_factory=list)
-    joins: list[PendingBoundary] = dataclasses.field(default_factory=list)
-    rows: set[str] = dataclasses.field(default_factory=set)
+    has_whole_segments: bool = False
+    is_reduced: bool = False
+    sharded: set[TracedTensor] = dataclasses.field(default_factory=set)
+    boundaries: list[PendingBoundary] = dataclasses.field(default_factory=list)
+    replicated_uses: list[PendingBoundary] = dataclasses.field(default_factory=list)
+    row_parameters: set[str] = dataclasses.field(default_factory=set)
 
 
-def shape_of(tensor: Traced) -> list[int]:
+def get_shape(tensor: TracedTensor) -> list[int]:
     """The sizes of a tensor."""
     return [node.size for node in tensor.dims]
 
 
 @dataclasses.dataclass(eq=False)
-class Wanted:
-    """An attribute to divide. courses: the axes that ask for it. kept: how much of it each rank
+class AttributeDivision:
+    """An attribute to divide. sharded_axes: the axes that ask for it. kept: how much of it each rank
     has.
     """
 
-    courses: set[Course]
+    sharded_axes: set[ShardedAxis]
     kept: int = 0
 
 
 class LocalSizes:
     """Sizes on one rank: shares says into how many parts each axis is cut."""
 
-    def __init__(self, courses: list[Course], size: int = 0):
+    def __init__(self, sharded_axes: list[ShardedAxis], size: int = 0):
         """size: into how many parts; 0: the smallest number that each can be cut into."""
-        self.shares = {course: size or smallest_factor(course.axis.size) for course in courses}
-        self._of: dict[Traced, list[Course]] = {}
-        for course in courses:
-            for tensor in course.sharded:
-                self._of.setdefault(tensor, []).append(course)
+        self.shares = {
+            sharded_axis: size or find_smallest_factor(sharded_axis.node.size)
+            for sharded_axis in sharded_axes
+        }
+        self._of: dict[TracedTensor, list[ShardedAxis]] = {}
+        for sharded_axis in sharded_axes:
+            for tensor in sharded_axis.sharded:
+                self._of.setdefault(tensor, []).append(sharded_axis)
 
-    def courses_of(self, tensor: Traced) -> list[Course]:
+    def list_axes(self, tensor: TracedTensor) -> list[ShardedAxis]:
         """The axes that a tensor is cut along."""
         return self._of.get(tensor, [])
 
-    def of(self, tensor: Traced, node: AxisNode) -> int:
+    def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:
         """The size of a dimension of a tensor, or of a part of one."""
-        return local_size(
-            node, {course.axis: self.shares[course] for course in self.courses_of(tensor)}
+        return compute_local_size(
+            node,
+            {
+                sharded_axis.node: self.shares[sharded_axis]
+                for sharded_axis in self.list_axes(tensor)
+            },
         )
 
-    def size(self, size: Size) -> int:
+    def read_size(self, size: Size) -> int:
         """What the model reads as the size of a dimension."""
-        return self.of(size.tensor, size.tensor.dims[size.dimension])
+        return self.compute_size(size.tensor, size.tensor.dims[size.dimension])
 
-    def offset(self, tensor: Traced, node: AxisNode, start: int) -> int | None:
+    def compute_offset(self, tensor: TracedTensor, node: AxisNode, start: int) -> int | None:
         """Where a place within a dimension lies on the rank; None where it does not lie between
         parts.
         """
         found = 0
-        for part in parts(node):
+        for part in list_parts(node):
             if start >= part.size:
                 start -= part.size
-                found += self.of(tensor, part)
+                found += self.compute_size(tensor, part)
             elif not start:
                 break
             else:
-                first = factors(part)[0]
+                first = list_factors(part)[0]
                 rest = part.size // first.size
                 within = (
-                    self.offset(tensor, first, start // rest)
+                    self.compute_offset(tensor, first, start // rest)
                     if start % rest == 0 and first is not part
                     else None
                 )
                 return (
                     None
                     if within is None
-                    else found + within * (self.of(tensor, part) // self.of(tensor, first))
+                    else found
+                    + within * (self.compute_size(tensor, part) // self.compute_size(tensor, first))
                 )
         return found
 
 
 @dataclasses.dataclass(eq=False)
-class Demand:
-    """An integer that a call gets, and what it has to be on a rank. courses: the axes that make the
+class SizeDemand:
+    """An integer that a call gets, and what it has to be on a rank. sharded_axes: the axes that make the
     difference.
     """
 
     call: FunctionCall
     value: int
     expected: int
-    courses: list[Course]
+    sharded_axes: list[ShardedAxis]
 
 
-def demands_of(call: FunctionCall, ranks: LocalSizes) -> Iterator[Demand]:
+def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
     """What the integers of a call have to be, where that is known."""
     if not call.outputs or not call.numbers:
         return
     if call.function == "__getitem__":
-        yield from _slices(call, ranks)
+        yield from _list_slice_demands(call, ranks)
         return
     output = call.outputs[0]
-    for place, dimension in _dimensions(call):
+    for place, dimension in _list_size_places(call):
         value = call.numbers.get(place)
         if (
             isinstance(value, int)
@@ -327,12 +341,14 @@ def demands_of(call: FunctionCall, ranks: LocalSizes) -> Iterator[Demand]:
             if call.function.startswith("split") and "." in place:
                 output = call.outputs[min(int(place.split(".")[1]), len(call.outputs) - 1)]
             if int(value) == output.dims[dimension].size:
-                courses = ranks.courses_of(output)
-                expected = ranks.of(output, output.dims[dimension])
-                yield Demand(call, value, expected, courses if expected != int(value) else [])
+                sharded_axes = ranks.list_axes(output)
+                expected = ranks.compute_size(output, output.dims[dimension])
+                yield SizeDemand(
+                    call, value, expected, sharded_axes if expected != int(value) else []
+                )
 
 
-def _dimensions(call: FunctionCall) -> Iterator[tuple[str, int]]:
+def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     """Places of integers that are sizes of what comes out, with the dimension."""
     output = call.outputs[0]
     numbers = call.numbers
@@ -369,13 +385,15 @@ def _dimensions(call: FunctionCall) -> Iterator[tuple[str, int]]:
         yield "groups", 1
 
 
-def _slices(call: FunctionCall, ranks: LocalSizes) -> Iterator[Demand]:
+def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
     """Starts and stops of slices."""
     if not call.arguments or call.arguments[0][0] != "0":
         return
     tensor = call.arguments[0][1]
     items = [
-        call.numbers.get(place, ...) for place in sorted(call.numbers, key=_order) if place != "0"
+        call.numbers.get(place, ...)
+        for place in sorted(call.numbers, key=_split_place)
+        if place != "0"
     ]
     others = [place for place, _, _ in call.arguments[1:]]
     if others:  # picked by number: those dimensions are blocked
@@ -391,23 +409,23 @@ def _slices(call: FunctionCall, ranks: LocalSizes) -> Iterator[Demand]:
             for value in (item.start, item.stop):
                 if isinstance(value, int) and 0 < value <= node.size:
                     expected = (
-                        ranks.offset(tensor, node, int(value))
+                        ranks.compute_offset(tensor, node, int(value))
                         if value < node.size
-                        else ranks.of(tensor, node)
+                        else ranks.compute_size(tensor, node)
                     )
-                    courses = ranks.courses_of(tensor) if expected != int(value) else []
+                    sharded_axes = ranks.list_axes(tensor) if expected != int(value) else []
                     if expected is not None:
-                        yield Demand(call, value, expected, courses)
+                        yield SizeDemand(call, value, expected, sharded_axes)
             dimension += 1
         elif item is not None:
             dimension += 1
 
 
-def _order(place: str) -> list[int]:
+def _split_place(place: str) -> list[int]:
     return [int(part) if part.isdigit() else 0 for part in place.split(".")]
 
 
-def smallest_factor(number: int) -> int:
+def find_smallest_factor(number: int) -> int:
     """The smallest prime that divides a number above 1."""
     return next(
         (factor for factor in range(2, int(number**0.5) + 1) if number % factor == 0), number

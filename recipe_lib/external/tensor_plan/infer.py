@@ -9,19 +9,25 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.attribute_rewrites import goes_the_same_way, rewrites_for
-from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
+from recipe_lib.external.tensor_plan.attribute_rewrites import find_rewrites, is_control_flow_same
+from recipe_lib.external.tensor_plan.axes import (
+    AxisNode,
+    find,
+    find_segments,
+    has_axis,
+    list_leaves,
+)
 from recipe_lib.external.tensor_plan.forward_trace import (
-    Course,
+    AttributeDivision,
     ForwardTrace,
     FunctionCall,
     OperatorCall,
     PendingBoundary,
-    Traced,
-    Wanted,
+    ShardedAxis,
+    TracedTensor,
 )
-from recipe_lib.external.tensor_plan.operator_rules import rule_of
-from recipe_lib.external.tensor_plan.propagation import MOVES, Refusal, follow
+from recipe_lib.external.tensor_plan.operator_rules import find_rule
+from recipe_lib.external.tensor_plan.propagation import MOVES, Refusal, follow_axis
 from recipe_lib.external.tensor_plan.sharding_plan import (
     Axis,
     Boundary,
@@ -50,64 +56,66 @@ def infer_plan(
     called with, too, and may make other calls for. Raises SetupError where the forward cannot be
     traced.
     """
-    found = trace(model, inputs, rule_of)
+    found = trace(model, inputs, find_rule)
     unsteady: frozenset[str] = frozenset()
     if tokens:
         for each in others:
             with contextlib.suppress(SetupError):
-                unsteady |= found.differences(trace(model, each, rule_of))
+                unsteady |= found.find_differing_modules(trace(model, each, find_rule))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    courses, reasons = _courses(found, shapes, size)
-    courses.sort(
+    sharded_axes, reasons = _follow_axes(found, shapes, size)
+    sharded_axes.sort(
         key=lambda each: (
             each.reduced,
             each.mixed,
-            -sum(math.prod(shapes[name]) for name in each.carriers),
+            -sum(math.prod(shapes[name]) for name in each.parameter_dims),
         )
     )
     while True:
-        chosen = _apart(courses)
-        wanted, refused = rewrites_for(found, chosen)
+        chosen = _choose_disjoint(sharded_axes)
+        wanted, refused = find_rewrites(found, chosen)
         if not refused:
             break
-        reasons.update({course.axis: reason for course, reason in refused.items()})
-        courses = [course for course in courses if course not in refused]
+        reasons.update({sharded_axis.node: reason for sharded_axis, reason in refused.items()})
+        sharded_axes = [
+            sharded_axis for sharded_axis in sharded_axes if sharded_axis not in refused
+        ]
     reasons.update(
         {
             each.axis: "its parameters are cut along a larger axis"
-            for each in courses
+            for each in sharded_axes
             if each not in chosen
         }
     )
     order = {name: number for number, name in enumerate(shapes)}
-    chosen.sort(key=lambda each: min(order[name] for name in each.carriers))
+    chosen.sort(key=lambda each: min(order[name] for name in each.parameter_dims))
     shared = share_tokens(found, chosen, wanted, unsteady) if tokens and chosen else SharedTokens()
     return _assemble(found, shapes, chosen, wanted, reasons, shared)
 
 
-def _apart(courses: list[Course]) -> list[Course]:
+def _choose_disjoint(sharded_axes: list[ShardedAxis]) -> list[ShardedAxis]:
     """The first of the axes that would cut the same parameters."""
-    chosen: list[Course] = []
+    chosen: list[ShardedAxis] = []
     taken: set[str] = set()
-    for course in courses:
-        if not taken & set(course.carriers):
-            chosen.append(course)
-            taken |= set(course.carriers)
+    for sharded_axis in sharded_axes:
+        if not taken & set(sharded_axis.parameter_dims):
+            chosen.append(sharded_axis)
+            taken |= set(sharded_axis.parameter_dims)
     return chosen
 
 
-def _courses(
+def _follow_axes(
     found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int
-) -> tuple[list[Course], dict[AxisNode, str]]:
+) -> tuple[list[ShardedAxis], dict[AxisNode, str]]:
     """Every axis that could be cut, followed through the trace; and for the others, why not."""
     reasons: dict[AxisNode, str] = {}
     carriers: dict[AxisNode, dict[str, list[int]]] = {}
     for name in shapes:
         for number, node in enumerate(found.parameters[name].dims):
-            for leaf in dict.fromkeys(leaves(node)):
+            for leaf in dict.fromkeys(list_leaves(node)):
                 carriers.setdefault(leaf, {}).setdefault(name, []).append(number)
-    records = _records_of(found, {axis for axis in carriers if not axis.blocked})
-    courses = []
+    records = _group_records(found, {axis for axis in carriers if not axis.blocked})
+    sharded_axes = []
     for axis, held in carriers.items():
         if axis.blocked:
             continue
@@ -115,13 +123,13 @@ def _courses(
             for name, numbers in held.items():
                 if len(numbers) > 1:
                     raise Refusal(f"two dimensions of {name} have the axis")
-                if segments_of(found.parameters[name].dims[numbers[0]], axis) is None:
+                if find_segments(found.parameters[name].dims[numbers[0]], axis) is None:
                     raise Refusal(f"a part of {name} does not have the axis")
             lengths = [
                 length
                 for name, numbers in held.items()
                 for length, every in (
-                    segments_of(found.parameters[name].dims[numbers[0]], axis) or []
+                    find_segments(found.parameters[name].dims[numbers[0]], axis) or []
                 )
                 if every
             ]
@@ -136,13 +144,15 @@ def _courses(
             ):
                 raise Refusal(f"{size} ranks cannot share its {axis.size} steps")
             dims = {name: numbers[0] for name, numbers in held.items()}
-            courses.append(follow(found, axis, dims, records.get(axis, [])))
+            sharded_axes.append(follow_axis(found, axis, dims, records.get(axis, [])))
         except Refusal as refusal:
             reasons[axis] = str(refusal)
-    return courses, reasons
+    return sharded_axes, reasons
 
 
-def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, list[OperatorCall]]:
+def _group_records(
+    found: ForwardTrace, wanted: set[AxisNode]
+) -> dict[AxisNode, list[OperatorCall]]:
     held: dict[int, set[AxisNode]] = {}
     records: dict[AxisNode, list[OperatorCall]] = {}
     for record in found.records:
@@ -150,7 +160,7 @@ def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, li
         for tensor in (*record.inputs, *record.outputs):
             if id(tensor) not in held:
                 held[id(tensor)] = wanted.intersection(
-                    leaf for node in tensor.dims for leaf in leaves(node)
+                    leaf for node in tensor.dims for leaf in list_leaves(node)
                 )
             here |= held[id(tensor)]
         for axis in here:
@@ -161,8 +171,8 @@ def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, li
 def _assemble(
     found: ForwardTrace,
     shapes: dict[str, tuple[int, ...]],
-    chosen: list[Course],
-    wanted: dict[Attribute, Wanted],
+    chosen: list[ShardedAxis],
+    wanted: dict[Attribute, AttributeDivision],
     reasons: dict[AxisNode, str],
     shared: SharedTokens,
 ) -> ShardingPlan:
@@ -170,18 +180,22 @@ def _assemble(
         Axis(
             number,
             each.axis.size,
-            tuple(filter(each.carriers.__contains__, shapes)),
+            tuple(filter(each.parameter_dims.__contains__, shapes)),
             each.vocabulary,
             each.output,
         )
         for number, each in enumerate(chosen)
     )
-    partial, mixed = _partial(found, chosen, shared.uses)
-    points = [(number, point) for number, course in enumerate(chosen) for point in course.points]
+    partial, mixed = _find_partial_parameters(found, chosen, shared.uses)
+    points = [
+        (number, point)
+        for number, sharded_axis in enumerate(chosen)
+        for point in sharded_axis.boundaries
+    ]
     points += [
         (number, point)
-        for number, course in enumerate(chosen)
-        for point in course.joins
+        for number, sharded_axis in enumerate(chosen)
+        for point in sharded_axis.replicated_uses
         if point.parameters & mixed
     ]
     # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
@@ -196,7 +210,7 @@ def _assemble(
         name
         for record in found.records
         for each in record.contractions
-        for name in _names(each[1:])
+        for name in _list_names(each[1:])
     }
     used = {
         name
@@ -204,13 +218,17 @@ def _assemble(
         for _, tensor, _ in call.arguments
         for name in tensor.parameters
     }
-    numbers = {name: number for number, course in enumerate(chosen) for name in course.carriers}
+    numbers = {
+        name: number
+        for number, sharded_axis in enumerate(chosen)
+        for name in sharded_axis.parameter_dims
+    }
     parameters = []
     for name, shape in shapes.items():
         if name not in numbers:
             gradient = "partial" if name in partial else "full"
             reason = (
-                _reason(found.parameters[name], reasons)
+                _explain_replicated(found.parameters[name], reasons)
                 if name in used
                 else "the forward does not use it"
             )
@@ -225,23 +243,31 @@ def _assemble(
                 )
             )
             continue
-        course = chosen[numbers[name]]
-        dim = course.carriers[name]
-        pieces = segments_of(found.parameters[name].dims[dim], course.axis) or []
+        sharded_axis = chosen[numbers[name]]
+        dim = sharded_axis.parameter_dims[name]
+        pieces = find_segments(found.parameters[name].dims[dim], sharded_axis.node) or []
         segments = tuple(length for length, _ in pieces)
         whole_segments = tuple(number for number, (_, every) in enumerate(pieces) if every)
-        role = "row" if name in course.rows else "column" if name in multiplied else "sharded"
-        role = "vocabulary" if course.vocabulary else role
-        unit = sum(length for length, every in pieces if not every) // course.axis.size
+        role = (
+            "row"
+            if name in sharded_axis.row_parameters
+            else "column"
+            if name in multiplied
+            else "sharded"
+        )
+        role = "vocabulary" if sharded_axis.vocabulary else role
+        unit = sum(length for length, every in pieces if not every) // sharded_axis.node.size
         parameters.append(
             ParameterPlan(
                 name, shape, role, dim, numbers[name], segments, whole_segments, unit, "sharded"
             )
         )
-    place = {course: number for number, course in enumerate(chosen)}
+    place = {sharded_axis: number for number, sharded_axis in enumerate(chosen)}
     rewrites = tuple(
         Rewrite(
-            *attribute, axes=tuple(sorted(place[course] for course in each.courses)), kept=each.kept
+            *attribute,
+            axes=tuple(sorted(place[sharded_axis] for sharded_axis in each.sharded_axes)),
+            kept=each.kept,
         )
         for attribute, each in wanted.items()
     )
@@ -252,11 +278,14 @@ def _assemble(
     )
     common = math.gcd(common, *gathered)
     sizes = [size for size in range(2, common + 1) if common % size == 0]
-    boundaries = (*_boundaries(found, points, shared), *_token_boundaries(found, shared))
+    boundaries = (
+        *_build_boundaries(found, points, shared),
+        *_build_token_boundaries(found, shared),
+    )
     last: dict[str, int] = {}
     for each in boundaries:
         last[each.module] = max(each.call, last.get(each.module, 0))
-    legal = tuple(size for size in sizes if goes_the_same_way(found, chosen, wanted, size, last))
+    legal = tuple(size for size in sizes if is_control_flow_same(found, chosen, wanted, size, last))
     whole = [
         name for name, shape in shapes.items() if name in used - set(numbers) and len(shape) > 1
     ]
@@ -264,25 +293,34 @@ def _assemble(
     refused = [
         f"{size} ranks: a comparison of sizes would send the forward another way" for size in other
     ]
-    refused += dict.fromkeys(_refusals(found, reasons, whole))
+    refused += dict.fromkeys(_list_refusals(found, reasons, whole))
     held = (axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal)
     return ShardingPlan(*held, shared_tokens=round(shared.share, 4), local_outputs=shared.local)
 
 
-def _names(tensors: Iterable[Any]) -> set[str]:
+def _list_names(tensors: Iterable[Any]) -> set[str]:
     return {name for tensor in tensors for name in tensor.parameters}
 
 
-def _partial(
-    found: ForwardTrace, chosen: list[Course], tokens: set[Place]
+def _find_partial_parameters(
+    found: ForwardTrace, chosen: list[ShardedAxis], tokens: set[Place]
 ) -> tuple[set[str], set[str]]:
     """Whole parameters whose gradients are sums over ranks: everywhere, or (second) at some of
     their uses only.
 
     tokens: where they meet a rank's tokens alone.
     """
-    joined = {(point.call, point.place) for course in chosen for point in course.joins} | tokens
-    partial = {name for course in chosen for point in course.joins for name in point.parameters}
+    joined = {
+        (point.call, point.place)
+        for sharded_axis in chosen
+        for point in sharded_axis.replicated_uses
+    } | tokens
+    partial = {
+        name
+        for sharded_axis in chosen
+        for point in sharded_axis.replicated_uses
+        for name in point.parameters
+    }
     partial |= {
         name
         for number, place in tokens
@@ -299,9 +337,9 @@ def _partial(
     return partial - elsewhere, partial & elsewhere
 
 
-def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
+def _build_token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
     """Where tokens are gathered and cut, in the order of the forward."""
-    numbers: dict[Traced, int] = {}
+    numbers: dict[TracedTensor, int] = {}
     made_of: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
     places = [("slice", each) for each in shared.slices.items()] + [
         ("gather", each) for each in shared.gathers.items()
@@ -323,7 +361,7 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
     return tuple(made_of.values())
 
 
-def _boundaries(
+def _build_boundaries(
     found: ForwardTrace, points: list[tuple[int, PendingBoundary]], shared: SharedTokens
 ) -> tuple[Boundary, ...]:
     """Boundaries in the order of the forward; a tensor that enters wherever it is used does so
@@ -348,9 +386,9 @@ def _boundaries(
         tensor, number, place = point.tensor, point.call, point.place
         names = set(point.parameters)
         if point.kind == "enter":
-            names |= _names(each for _, each, _ in found.calls[number].arguments)
+            names |= _list_names(each for _, each, _ in found.calls[number].arguments)
             while tensor not in outputs:
-                giving = _giving(found, tensor, users, entering)
+                giving = _find_giving_call(found, tensor, users, entering)
                 if giving is None or runs[found.calls[giving].key] != 1:
                     break
                 if (
@@ -361,7 +399,7 @@ def _boundaries(
                 number = giving
                 held = found.calls[number].outputs
                 place = "output" if len(held) == 1 else f"output.{held.index(tensor)}"
-                moved = _moved(found.calls[number], users)
+                moved = _find_moved(found.calls[number], users)
                 if moved is None or {number, tensor, moved} & exchanged:
                     break
                 tensor, entering = moved, entering | {moved: users[moved]}
@@ -408,10 +446,10 @@ def _boundaries(
     return tuple(unique.values())
 
 
-Uses = dict[Traced, set[tuple[int, str]]]
+Uses = dict[TracedTensor, set[tuple[int, str]]]
 
 
-def _moved(call: FunctionCall, users: Uses) -> Traced | None:
+def _find_moved(call: FunctionCall, users: Uses) -> TracedTensor | None:
     """What a call only moves, if nothing else uses that: a sum over ranks may as well be one of its
     gradient.
 
@@ -430,7 +468,9 @@ def _moved(call: FunctionCall, users: Uses) -> Traced | None:
     return given[0] if len(users[given[0]]) == 1 else None
 
 
-def _giving(found: ForwardTrace, tensor: Traced, used: Uses, needed: Uses) -> int | None:
+def _find_giving_call(
+    found: ForwardTrace, tensor: TracedTensor, used: Uses, needed: Uses
+) -> int | None:
     """The last call that gives a tensor or hands it on, if all who use it from there on need it to
     enter.
     """
@@ -447,11 +487,11 @@ def _giving(found: ForwardTrace, tensor: Traced, used: Uses, needed: Uses) -> in
     return giving[-1]
 
 
-def _reason(tensor: Traced, reasons: dict[AxisNode, str]) -> str:
+def _explain_replicated(tensor: TracedTensor, reasons: dict[AxisNode, str]) -> str:
     """What keeps a parameter whole: dimension by dimension, the first reason of each."""
     said = []
     for number, node in enumerate(tensor.dims):
-        for leaf in leaves(node):
+        for leaf in list_leaves(node):
             why = leaf.blocked or reasons.get(leaf)
             if why:
                 said.append(f"dimension {number}: {why}")
@@ -459,7 +499,9 @@ def _reason(tensor: Traced, reasons: dict[AxisNode, str]) -> str:
     return "; ".join(said) or "no dimension of more than one element"
 
 
-def _refusals(found: ForwardTrace, reasons: dict[AxisNode, str], whole: list[str]) -> Iterable[str]:
+def _list_refusals(
+    found: ForwardTrace, reasons: dict[AxisNode, str], whole: list[str]
+) -> Iterable[str]:
     """Lines for a user; only axes of matrices that stay whole are worth one."""
     for name, place in found.unknown.items():
         yield f"no rule for the operator {name} (first in {place}): what it touches stays whole"
@@ -471,7 +513,7 @@ def _refusals(found: ForwardTrace, reasons: dict[AxisNode, str], whole: list[str
         names = [
             name
             for name in whole
-            if any(carries(node, axis) for node in found.parameters[name].dims)
+            if any(has_axis(node, axis) for node in found.parameters[name].dims)
         ]
         if names:
             yield (

@@ -4,17 +4,17 @@ ends.
 
 from collections.abc import Iterable
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, carries, segments_of
+from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis
 from recipe_lib.external.tensor_plan.forward_trace import (
     CallKey,
-    Course,
     ForwardTrace,
     FunctionCall,
     OperatorCall,
     PendingBoundary,
-    Traced,
+    ShardedAxis,
+    TracedTensor,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import period
+from recipe_lib.external.tensor_plan.sharding_plan import find_period
 
 # What may follow a product within its call: nothing of it depends on values.
 MOVES = frozenset(
@@ -30,90 +30,96 @@ class Refusal(Exception):  # noqa: N818  (an answer, not an error)
     """An axis cannot be cut; str() says why."""
 
 
-def follow(
+def follow_axis(
     trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[OperatorCall]
-) -> Course:
+) -> ShardedAxis:
     """Follows an axis (a leaf that nothing blocks) through the records that have to do with it.
 
     Raises Refusal where a rank could not compute its part.
     """
-    course = Course(axis, carriers, sharded={trace.parameters[name] for name in carriers})
-    held = [_carry(output.dims, axis) for output in trace.outputs]
-    course.vocabulary = course.output = any(held)
-    _assemble(trace, course)
-    for record in _reached(trace, course, records):
-        if any(carries(node, axis) for node, _, _ in record.contractions):
-            _leave(trace, course, record)
-        elif any(carries(node, axis) for node, _ in record.reductions):
-            _reduce(trace, course, record)
+    sharded_axis = ShardedAxis(
+        axis, carriers, sharded={trace.parameters[name] for name in carriers}
+    )
+    held = [_has_axis(output.dims, axis) for output in trace.outputs]
+    sharded_axis.vocabulary = sharded_axis.output = any(held)
+    _assemble(trace, sharded_axis)
+    for record in _select_reached(trace, sharded_axis, records):
+        if any(has_axis(node, axis) for node, _, _ in record.contractions):
+            _leave(trace, sharded_axis, record)
+        elif any(has_axis(node, axis) for node, _ in record.reductions):
+            _reduce(trace, sharded_axis, record)
         elif (
             record.lookup
-            and record.inputs[0] in course.sharded
-            and carries(record.inputs[0].dims[0], axis)
+            and record.inputs[0] in sharded_axis.sharded
+            and has_axis(record.inputs[0].dims[0], axis)
         ):
             if not any(each.identifiers for each in record.inputs[1:]):
                 raise Refusal(
-                    f"rows are picked by number, not by token, in {_where(trace, record)}"
+                    f"rows are picked by number, not by token, in {_describe_place(trace, record)}"
                 )
-            course.vocabulary = True
+            sharded_axis.vocabulary = True
             point = PendingBoundary(
                 "lookup", record.call, "output", record.outputs[0], record.inputs[0].parameters
             )
-            course.points.append(_located(trace, record, point))
+            sharded_axis.boundaries.append(_move_to_call_output(trace, record, point))
         else:
-            _pass(trace, course, record)
+            _pass(trace, sharded_axis, record)
     for output, has in zip(trace.outputs, held, strict=True):
-        if not has and output in course.sharded:
+        if not has and output in sharded_axis.sharded:
             raise Refusal("what every rank uses in part is in what the model gives")
         if has and (
-            course.rows or output not in course.sharded or not carries(output.dims[-1], axis)
+            sharded_axis.row_parameters
+            or output not in sharded_axis.sharded
+            or not has_axis(output.dims[-1], axis)
         ):
             raise Refusal("the axis is in what the model gives")
-    if not course.vocabulary and (len(carriers) < 2 or not course.rows):
+    if not sharded_axis.vocabulary and (len(carriers) < 2 or not sharded_axis.row_parameters):
         raise Refusal(
             "no product sums over the axis"
-            if not course.rows
+            if not sharded_axis.row_parameters
             else "a single parameter has the axis"
         )
-    if course.vocabulary and (course.rows or course.reduced):
+    if sharded_axis.vocabulary and (sharded_axis.row_parameters or sharded_axis.is_reduced):
         raise Refusal("a product, a sum or a mean is over tokens")
-    if course.reduced and any(
-        record.lookup and _carry(record.inputs[0].dims[1:], axis) for record in trace.records
+    if sharded_axis.is_reduced and any(
+        record.lookup and _has_axis(record.inputs[0].dims[1:], axis) for record in trace.records
     ):
         raise Refusal("hidden states have it, and norms take means over it")
-    _alike(trace, course)
-    return course
+    _check_runs_alike(trace, sharded_axis)
+    return sharded_axis
 
 
-def _assemble(trace: ForwardTrace, course: Course) -> None:
+def _assemble(trace: ForwardTrace, sharded_axis: ShardedAxis) -> None:
     """Parameters of which some segments have the axis and others not: these are gathered wherever
     they are used.
     """
-    for name, dim in course.carriers.items():
-        segments = segments_of(trace.parameters[name].dims[dim], course.axis) or []
+    for name, dim in sharded_axis.parameter_dims.items():
+        segments = find_segments(trace.parameters[name].dims[dim], sharded_axis.node) or []
         whole = tuple(number for number, (_, every) in enumerate(segments) if every)
         if not whole:
             continue
-        course.mixed = True
+        sharded_axis.has_whole_segments = True
         if 2 * sum(segments[number][0] for number in whole) > trace.parameters[name].dims[dim].size:
             raise Refusal(f"most of {name} does not have the axis")
-        held = _as_stored(trace, trace.parameters[name])
+        held = _find_stored_views(trace, trace.parameters[name])
         for number, call in enumerate(trace.calls):
             for place, tensor, _ in call.arguments:
                 if tensor in held:
                     point = PendingBoundary("assemble", number, place, tensor, frozenset([name]))
                     point.dim = next(
-                        at for at, node in enumerate(tensor.dims) if carries(node, course.axis)
+                        at
+                        for at, node in enumerate(tensor.dims)
+                        if has_axis(node, sharded_axis.node)
                     )
                     point.segments, point.whole = tuple(length for length, _ in segments), whole
-                    if segments_of(tensor.dims[point.dim], course.axis) != segments:
+                    if find_segments(tensor.dims[point.dim], sharded_axis.node) != segments:
                         raise Refusal(
                             f"{name} is put in another form before {call.function} at {call.source}"
                         )
-                    course.points.append(point)
+                    sharded_axis.boundaries.append(point)
 
 
-def _as_stored(trace: ForwardTrace, parameter: Traced) -> set[Traced]:
+def _find_stored_views(trace: ForwardTrace, parameter: TracedTensor) -> set[TracedTensor]:
     """The parameter, and views of it that no call makes, such as `weight.T`; raises Refusal for any
     other such use.
     """
@@ -128,33 +134,33 @@ def _as_stored(trace: ForwardTrace, parameter: Traced) -> set[Traced]:
         ):
             raise Refusal(
                 f"no torch function call uses {', '.join(parameter.parameters)} in"
-                f" {_where(trace, record)}"
+                f" {_describe_place(trace, record)}"
             )
     return held
 
 
-def _reached(
-    trace: ForwardTrace, course: Course, records: Iterable[OperatorCall]
+def _select_reached(
+    trace: ForwardTrace, sharded_axis: ShardedAxis, records: Iterable[OperatorCall]
 ) -> Iterable[OperatorCall]:
     """The records that have to do with the axis, or with what every rank uses in part."""
-    if not course.mixed:
+    if not sharded_axis.has_whole_segments:
         yield from records
         return
     having = set(records)
     for record in trace.records:
-        if record in having or not course.sharded.isdisjoint(record.inputs):
+        if record in having or not sharded_axis.sharded.isdisjoint(record.inputs):
             yield record
 
 
-def _pass(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
+def _pass(trace: ForwardTrace, sharded_axis: ShardedAxis, record: OperatorCall) -> None:
     """An operator that sums over no part of the axis: what comes out is cut if something that goes
     in is.
     """
-    axis, sharded = course.axis, course.sharded
+    axis, sharded = sharded_axis.node, sharded_axis.sharded
     going_in = [each for each in record.inputs if each in sharded]
-    coming_out = [each for each in record.outputs if _carry(each.dims, axis)]
-    if going_in and course.mixed and not record.uniform:
-        having = [each for each in going_in if _carry(each.dims, axis)]
+    coming_out = [each for each in record.outputs if _has_axis(each.dims, axis)]
+    if going_in and sharded_axis.has_whole_segments and not record.uniform:
+        having = [each for each in going_in if _has_axis(each.dims, axis)]
         even = record.call >= 0 and trace.calls[record.call].function in ("chunk", "tensor_split")
         if not having or (
             record.name in _TAKES and not even
@@ -162,7 +168,9 @@ def _pass(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
             coming_out = record.outputs
     if not coming_out:
         if going_in and not record.uniform:
-            raise Refusal(f"a part of a tensor does not have the axis in {_where(trace, record)}")
+            raise Refusal(
+                f"a part of a tensor does not have the axis in {_describe_place(trace, record)}"
+            )
         return
     if record.values:
         return
@@ -170,122 +178,140 @@ def _pass(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
         sharded.update(coming_out)
         return
     if not going_in:
-        if any(_carry(each.dims, axis) for each in record.inputs) or not record.inputs:
+        if any(_has_axis(each.dims, axis) for each in record.inputs) or not record.inputs:
             return  # whole on each rank, until it meets a tensor that is cut
     elif len(coming_out) < len(record.outputs):
-        raise Refusal(f"a part of what comes out does not have the axis in {_where(trace, record)}")
+        raise Refusal(
+            f"a part of what comes out does not have the axis in {_describe_place(trace, record)}"
+        )
     for each in coming_out:
         sharded.add(each)
         if each in record.inputs:  # written in place, and so into what it is a view of
             sharded.add(each.root)
     for each in record.inputs:
         if each not in sharded:
-            _join(trace, course, record, each)
+            _join(trace, sharded_axis, record, each)
 
 
-def _join(trace: ForwardTrace, course: Course, record: OperatorCall, tensor: Traced) -> None:
+def _join(
+    trace: ForwardTrace, sharded_axis: ShardedAxis, record: OperatorCall, tensor: TracedTensor
+) -> None:
     """A tensor that each rank has whole meets one of which it has a part."""
-    having = [number for number, node in enumerate(tensor.dims) if carries(node, course.axis)]
+    having = [
+        number for number, node in enumerate(tensor.dims) if has_axis(node, sharded_axis.node)
+    ]
     if record.call < 0:
         if having or tensor.activation or tensor.parameters:
             raise Refusal("the axis goes through an operator that no torch function call makes")
         return
     call = trace.calls[record.call]
-    for place, each, gradient in _arguments(call, tensor):
+    for place, each, gradient in _find_arguments(call, tensor):
         if having:
             numbers = [
-                number for number, node in enumerate(each.dims) if carries(node, course.axis)
+                number for number, node in enumerate(each.dims) if has_axis(node, sharded_axis.node)
             ]
             segments = (
-                segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+                find_segments(each.dims[numbers[0]], sharded_axis.node)
+                if len(numbers) == 1
+                else None
             )
             if segments is None:
                 raise Refusal(
                     "a whole tensor that is to be cut does not have the axis in"
-                    f" {_where(trace, record)}"
+                    f" {_describe_place(trace, record)}"
                 )
             lengths = [length for length, _ in segments]
             point = PendingBoundary("cut", record.call, place, each, dim=numbers[0])
             point.whole = tuple(number for number, (_, every) in enumerate(segments) if every)
-            point.segments = tuple(lengths) if point.whole else period(lengths)
-            course.points.append(point)
-        elif gradient and each not in course.sharded:
+            point.segments = tuple(lengths) if point.whole else find_period(lengths)
+            sharded_axis.boundaries.append(point)
+        elif gradient and each not in sharded_axis.sharded:
             point = PendingBoundary("enter", record.call, place, each, each.parameters)
-            (course.joins if each.parameters else course.points).append(point)
+            (sharded_axis.replicated_uses if each.parameters else sharded_axis.boundaries).append(
+                point
+            )
 
 
-def _leave(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
+def _leave(trace: ForwardTrace, sharded_axis: ShardedAxis, record: OperatorCall) -> None:
     """A product that sums over the axis: each rank has a part of the sum."""
-    axis = course.axis
-    where = _where(trace, record)
-    node, left, right = next(each for each in record.contractions if carries(each[0], axis))
-    if any(_carry(each.dims, axis) for each in record.outputs):
+    axis = sharded_axis.node
+    where = _describe_place(trace, record)
+    node, left, right = next(each for each in record.contractions if has_axis(each[0], axis))
+    if any(_has_axis(each.dims, axis) for each in record.outputs):
         raise Refusal(f"the axis is summed over and comes out in {where}")
     if not (left.parameters or right.parameters) or (left.parameters and right.parameters):
         kind = "parameters" if left.parameters else "activations"
         raise Refusal(f"two {kind} are multiplied along it by {where}")
     weight, other = (left, right) if left.parameters else (right, left)
-    if weight not in course.sharded or other not in course.sharded:
+    if weight not in sharded_axis.sharded or other not in sharded_axis.sharded:
         raise Refusal(f"a tensor that is whole on each rank is multiplied along it by {where}")
-    course.rows |= weight.parameters
-    point = _located(
+    sharded_axis.row_parameters |= weight.parameters
+    point = _move_to_call_output(
         trace,
         record,
         PendingBoundary("leave", record.call, "output", record.outputs[0], weight.parameters),
     )
-    _take(trace, course, record, point, other)
+    _take(trace, sharded_axis, record, point, other)
     if record.added is not None:
-        _bias(trace, record, point, record.added)
-    course.points.append(point)
+        _note_bias(trace, record, point, record.added)
+    sharded_axis.boundaries.append(point)
 
 
-def _reduce(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
+def _reduce(trace: ForwardTrace, sharded_axis: ShardedAxis, record: OperatorCall) -> None:
     """A sum or a mean over the axis: that of each rank's part, put together; whole on each rank
     from there on.
     """
     tensor = record.reductions[0][1]
-    if tensor not in course.sharded:
+    if tensor not in sharded_axis.sharded:
         return
-    axis, where = course.axis, _where(trace, record)
-    if any(_carry(each.dims, axis) for each in record.outputs):
+    axis, where = sharded_axis.node, _describe_place(trace, record)
+    if any(_has_axis(each.dims, axis) for each in record.outputs):
         raise Refusal(f"the axis is summed over and comes out in {where}")
-    point = _located(
+    point = _move_to_call_output(
         trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0])
     )
-    _take(trace, course, record, point, tensor)
-    point.mean, course.reduced = record.name == "mean", True
-    course.points.append(point)
+    _take(trace, sharded_axis, record, point, tensor)
+    point.mean, sharded_axis.is_reduced = record.name == "mean", True
+    sharded_axis.boundaries.append(point)
 
 
 def _take(
     trace: ForwardTrace,
-    course: Course,
+    sharded_axis: ShardedAxis,
     record: OperatorCall,
     point: PendingBoundary,
-    tensor: Traced,
+    tensor: TracedTensor,
 ) -> None:
     """Notes which argument of its call a product, a sum or a mean over the axis takes, and where
     that has the axis.
     """
-    for place, each, _ in _arguments(trace.calls[record.call], tensor):
-        numbers = [number for number, found in enumerate(each.dims) if carries(found, course.axis)]
-        segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+    for place, each, _ in _find_arguments(trace.calls[record.call], tensor):
+        numbers = [
+            number for number, found in enumerate(each.dims) if has_axis(found, sharded_axis.node)
+        ]
+        segments = (
+            find_segments(each.dims[numbers[0]], sharded_axis.node) if len(numbers) == 1 else None
+        )
         if segments is None or any(whole for _, whole in segments):
-            raise Refusal(f"the axis cannot be separated in what goes into {_where(trace, record)}")
+            raise Refusal(
+                f"the axis cannot be separated in what goes into {_describe_place(trace, record)}"
+            )
         point.taken = place
         point.dim = numbers[0]
-        point.segments = period([length for length, _ in segments])
+        point.segments = find_period([length for length, _ in segments])
 
 
-def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:
-    return any(carries(node, axis) for node in dims)
+def _has_axis(dims: Iterable[AxisNode], axis: AxisNode) -> bool:
+    return any(has_axis(node, axis) for node in dims)
 
 
-def _located(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary) -> PendingBoundary:
+def _move_to_call_output(
+    trace: ForwardTrace, record: OperatorCall, point: PendingBoundary
+) -> PendingBoundary:
     """Makes a sum over ranks act on what its call gives; what else happens within the call must
     allow that.
     """
-    where = _where(trace, record)
+    where = _describe_place(trace, record)
     if record.call < 0:
         raise Refusal(f"no torch function call makes {where}")
     call = trace.calls[record.call]
@@ -298,7 +324,7 @@ def _located(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary) 
         others = [each for each in later.inputs if each not in after]
         if later.name in ("add", "add_") and all(each.parameters for each in others):
             for each in others:
-                _bias(trace, later, point, each)
+                _note_bias(trace, later, point, each)
         elif later.name not in MOVES:
             raise Refusal(f"{later.name} follows {where} within {call.function} at {call.source}")
         after.update(later.outputs)
@@ -308,8 +334,8 @@ def _located(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary) 
     return point
 
 
-def _bias(
-    trace: ForwardTrace, record: OperatorCall, point: PendingBoundary, tensor: Traced
+def _note_bias(
+    trace: ForwardTrace, record: OperatorCall, point: PendingBoundary, tensor: TracedTensor
 ) -> None:
     """What is added to a product that sums over the axis, within its call, is added once, after the
     sum over ranks.
@@ -317,12 +343,14 @@ def _bias(
     if not tensor.parameters:
         if not tensor.activation:
             return  # an addend that is multiplied by zero
-        raise Refusal(f"an activation is added within the call of {_where(trace, record)}")
-    for place, each, _ in _arguments(trace.calls[record.call], tensor):
+        raise Refusal(f"an activation is added within the call of {_describe_place(trace, record)}")
+    for place, each, _ in _find_arguments(trace.calls[record.call], tensor):
         point.bias, point.bias_parameters = place, each.parameters
 
 
-def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bool]]:
+def _find_arguments(
+    call: FunctionCall, tensor: TracedTensor
+) -> list[tuple[str, TracedTensor, bool]]:
     """The arguments of a call that a tensor within it is made of: the tensor itself if it is one of
     them.
     """
@@ -345,12 +373,12 @@ def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bo
     return found
 
 
-def _alike(trace: ForwardTrace, course: Course) -> None:
+def _check_runs_alike(trace: ForwardTrace, sharded_axis: ShardedAxis) -> None:
     """A module that runs more than once must need the same boundaries each time, but where no
     gradient passes.
     """
     found: dict[int, set[tuple[str, str]]] = {}
-    for point in course.points:
+    for point in sharded_axis.boundaries:
         found.setdefault(point.call, set()).add((point.kind, point.place))
     wanted: dict[CallKey, set[tuple[str, str]]] = {}
     for number, here in found.items():
@@ -364,7 +392,7 @@ def _alike(trace: ForwardTrace, course: Course) -> None:
                 )
 
 
-def _where(trace: ForwardTrace, record: OperatorCall) -> str:
+def _describe_place(trace: ForwardTrace, record: OperatorCall) -> str:
     if record.call < 0:
         return record.name
     call = trace.calls[record.call]

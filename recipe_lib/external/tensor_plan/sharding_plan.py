@@ -76,7 +76,7 @@ class Boundary:
     that enters has its gradient summed and scattered; what leaves and is sliced is summed and
     scattered. module, call: path of a module, and number of the torch function call in one forward
     of it (tracing.Calls counts). place: `output` or `output.1` of that call; or the argument, `0`,
-    `1.2` or `weight` (`places_in` names them). axes: numbers. parameters: those of the product, or
+    `1.2` or `weight` (`list_places` names them). axes: numbers. parameters: those of the product, or
     those that the activation enters. activation: entering calls with one number share one tensor,
     which has to enter once. bias: leave only: the argument that is to be added after the sum, empty
     for none. mean: leave only: what comes out is the mean over a rank's part, and the sum over
@@ -177,7 +177,7 @@ class ShardingPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def bounds(
+def compute_bounds(
     segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
 ) -> list[tuple[int, int]]:
     """Start and stop of a rank's part of each segment. Parts of a segment that `size` does not
@@ -199,36 +199,36 @@ def bounds(
     return found
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def list_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            yield from list_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from list_tensors(item)
 
 
-def places_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def list_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every argument with its place: `0`, `1.2` (third item of the second argument), `weight`."""
     for key, value in (*enumerate(args), *kwargs.items()):
-        yield from _within(str(key), value)
+        yield from _list_places_within(str(key), value)
 
 
-def _within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _list_places_within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
-            yield from _within(f"{place}.{number}", item)
+            yield from _list_places_within(f"{place}.{number}", item)
     else:
         yield place, value
 
 
-def replaced(
+def replace_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Arguments with the one at a place (`places_in`) replaced."""
+    """Arguments with the one at a place (`list_places`) replaced."""
     first, *rest = place.split(".")
     if first.isdigit():
         changed = (
@@ -240,7 +240,7 @@ def replaced(
 
 
 def _put(held: Any, path: list[str], value: Any) -> Any:
-    """No function within `replaced`: one that calls itself is a cycle, and would keep the value for
+    """No function within `replace_argument`: one that calls itself is a cycle, and would keep the value for
     a while.
     """
     if not path:
@@ -250,7 +250,7 @@ def _put(held: Any, path: list[str], value: Any) -> Any:
     return type(held)(items)
 
 
-def output_values(output: Any) -> Any:
+def get_output_values(output: Any) -> Any:
     """What a model gives, dataclasses as dicts."""
     if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
         return vars(output)
@@ -267,42 +267,42 @@ LOSS_NUMBERS = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
 
 
-def pattern_of(name: str) -> str:
+def make_pattern(name: str) -> str:
     """A path or a sentence with `*` for each number in a path: `layers.3.mlp` becomes
     `layers.*.mlp`.
     """
     return _NUMBER.sub("*", name)
 
 
-def parameter_groups(plan: ShardingPlan) -> dict[ParameterPlan, list[str]]:
+def group_parameters(plan: ShardingPlan) -> dict[ParameterPlan, list[str]]:
     """The plan's parameters in their order: those that are held alike by a plan with the pattern of
     their names.
     """
     groups: dict[ParameterPlan, list[str]] = {}
     for each in plan.parameters:
         alike = dataclasses.replace(
-            each, name=pattern_of(each.name), axis=-1, reason=pattern_of(each.reason)
+            each, name=make_pattern(each.name), axis=-1, reason=make_pattern(each.reason)
         )
         groups.setdefault(alike, []).append(each.name)
     return groups
 
 
-def boundary_counts(plan: ShardingPlan) -> dict[Boundary, int]:
+def count_boundaries(plan: ShardingPlan) -> dict[Boundary, int]:
     """The plan's boundaries in the order of the forward: how many are like one, which has patterns
     for names.
     """
     patterns = (
-        (each, tuple(dict.fromkeys(map(pattern_of, each.parameters)))) for each in plan.boundaries
+        (each, tuple(dict.fromkeys(map(make_pattern, each.parameters)))) for each in plan.boundaries
     )
     return Counter(
         dataclasses.replace(
-            each, module=pattern_of(each.module), axes=(), parameters=names, activation=-1
+            each, module=make_pattern(each.module), axes=(), parameters=names, activation=-1
         )
         for each, names in patterns
     )
 
 
-def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
+def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
     """List what ranks exchange in one forward and backward: the phase, the collective's name, and
     its numbers a token.
 
@@ -323,12 +323,12 @@ def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
         width = first.width or max(each.width for each in here)
         found += [
             (phase, name, width)
-            for phase, name in _phases({each.kind for each in here if each.width})
+            for phase, name in _list_phases({each.kind for each in here if each.width})
         ]
     return found
 
 
-def _phases(kinds: set[str]) -> list[tuple[str, str]]:
+def _list_phases(kinds: set[str]) -> list[tuple[str, str]]:
     """Return what one place exchanges, forward and backward, where tokens that entered are gathered
     again.
     """
@@ -343,14 +343,14 @@ def _phases(kinds: set[str]) -> list[tuple[str, str]]:
     return [("backward", "all-gather" if "slice" in kinds else "all-reduce")]
 
 
-def sent_bytes(payload: int, size: int) -> int:
+def count_sent_bytes(payload: int, size: int) -> int:
     """Bytes that each of `size` ranks sends in a ring's all-reduce of `payload` bytes: 2 (t - 1) /
     t of them.
     """
     return 2 * (size - 1) * payload // size
 
 
-def step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, int]:
+def count_step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, int]:
     """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss,
     gradients.
 
@@ -360,24 +360,24 @@ def step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, int]:
     step. The last two in fp32.
     """
     found = {"forward": 0, "backward": 0}
-    for phase, name, width in collectives(
+    for phase, name, width in list_collectives(
         plan
     ):  # an all-reduce sends as much as a reduce-scatter and an all-gather
-        found[phase] += sent_bytes(BYTES * tokens * width, size) // (
+        found[phase] += count_sent_bytes(BYTES * tokens * width, size) // (
             1 if name == "all-reduce" else 2
         )
-    gathered = sum(whole_elements(each) for each in plan.parameters)
-    found["forward"] += sent_bytes(BYTES * gathered, size) // 2
-    found["backward"] += sent_bytes(BYTES * gathered, size)
+    gathered = sum(count_whole_elements(each) for each in plan.parameters)
+    found["forward"] += count_sent_bytes(BYTES * gathered, size) // 2
+    found["backward"] += count_sent_bytes(BYTES * gathered, size)
     loss = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
     partial = sum(prod(each.shape) for each in plan.parameters if each.gradient == "partial")
     return found | {
-        "loss": sent_bytes(WIDE_BYTES * loss, size),
-        "gradients": sent_bytes(WIDE_BYTES * partial, size),
+        "loss": count_sent_bytes(WIDE_BYTES * loss, size),
+        "gradients": count_sent_bytes(WIDE_BYTES * partial, size),
     }
 
 
-def whole_elements(parameter: ParameterPlan) -> int:
+def count_whole_elements(parameter: ParameterPlan) -> int:
     """Elements of a cut parameter that every rank computes with."""
     if not parameter.whole:
         return 0
@@ -385,19 +385,19 @@ def whole_elements(parameter: ParameterPlan) -> int:
     return across * sum(parameter.segments[number] for number in parameter.whole)
 
 
-def held_elements(plan: ShardingPlan, size: int) -> int:
+def count_held_elements(plan: ShardingPlan, size: int) -> int:
     """Elements of all parameters that rank 0 of `size` holds; no rank holds more."""
     found = 0
     for each in plan.parameters:
         elements = prod(each.shape)
         if each.dim >= 0:
-            part = sum(stop - start for start, stop in bounds(each.segments, 0, size))
+            part = sum(stop - start for start, stop in compute_bounds(each.segments, 0, size))
             elements = elements // each.shape[each.dim] * part
         found += elements
     return found
 
 
-def cut_share(plan: ShardingPlan) -> float:
+def compute_cut_share(plan: ShardingPlan) -> float:
     """Share of the elements of all parameters that are cut."""
     sizes = [(prod(each.shape), each.dim >= 0) for each in plan.parameters]
     return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
@@ -412,7 +412,7 @@ def why_not(plan: ShardingPlan, size: int) -> str:
         return said[0].partition(": ")[2]
     for axis in plan.axes:
         if not axis.vocabulary and axis.size % size:
-            names = list(dict.fromkeys(map(pattern_of, axis.parameters)))
+            names = list(dict.fromkeys(map(make_pattern, axis.parameters)))
             shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
             return f"{size} ranks do not divide the {axis.size} units of {shown}"
     for each in plan.rewrites:
@@ -424,7 +424,7 @@ def why_not(plan: ShardingPlan, size: int) -> str:
     return "; ".join(plan.refused[:1]) or "no axis but that of the vocabulary can be cut"
 
 
-def period(segments: list[int]) -> tuple[int, ...]:
+def find_period(segments: list[int]) -> tuple[int, ...]:
     """The shortest list of lengths that gives the segments when it is repeated."""
     for length in range(1, len(segments) + 1):
         if len(segments) % length == 0 and segments == segments[:length] * (

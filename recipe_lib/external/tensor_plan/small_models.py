@@ -86,14 +86,14 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
     """
     small = copy.deepcopy(config)
     held = vars(small)
-    count = _layer_lists(held, layers)
+    count = _cut_layer_lists(held, layers)
     for name, value in list(held.items()):
         if hasattr(value, "to_dict") and not isinstance(value, type):
             held[name] = shrink(value, layers, keys)
         elif name in _LAYERS and isinstance(value, int):
             held[name] = count
         elif name in _KEYS and isinstance(value, int):
-            held[name] = _keys(value, vars(config), keys)
+            held[name] = _choose_key_heads(value, vars(config), keys)
         elif name.endswith("token_id") and isinstance(value, int):
             held[name] = min(value, 2)
         elif name in _NEEDED and value is None:
@@ -111,7 +111,7 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
             )
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(held.get(name), dict):
-            held[name] = _rotary(held[name])
+            held[name] = _reset_rope(held[name])
     if (
         isinstance(held.get("expand"), int)
         and isinstance(held.get("num_heads"), int)
@@ -125,17 +125,18 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
     return small
 
 
-def _keys(value: int, original: dict[str, Any], fewer: int) -> int:
+def _choose_key_heads(value: int, original: dict[str, Any], fewer: int) -> int:
     """Heads of keys and values: one stays one, fewer than of queries stay fewer."""
     names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     heads = next((original[name] for name in names if isinstance(original.get(name), int)), value)
     return 1 if value == 1 else fewer if value < heads else _HEADS
 
 
-def _rotary(held: dict[str, Any]) -> dict[str, Any]:
+def _reset_rope(held: dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in held.values()):  # one for each kind of layer
         return {
-            key: _rotary(value) if isinstance(value, dict) else value for key, value in held.items()
+            key: _reset_rope(value) if isinstance(value, dict) else value
+            for key, value in held.items()
         }
     kept = {key: value for key, value in held.items() if not isinstance(value, (list, tuple))}
     return (
@@ -143,7 +144,7 @@ def _rotary(held: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _layer_lists(held: dict[str, Any], layers: int) -> int:
+def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
     """Cuts lists with an entry per layer to one layer of each kind. Returns the number of
     layers.
     """

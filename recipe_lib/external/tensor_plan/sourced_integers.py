@@ -45,7 +45,7 @@ class Arithmetic(NamedTuple):
 _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 
 
-def _operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
+def _make_operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
     def compute(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
@@ -76,12 +76,12 @@ _COMPARE = {
 }  # fmt: skip
 
 
-def _comparison(sign: str) -> Callable[[Any, Any], Any]:
+def _make_comparison(sign: str) -> Callable[[Any, Any], Any]:
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
         if self.note is not None and (
-            isinstance(self.source, Size) or attributes_of(self) + attributes_of(other)
+            isinstance(self.source, Size) or list_attributes(self) + list_attributes(other)
         ):
             self.note(Decision(sign, self, other))
         return _COMPARE[sign](int(self), int(other))
@@ -103,13 +103,13 @@ class Sourced(int):
         made.note = note
         return made
 
-    __add__, __radd__ = _operator("+", False), _operator("+", True)  # type: ignore[assignment]
-    __sub__, __rsub__ = _operator("-", False), _operator("-", True)  # type: ignore[assignment]
-    __mul__, __rmul__ = _operator("*", False), _operator("*", True)  # type: ignore[assignment]
-    __floordiv__, __rfloordiv__ = _operator("//", False), _operator("//", True)  # type: ignore[assignment]
-    __eq__, __ne__ = _comparison("=="), _comparison("!=")  # type: ignore[assignment]
-    __lt__, __le__ = _comparison("<"), _comparison("<=")  # type: ignore[assignment]
-    __gt__, __ge__ = _comparison(">"), _comparison(">=")  # type: ignore[assignment]
+    __add__, __radd__ = _make_operator("+", False), _make_operator("+", True)  # type: ignore[assignment]
+    __sub__, __rsub__ = _make_operator("-", False), _make_operator("-", True)  # type: ignore[assignment]
+    __mul__, __rmul__ = _make_operator("*", False), _make_operator("*", True)  # type: ignore[assignment]
+    __floordiv__, __rfloordiv__ = _make_operator("//", False), _make_operator("//", True)  # type: ignore[assignment]
+    __eq__, __ne__ = _make_comparison("=="), _make_comparison("!=")  # type: ignore[assignment]
+    __lt__, __le__ = _make_comparison("<"), _make_comparison("<=")  # type: ignore[assignment]
+    __gt__, __ge__ = _make_comparison(">"), _make_comparison(">=")  # type: ignore[assignment]
     __hash__ = int.__hash__
 
 
@@ -119,7 +119,7 @@ class Division(NamedTuple):
     ranks: int = 1
     kept: int = 0
 
-    def of(self, value: int) -> int:
+    def divide(self, value: int) -> int:
         """What the integer is on a rank."""
         return self.kept + (int(value) - self.kept) // self.ranks
 
@@ -131,7 +131,7 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
     """
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
-        return divisions.get(source, Division()).of(value)
+        return divisions.get(source, Division()).divide(value)
     if isinstance(source, Size):
         return sizes(source)
     if isinstance(source, Arithmetic):
@@ -140,7 +140,7 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
     return int(value)
 
 
-def decided_alike(
+def is_decided_alike(
     decision: Decision, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]
 ) -> bool:
     """True if a comparison comes out on a rank as it does on the whole."""
@@ -149,17 +149,17 @@ def decided_alike(
     return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
 
 
-def attributes_of(value: int) -> list[Attribute]:
+def list_attributes(value: int) -> list[Attribute]:
     """The attributes that an integer was computed from."""
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
         return [source]
     if isinstance(source, Arithmetic):
-        return attributes_of(source.left) + attributes_of(source.right)
+        return list_attributes(source.left) + list_attributes(source.right)
     return []
 
 
-def sourced_attributes(
+def make_attributes_sourced(
     model: torch.nn.Module, note: Callable[[Decision], None]
 ) -> contextlib.AbstractContextManager[None]:
     """While it is entered, integer attributes of modules, and of objects such as configs that they
@@ -170,15 +170,15 @@ def sourced_attributes(
     entries: list[Entry] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
-        entries += _sourced(module.__dict__, path, "", note)
+        entries += _make_sourced(module.__dict__, path, "", note)
         for name, value in module.__dict__.items():
             if _is_settings(value) and id(value) not in seen:
                 seen.add(id(value))
-                entries += _sourced(value.__dict__, path, f"{name}.", note)
+                entries += _make_sourced(value.__dict__, path, f"{name}.", note)
     return replace_entries(entries)
 
 
-def _sourced(
+def _make_sourced(
     held: dict[str, Any], path: str, prefix: str, note: Callable[[Decision], None]
 ) -> Iterator[Entry]:
     for name, value in held.items():

@@ -19,15 +19,19 @@ from recipe_lib.external.tensor_plan.forward_trace import (
     FunctionCall,
     OperatorCall,
     Rule,
-    Traced,
-    short_name,
+    TracedTensor,
+    get_short_name,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import output_values, places_in, tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    get_output_values,
+    list_places,
+    list_tensors,
+)
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Decision,
     Size,
     Sourced,
-    sourced_attributes,
+    make_attributes_sourced,
 )
 from recipe_lib.models.language_model import list_layer_names
 
@@ -41,7 +45,10 @@ class _Watch(TorchFunctionMode):
     """
 
     def __init__(
-        self, model: torch.nn.Module, trace: ForwardTrace, known: Callable[[torch.Tensor], Traced]
+        self,
+        model: torch.nn.Module,
+        trace: ForwardTrace,
+        known: Callable[[torch.Tensor], TracedTensor],
     ):
         super().__init__()
         self.model = model
@@ -69,11 +76,13 @@ class _Watch(TorchFunctionMode):
         for path, module in self.model.named_modules():
             if path:
 
-                def opened(module: torch.nn.Module, args: Any, path: str = path) -> None:
+                def open_frame(module: torch.nn.Module, args: Any, path: str = path) -> None:
                     self._open.append([path, 0])
 
-                self._hooks.append(module.register_forward_pre_hook(opened))
-                self._hooks.append(module.register_forward_hook(self._closed, always_call=True))
+                self._hooks.append(module.register_forward_pre_hook(open_frame))
+                self._hooks.append(
+                    module.register_forward_hook(self._close_frame, always_call=True)
+                )
         super().__enter__()
         return self
 
@@ -82,8 +91,8 @@ class _Watch(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        first = next(tensors_in(output), None)
+    def _close_frame(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        first = next(list_tensors(output), None)
         if first is not None and not self.module.startswith(self.inside):
             with (
                 torch._C.DisableTorchFunction()
@@ -103,8 +112,8 @@ class _Watch(TorchFunctionMode):
         if name in ("__get__", "size"):
             return self._read(function, args, kwargs)
         self.last = self.module
-        call = FunctionCall(CallKey(*self._open[-1]), name, _source())
-        for place, value in places_in(args, kwargs):
+        call = FunctionCall(CallKey(*self._open[-1]), name, _describe_source())
+        for place, value in list_places(args, kwargs):
             if isinstance(value, torch.Tensor):
                 call.arguments.append((place, self.known(value), value.requires_grad))
             elif isinstance(value, (int, slice, type(...), type(None), str)):
@@ -112,7 +121,7 @@ class _Watch(TorchFunctionMode):
         self.current = len(self.trace.calls)
         self.trace.calls.append(call)
         result = function(*args, **kwargs)
-        call.outputs = [self.known(tensor) for tensor in tensors_in(result)]
+        call.outputs = [self.known(tensor) for tensor in list_tensors(result)]
         self.current = -1
         self._open[-1][1] += bool(call.outputs)
         return result
@@ -144,16 +153,16 @@ class _Operators(TorchDispatchMode):
         self.find_rule = find_rule
         self.watch: _Watch | None = None
         self._known: dict[
-            int, tuple[Traced, torch.Tensor]
+            int, tuple[TracedTensor, torch.Tensor]
         ] = {}  # the tensor is held, so that its id stays its own
 
-    def known(self, tensor: torch.Tensor) -> Traced:
+    def known(self, tensor: torch.Tensor) -> TracedTensor:
         """What is known of a tensor; one that nothing has made so far is a constant."""
         if id(tensor) not in self._known:
-            self.remember(tensor, Traced([AxisNode(size) for size in tensor.shape]))
+            self.remember(tensor, TracedTensor([AxisNode(size) for size in tensor.shape]))
         return self._known[id(tensor)][0]
 
-    def remember(self, tensor: torch.Tensor, traced: Traced) -> Traced:
+    def remember(self, tensor: torch.Tensor, traced: TracedTensor) -> TracedTensor:
         """Keeps what is known of a tensor. Returns it."""
         self._known[id(tensor)] = (traced, tensor)
         return traced
@@ -168,14 +177,14 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         assert self.watch is not None
         place = self.watch.module or "the model itself"
-        result = _assumed_result(function, args, kwargs)
+        result = _make_up_result(function, args, kwargs)
         if result is not None:
-            name = short_name(function)
+            name = get_short_name(function)
             if name != "_grouped_mm":  # of which nothing but its size is made up
                 self.trace.assumed.append(f"{name} in {place}")
         else:
             result = function(*args, **kwargs)
-        outputs = list(tensors_in(result))
+        outputs = list(list_tensors(result))
         if not outputs:
             return result
         step = OperatorCall(function, args, kwargs, outputs, place, self.known)
@@ -219,7 +228,7 @@ class _Operators(TorchDispatchMode):
                 identifiers = counts and any(each.identifiers for each in step.inputs)
                 base = step.inputs[0] if views and step.inputs else None
                 traced = self.remember(
-                    tensor, Traced(sizes, names, activation, identifiers, base, step.call)
+                    tensor, TracedTensor(sizes, names, activation, identifiers, base, step.call)
                 )
             step.outputs.append(traced)
         self.trace.records.append(step)
@@ -244,19 +253,21 @@ def trace(
     ]
     for name, parameter in model.named_parameters():
         sizes = [AxisNode(size) for size in parameter.shape]
-        found.parameters[name] = operators.remember(parameter, Traced(sizes, frozenset([name])))
-    for number, tensor in enumerate(tensors_in(inputs)):
+        found.parameters[name] = operators.remember(
+            parameter, TracedTensor(sizes, frozenset([name]))
+        )
+    for number, tensor in enumerate(list_tensors(inputs)):
         first = not number and not tensor.is_floating_point()
         found.tokens = tensor.numel() if first else found.tokens
         sizes = [AxisNode(size) for size in tensor.shape]
-        known = operators.remember(tensor, Traced(sizes, activation=True, identifiers=first))
+        known = operators.remember(tensor, TracedTensor(sizes, activation=True, identifiers=first))
         found.ids = known if first and tensor.dim() == 2 else found.ids
     training = model.training
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
         model.eval()
-        with torch.enable_grad(), sourced_attributes(model, watch.note), watch, operators:
+        with torch.enable_grad(), make_attributes_sourced(model, watch.note), watch, operators:
             output = model(**inputs)
     except Exception as error:
         raise SetupError(
@@ -269,14 +280,14 @@ def trace(
         model.train(training)
         for parameter in frozen:
             parameter.requires_grad_(False)
-    found.outputs = [operators.known(tensor) for tensor in tensors_in(output_values(output))]
+    found.outputs = [operators.known(tensor) for tensor in list_tensors(get_output_values(output))]
     return found
 
 
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
-def _source() -> str:
+def _describe_source() -> str:
     """File and line of the innermost frame that belongs neither to torch nor to this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
@@ -284,12 +295,12 @@ def _source() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _make_up_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives that asks a meta tensor for its values: made up; None for any other
     operator.
     """
-    name = short_name(function)
-    tensors = list(tensors_in((args, kwargs)))
+    name = get_short_name(function)
+    tensors = list(list_tensors((args, kwargs)))
     if not tensors or tensors[0].device.type != "meta":
         return None
     first = tensors[0]

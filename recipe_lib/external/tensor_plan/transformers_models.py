@@ -1,6 +1,7 @@
 """Plans for transformers' causal language models, from their config alone."""
 
 from typing import Any
+
 import torch
 
 from recipe_lib.errors import SetupError
@@ -16,7 +17,7 @@ MASKS = ("square", "row", "none")
 _SMALL = 2**28
 
 
-def transformers_model(
+def build_transformers_model(
     config: Any, device: str = "meta", attention: str = "eager"
 ) -> torch.nn.Module:
     """The causal language model of a transformers config; on meta it takes no memory.
@@ -36,7 +37,7 @@ def transformers_model(
     return model.eval()
 
 
-def example_inputs(
+def build_example_inputs(
     config: Any, batch: int = 2, length: int = 16, device: str = "meta", mask: str = "square"
 ) -> dict[str, Any]:
     """Inputs for one forward of a transformers causal language model: ids [b, s], a mask, no cache.
@@ -61,25 +62,27 @@ def example_inputs(
     return inputs
 
 
-def plan_for_config(config: Any, size: int = 0, tokens: bool = True) -> ShardingPlan:
+def infer_config_plan(config: Any, size: int = 0, tokens: bool = True) -> ShardingPlan:
     """The tensor parallel plan of a transformers causal language model, from its config alone.
 
     size: takes only axes that this many ranks can share; 0 takes all. tokens: shares out tokens,
     too. Raises SetupError where no forward can be traced.
     """
-    return plan_and_mask(config, size, tokens)[0]
+    return infer_plan_and_mask(config, size, tokens)[0]
 
 
-def plan_and_mask(config: Any, size: int = 0, tokens: bool = True) -> tuple[ShardingPlan, str]:
+def infer_plan_and_mask(
+    config: Any, size: int = 0, tokens: bool = True
+) -> tuple[ShardingPlan, str]:
     """The plan, and the form of the attention mask with which the forward could be traced."""
-    model = transformers_model(config)
+    model = build_transformers_model(config)
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     first: SetupError | None = None
     for device in ("meta", "cpu") if held <= _SMALL else ("meta",):
-        model = model if device == "meta" else transformers_model(config, device)
+        model = model if device == "meta" else build_transformers_model(config, device)
         for mask in MASKS:
             try:
-                inputs = example_inputs(config, device=device, mask=mask)
+                inputs = build_example_inputs(config, device=device, mask=mask)
                 return infer_plan(model, inputs, size, tokens), mask
             except SetupError as error:
                 first = first or error
