@@ -125,7 +125,12 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
         return fresh[record.held[id(tensor)]]
 
     again = OperatorCall(
-        record.function, record.args, record.kwargs, record.results, record.place, get_marked
+        record.function,
+        record.args,
+        record.kwargs,
+        results=record.results,
+        place=record.place,
+        known=get_marked,
     )
     made = record.rule(again)
     if made is None or find(tokens).kind != "leaf" or find(tokens).blocked:

@@ -187,7 +187,7 @@ class _Operators(TorchDispatchMode):
         outputs = list(list_tensors(result))
         if not outputs:
             return result
-        step = OperatorCall(function, args, kwargs, outputs, place, self.known)
+        step = OperatorCall(function, args, kwargs, results=outputs, place=place, known=self.known)
         step.call = self.watch.current
         if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
             step.picked = self.trace.calls[step.call].numbers
