@@ -1,4 +1,5 @@
-"""Models that transformers, or a plugin, implements: trained, adapted and sharded as our decoder is.
+"""Models that transformers, or a plugin, implements: trained, adapted and sharded as our decoder
+is.
 
 In comes a checkpoint's config.json and the class that it names. Out go a spec (`ModuleSpec`: its
 tensors, its adapters, its stages), a model on meta with the class' own forward, and, for tensor

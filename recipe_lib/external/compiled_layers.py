@@ -16,9 +16,9 @@ What one of them does to its tensors is then what another one does to its own, s
 has to look at one alone. Only what compares equal counts: settings that are objects of a layer's
 own make it one of a kind.
 
-What a compiled layer keeps for backward holds no gathered tokens (`RegatheringPartitioner`): torch's
-partitioner takes the second gather of the same tokens, which backward makes, for the first one, and
-keeps what that gave: as many tokens as all ranks have, where each could keep its own.
+What a compiled layer keeps for backward holds no gathered tokens (`RegatheringPartitioner`):
+torch's partitioner takes the second gather of the same tokens, which backward makes, for the first
+one, and keeps what that gave: as many tokens as all ranks have, where each could keep its own.
 """
 
 import operator

@@ -203,8 +203,8 @@ def select_adapter_targets(
     """The names of those linears that an adapter is for. targets: `lora.target_modules`, ends of
     names or short names.
 
-    left: names of modules that cannot have an adapter -> why, as `list_without_adapter` has them. Raises
-    ConfigError for an end that no linear's name has, or that one of them has.
+    left: names of modules that cannot have an adapter -> why, as `list_without_adapter` has them.
+    Raises ConfigError for an end that no linear's name has, or that one of them has.
     """
     ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
     for end in ends:
@@ -260,8 +260,8 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
     """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own
     class if asked to.
 
-    Linears that a recipe added are left as they are. Raises ConfigError as `select_adapter_targets` does,
-    and for a model whose layers have no linears for an adapter.
+    Linears that a recipe added are left as they are. Raises ConfigError as `select_adapter_targets`
+    does, and for a model whose layers have no linears for an adapter.
     """
     built = get_built_tensors(model)
     linears = {

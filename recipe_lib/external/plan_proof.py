@@ -1,7 +1,7 @@
 """The proof that an inferred plan is right, on a small model that has random weights on the host.
 
-`certify` runs in one process, with a thread for each rank. A rank has its own, smaller parameters and
-nothing of the others', takes the attributes that the plan rewrites, and runs the forward that
+`certify` runs in one process, with a thread for each rank. A rank has its own, smaller parameters
+and nothing of the others', takes the attributes that the plan rewrites, and runs the forward that
 trains (`plan_executor`), whose exchanges are between threads. What the model gives has to be what
 the whole model gives, and so has the gradient of every parameter: a forward that is right says
 nothing of a boundary that is missing there, or of a whole parameter whose gradient is taken for

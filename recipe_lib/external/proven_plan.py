@@ -1,10 +1,11 @@
-"""The plan that training runs an external model by: inferred, and proven before its weights are read.
+"""The plan that training runs an external model by: inferred, and proven before its weights are
+read.
 
 Every rank traces one forward of the model without memory (`tensor_plan.infer`). The first rank then
 makes a small model of the same class with the same adapters and infers its plan, which has to treat
 every parameter, and exchange at every call, as that of the large model does; `plan_proof.certify`
-proves that plan. A model that is small already is proven as it is. It takes a second or two, a tenth
-of what inferring the plan does.
+proves that plan. A model that is small already is proven as it is. It takes a second or two, a
+tenth of what inferring the plan does.
 """
 
 import inspect
@@ -42,8 +43,8 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
     """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A
     collective.
 
-    Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot be
-    traced.
+    Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot
+    be traced.
     """
     held = list_all_modules(model).values()
     lengths = [

@@ -19,8 +19,8 @@ class AxisNode:
     def __init__(
         self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
     ):
-        """size: elements. kind: `leaf`, `make_product` or `list_parts`. blocked: why this axis stays whole,
-        or empty.
+        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis
+        stays whole, or empty.
         """
         self.size = size
         self.kind = kind

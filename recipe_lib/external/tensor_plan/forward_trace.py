@@ -1,8 +1,8 @@
 """A forward as data: its tensors, operators and calls; an axis that ranks share; sizes on a rank.
 
 `tracing` writes a trace, and everything else reads it: `propagation` follows an axis through it
-(`ShardedAxis`); `attribute_rewrites` and `token_sharing` compute what the integers of its calls have
-to be on a rank (`LocalSizes`, `list_demands`).
+(`ShardedAxis`); `attribute_rewrites` and `token_sharing` compute what the integers of its calls
+have to be on a rank (`LocalSizes`, `list_demands`).
 """
 
 import dataclasses
@@ -246,7 +246,7 @@ class ShardedAxis:
     sharded: set[TracedTensor] = dataclasses.field(default_factory=set)
     boundaries: list[PendingBoundary] = dataclasses.field(default_factory=list)
     # Where parameters that stay whole meet a tensor that is cut: boundaries only if they are used
-    # otherwise, too. Else their gradients are summed once, after the backward.
+    # otherwise, too. Else their gradients as a whole are summed over ranks.
     replicated_uses: list[PendingBoundary] = dataclasses.field(default_factory=list)
     # Parameters of products that sum over it (row-parallel).
     row_parameters: set[str] = dataclasses.field(default_factory=set)
@@ -355,7 +355,8 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     dims = call.outputs[0].dims
     numbers = call.numbers
     if call.function in _SHAPES:
-        # `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`, `size=(2, 3)`
+        # `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`, `size=(2,
+        # 3)`
         is_method = bool(call.arguments) and call.arguments[0][0] == "0"
         nested = f"{int(is_method)}."
         is_nested = any(place.startswith((nested, "size.")) for place in numbers)
@@ -372,9 +373,9 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
             yield f"2.{number}", first + number
             yield f"sizes.{number}", first + number
     elif call.function in ("split", "split_with_sizes", "narrow"):
-        names, default = ("1", "split_size_or_sections", "split_size"), numbers.get("2", 0)
-        if call.function == "narrow":
-            names, default = ("3", "length", ""), numbers.get("1", 0)
+        is_narrow = call.function == "narrow"
+        names = {"3", "length"} if is_narrow else {"1", "split_size_or_sections", "split_size"}
+        default = numbers.get("1" if is_narrow else "2", 0)
         dimension = int(numbers.get("dim", default)) % len(dims)
         for place in numbers:
             if place.split(".")[0] in names and place != "1.dim":

@@ -1,8 +1,9 @@
-"""What each aten operator means for dimensions: which it keeps, unites, takes apart, sums over or
-blocks.
+"""Rules: what each aten operator means for dimensions, which it keeps, unites, takes apart, sums
+over or blocks.
 
-A rule gets a `Step` and returns the dimensions of each tensor that comes out. An operator without a
-rule is unknown: whoever traces blocks all that it touches, which is always safe.
+A rule gets an `OperatorCall` and returns the dimensions of each tensor that comes out; `tracing`
+asks `find_rule` for it. An operator without a rule is unknown: whoever traces blocks all that it
+touches, which is always safe.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +28,17 @@ RULES: dict[str, Rule] = {}
 
 
 def register_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operators by their names without namespace and overload."""
+    """Register a rule for operators by their names without namespace and overload."""
 
-    def register(found: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, found))
-        return found
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
 
     return register
 
 
 def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> Dims:
-    """The dimensions of tensors that come together element by element."""
+    """Return the dimensions of tensors that come together element by element."""
     found: Dims = [AxisNode(1) for _ in shape]
     for tensor in tensors:
         dims = step.get_dims(tensor)
@@ -52,11 +53,11 @@ def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequen
 
 
 def find_rule(function: Any) -> Rule | None:
-    """The rule of an operator, or None."""
-    found = RULES.get(get_short_name(function))
-    if found is None and torch.Tag.pointwise in function.tags:
+    """Return the rule of an operator, or None."""
+    registered = RULES.get(get_short_name(function))
+    if registered is None and torch.Tag.pointwise in function.tags:
         return trace_elementwise
-    return found
+    return registered
 
 
 @register_rule(
@@ -73,13 +74,11 @@ def find_rule(function: Any) -> Rule | None:
 )
 @register_rule("_prelu_kernel", "rrelu_with_noise")
 def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
-    """Any operator that works element by element, under broadcasting."""
+    """Trace any operator that works element by element, under broadcasting."""
     tensors = list(list_tensors((step.args, step.kwargs)))
     step.uniform = step.name in ("fill_", "zero_")
-    if step.name in (
-        "prelu",
-        "_prelu_kernel",
-    ):  # one weight per channel, which is the second dimension
+    if step.name in ("prelu", "_prelu_kernel"):
+        # One weight per channel, which is the second dimension.
         tensors = tensors[:1] if tensors[1].numel() == 1 else tensors
     shape = step.get_shape()
     dims = broadcast(step, tensors, shape)
@@ -87,15 +86,11 @@ def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
 
 
 @register_rule(
-    *"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like".split()
+    *"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like"
+    " new_zeros new_ones new_full new_empty new_empty_strided".split()
 )
-@register_rule(
-    *"new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like"
-    " empty_like".split()
-)
-@register_rule(*"zeros ones full empty empty_strided scalar_tensor".split())
 def trace_uniform(step: OperatorCall) -> list[Dims]:
-    """One value everywhere."""
+    """Trace an operator that gives one value everywhere."""
     step.uniform = True
     if step.name.endswith("_like"):
         return [list(step.get_dims(step.get_first_tensor()))]
@@ -110,7 +105,7 @@ def trace_uniform(step: OperatorCall) -> list[Dims]:
     *"histc bincount nonzero nonzero_numpy _unique2 unique_consecutive _local_scalar_dense".split()
 )
 def trace_values(step: OperatorCall) -> list[Dims]:
-    """New values, no element of which belongs to an element of an input."""
+    """Trace an operator that gives new values, no element of which belongs to one of an input."""
     step.values = True
     for tensor in list_tensors((step.args, step.kwargs)):
         for node in step.get_dims(tensor):
@@ -126,20 +121,16 @@ def trace_values(step: OperatorCall) -> list[Dims]:
     *"median nanmedian var_mean std_mean aminmax mode kthvalue count_nonzero nansum".split()
 )
 def trace_reduction(step: OperatorCall) -> list[Dims]:
-    """Dimensions that become one element are blocked, but for sums and means, which ranks can put
+    """Block dimensions that become one element, but for sums and means, which ranks can put
     together.
     """
     step.ordered = True
     tensor = step.get_first_tensor()
     dims = step.get_dims(tensor)
     over = step.get("dim")
-    numbers = (
-        range(len(dims))
-        if over is None or over == []
-        else [over]
-        if isinstance(over, int)
-        else over
-    )
+    if over is None or over == []:
+        over = range(len(dims))
+    numbers = [over] if isinstance(over, int) else over
     gone = {number % max(len(dims), 1) for number in numbers}
     linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
     for number in gone if dims else ():
@@ -165,8 +156,8 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
 )
 @register_rule("constant_pad_nd", "reflection_pad1d", "replication_pad1d")
 def trace_along(step: OperatorCall) -> list[Dims]:
-    """What an element becomes depends on its neighbors, or its place, along some dimensions: these
-    are blocked.
+    """Block the dimensions along which what an element becomes depends on its neighbors, or its
+    place.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
     step.ordered = not step.name.startswith(("tri", "constant_pad"))
@@ -184,9 +175,7 @@ def trace_along(step: OperatorCall) -> list[Dims]:
 
 
 def _keep_equal_dims(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
-    """The dimensions that are as long as before; in the place of others new ones, which cannot be
-    cut.
-    """
+    """Keep the dimensions that are as long as before; others become new ones, which cannot be cut."""
     return [
         node if node.size == size else step.make_dims([size], True)[0]
         for node, size in zip(dims, out.shape, strict=True)
@@ -195,7 +184,7 @@ def _keep_equal_dims(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
 
 @register_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def trace_normalization(step: OperatorCall) -> list[Dims]:
-    """Statistics over the last dimensions, which a weight and a bias share."""
+    """Trace statistics over the last dimensions, which a weight and a bias share."""
     dims = list(step.get_dims(step.get("input")))
     count = len(step.get("normalized_shape"))
     for node in dims[len(dims) - count :]:
@@ -208,22 +197,10 @@ def trace_normalization(step: OperatorCall) -> list[Dims]:
 
 
 @register_rule(
-    "mm",
-    "bmm",
-    "mv",
-    "dot",
-    "matmul",
-    "addmm",
-    "baddbmm",
-    "addmv",
-    "linear",
-    "_int_mm",
-    "addmm_",
-    "baddbmm_",
-    "addbmm",
+    *"mm bmm mv dot matmul addmm baddbmm addmv linear _int_mm addmm_ baddbmm_ addbmm".split()
 )
 def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
-    """Sums over the last dimension of the left operand; a batch is shared."""
+    """Trace a product: it sums over the last dimension of the left operand; a batch is shared."""
     tensors = list(list_tensors((step.args, step.kwargs)))
     added = tensors.pop(0) if step.name.startswith(("addm", "badd")) else None
     if len(tensors) < 2 or step.name == "addbmm":
@@ -254,7 +231,7 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
 
 @register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
-    """Rows sorted by group times the matrix of their group: [rows, k] x [groups, k, n]."""
+    """Trace rows sorted by group times the matrix of their group: [rows, k] x [groups, k, n]."""
     rows, matrices = list(list_tensors(step.args))[:2]
     ours, theirs = step.get_dims(rows), step.get_dims(matrices)
     if len(ours) != 2 or len(theirs) != 3:
@@ -266,7 +243,7 @@ def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
 
 @register_rule("embedding")
 def trace_embedding(step: OperatorCall) -> list[Dims]:
-    """Rows of a matrix by number."""
+    """Trace the rows of a matrix that are picked by number."""
     weight, numbers = step.get("weight"), step.get("indices")
     step.lookup = True
     return [[*step.get_dims(numbers), step.get_dims(weight)[1]]]
@@ -274,7 +251,9 @@ def trace_embedding(step: OperatorCall) -> list[Dims]:
 
 @register_rule("convolution")
 def trace_convolution(step: OperatorCall) -> list[Dims] | None:
-    """Mixes channels unless each has its own kernel (depthwise); places are blocked."""
+    """Trace a convolution: it mixes channels unless each has its own kernel (depthwise); places are
+    blocked.
+    """
     data, weight, bias = step.get("input"), step.get("weight"), step.get("bias")
     ours, kernel = step.get_dims(data), step.get_dims(weight)
     for node in (*ours[2:], *kernel[2:]):
@@ -301,32 +280,30 @@ def trace_convolution(step: OperatorCall) -> list[Dims] | None:
     "view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "flatten", "unflatten"
 )
 def trace_view(step: OperatorCall) -> list[Dims] | None:
-    """The same elements under other sizes: dimensions are joined and taken apart."""
+    """Trace the same elements under other sizes: dimensions are joined and taken apart."""
     tensor = step.get_first_tensor()
     if tensor.shape == step.results[0].shape:
         return [list(step.get_dims(tensor))]
     if not tensor.numel():
         return None
-    dims, shape = step.get_dims(tensor), step.get_shape()
-    found: Dims = []
-    start = stop = 0
-    while start < len(dims) or stop < len(shape):  # the shortest groups whose products agree
-        ours, theirs = [*dims[start : start + 1]], [*shape[stop : stop + 1]]
-        start, stop = start + 1, stop + 1
-        while (left := prod(node.size for node in ours)) != (right := prod(theirs)):
-            if left < right:
-                ours.append(dims[start])
-                start += 1
+    dims = list(step.get_dims(tensor))
+    sizes = step.get_shape()
+    viewed: Dims = []
+    while dims or sizes:  # the shortest groups, from the front, whose products agree
+        old = [dims.pop(0)] if dims else []
+        new = [sizes.pop(0)] if sizes else []
+        while (elements := prod(node.size for node in old)) != prod(new):
+            if elements < prod(new):
+                old.append(dims.pop(0))
             else:
-                theirs.append(shape[stop])
-                stop += 1
-        found += ours if len(ours) == len(theirs) == 1 else regroup(ours, theirs, step.reason)
-    return [found]
+                new.append(sizes.pop(0))
+        viewed += old if len(old) == len(new) == 1 else regroup(old, new, step.reason)
+    return [viewed]
 
 
 @register_rule("t", "transpose", "permute", "numpy_T", "adjoint", "transpose_", "t_")
 def trace_permutation(step: OperatorCall) -> list[Dims]:
-    """Dimensions in another order."""
+    """Trace dimensions in another order."""
     dims = list(step.get_dims(step.get_first_tensor()))
     if step.name in ("transpose", "transpose_"):
         one, other = step.get("dim0"), step.get("dim1")
@@ -340,7 +317,7 @@ def trace_permutation(step: OperatorCall) -> list[Dims]:
 
 @register_rule("expand", "expand_copy")
 def trace_expand(step: OperatorCall) -> list[Dims]:
-    """Dimensions of one element are repeated, new ones come in front."""
+    """Trace repeated dimensions of one element, and new ones in front."""
     dims, shape = step.get_dims(step.get_first_tensor()), step.get_shape()
     dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
     return [
@@ -353,20 +330,22 @@ def trace_expand(step: OperatorCall) -> list[Dims]:
 
 @register_rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
 def trace_squeeze(step: OperatorCall) -> list[Dims]:
-    """Dimensions of one element come and go."""
+    """Trace dimensions of one element that come and go."""
     dims = list(step.get_dims(step.get_first_tensor()))
     if step.name.startswith("unsqueeze"):
         dims.insert(step.get("dim") % (len(dims) + 1), AxisNode(1))
         return [dims]
     over = step.get("dim")
-    numbers = range(len(dims)) if over is None else [over] if isinstance(over, int) else over
+    if over is None:
+        over = range(len(dims))
+    numbers = [over] if isinstance(over, int) else over
     gone = {number % len(dims) for number in numbers if dims}
     return [[node for number, node in enumerate(dims) if number not in gone or node.size != 1]]
 
 
 @register_rule("slice", "narrow")
 def trace_slice(step: OperatorCall) -> list[Dims]:
-    """One stretch of a dimension."""
+    """Trace one stretch of a dimension."""
     tensor = step.get_first_tensor()
     dims = list(step.get_dims(tensor))
     number = step.get("dim", 0) % len(dims)
@@ -375,9 +354,8 @@ def trace_slice(step: OperatorCall) -> list[Dims]:
         return [dims]
     stride, first = step.get("step", 1), step.get("start") or 0
     if stride > 1 and size % stride == 0 and 0 <= first < stride and length == size // stride:
-        dims[number], within = regroup(
-            [dims[number]], [length, stride], step.reason
-        )  # every other one, as gate and up
+        # Every other one, as of gate and up.
+        dims[number], within = regroup([dims[number]], [length, stride], step.reason)
         block(within, step.reason)
         return [dims]
     if stride != 1 or not length:
@@ -392,19 +370,11 @@ def trace_slice(step: OperatorCall) -> list[Dims]:
 
 
 @register_rule(
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unbind",
-    "select",
-    "tensor_split",
-    "split_copy",
-    "split_with_sizes_copy",
+    *"split split_with_sizes chunk unbind select tensor_split split_copy"
+    " split_with_sizes_copy".split()
 )
 def trace_split(step: OperatorCall) -> list[Dims]:
-    """A dimension cut into several; unbinding and selecting give single elements, which blocks
-    it.
-    """
+    """Trace a dimension that is cut into several; single elements, as of `unbind`, block it."""
     dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim", 0) % len(dims)
     if step.name in ("unbind", "select"):
@@ -423,7 +393,7 @@ def trace_split(step: OperatorCall) -> list[Dims]:
 
 @register_rule("cat", "stack", "concat")
 def trace_cat(step: OperatorCall) -> list[Dims]:
-    """Tensors one after the other along a dimension, old or new."""
+    """Trace tensors one after the other along a dimension, old or new."""
     tensors = [
         tensor for tensor in list_tensors(step.args[0]) if tensor.numel() or tensor.dim() > 1
     ]
@@ -447,7 +417,7 @@ def trace_cat(step: OperatorCall) -> list[Dims]:
 
 @register_rule("repeat")
 def trace_repeat(step: OperatorCall) -> list[Dims]:
-    """Copies of the whole, one after the other, along each dimension."""
+    """Trace copies of the whole, one after the other, along each dimension."""
     repeats = step.get("repeats")
     dims = list(step.get_dims(step.get_first_tensor()))
     dims = [AxisNode(1)] * (len(repeats) - len(dims)) + dims
@@ -457,13 +427,7 @@ def trace_repeat(step: OperatorCall) -> list[Dims]:
 
 
 @register_rule(
-    "unfold",
-    "as_strided",
-    "diagonal",
-    "view_as_real",
-    "view_as_complex",
-    "diagonal_copy",
-    "diag_embed",
+    *"unfold as_strided diagonal view_as_real view_as_complex diagonal_copy diag_embed".split()
 )
 @register_rule(
     "native_group_norm",
@@ -472,7 +436,7 @@ def trace_repeat(step: OperatorCall) -> list[Dims]:
     "_native_batch_norm_legit",
 )
 def trace_opaque(step: OperatorCall) -> list[Dims]:
-    """Of a view dimensions whose sizes stay in front are kept; all others are blocked."""
+    """Keep dimensions of a view whose sizes stay in front; block all others."""
     dims, shape = list(step.get_dims(step.get_first_tensor())), step.get_shape()
     keeps = step.name in ("view_as_real", "view_as_complex", "unfold")
     same = 0
@@ -489,9 +453,7 @@ def trace_opaque(step: OperatorCall) -> list[Dims]:
     "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"
 )
 def trace_index(step: OperatorCall) -> list[Dims]:
-    """Picks, or puts, elements by numbers along some dimensions, which are blocked; others are
-    kept.
-    """
+    """Trace elements that are picked, or put, by numbers along some dimensions, which are blocked."""
     tensor = step.get_first_tensor()
     dims = list(step.get_dims(tensor))
     picks = list(step.get("indices"))
@@ -534,8 +496,8 @@ def trace_index(step: OperatorCall) -> list[Dims]:
 def _find_negative_pick(
     step: OperatorCall, picks: list[torch.Tensor | None]
 ) -> tuple[int, int] | None:
-    """The dimension and the number of `x[..., [-1], :]`, which is a slice of one element; None for
-    other picks.
+    """Return the dimension and the number of `x[..., [-1], :]`, which is a slice of one element;
+    None for other picks.
     """
     given = [number for number, pick in enumerate(picks) if pick is not None]
     listed = [
@@ -550,16 +512,10 @@ def _find_negative_pick(
 
 
 @register_rule(
-    "index_select",
-    "index_add",
-    "index_add_",
-    "index_copy",
-    "index_copy_",
-    "index_fill",
-    "index_fill_",
+    *"index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_".split()
 )
 def trace_index_along(step: OperatorCall) -> list[Dims]:
-    """Picks, or adds, slices by number along one dimension, which is blocked."""
+    """Trace slices that are picked, or added, by number along one dimension, which is blocked."""
     dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim") % max(len(dims), 1)
     block(dims[number], step.reason)
@@ -574,17 +530,11 @@ def trace_index_along(step: OperatorCall) -> list[Dims]:
 
 
 @register_rule(
-    "gather",
-    "scatter",
-    "scatter_",
-    "scatter_add",
-    "scatter_add_",
-    "scatter_reduce",
-    "scatter_reduce_",
+    *"gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()
 )
 def trace_gather(step: OperatorCall) -> list[Dims]:
-    """Picks, or puts, elements by numbers along one dimension; the numbers lie where the elements
-    do.
+    """Trace elements that are picked, or put, by numbers along one dimension, which lie where the
+    elements do.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim") % max(len(dims), 1)
@@ -616,8 +566,8 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
     "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math"
 )
 def trace_attention(step: OperatorCall) -> list[Dims]:
-    """softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries stand for
-    groups.
+    """Trace softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries
+    stand for groups.
     """
     query, key, value = (step.get(name) for name in ("query", "key", "value"))
     ours, keys, held = step.get_dims(query), step.get_dims(key), step.get_dims(value)

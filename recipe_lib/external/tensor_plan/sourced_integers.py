@@ -159,6 +159,18 @@ def list_attributes(value: int) -> list[Attribute]:
     return []
 
 
+def list_sizes(value: object) -> list[Size]:
+    """Return the sizes of tensors that an integer, or the bounds of a slice, were computed from."""
+    if isinstance(value, slice):
+        return list_sizes(value.start) + list_sizes(value.stop)
+    source = getattr(value, "source", None)
+    if isinstance(source, Size):
+        return [source]
+    if isinstance(source, Arithmetic):
+        return list_sizes(source.left) + list_sizes(source.right)
+    return []
+
+
 def make_attributes_sourced(
     model: torch.nn.Module, note: Callable[[Decision], None]
 ) -> contextlib.AbstractContextManager[None]:
