@@ -427,13 +427,12 @@ class TokenFlow:
 
 
 def is_handing_on(call: FunctionCall) -> bool:
-    """Return True if a call gives its argument as it is, such as a conversion to the type that it
-    has.
-    """
+    """Return True if a call gives its argument as it is, as a conversion to its own type does."""
     return not call.records and any(tensor in call.outputs for _, tensor, _ in call.arguments)
 
 
 def name_output(call: FunctionCall, output: TracedTensor) -> str:
+    """Return the place of one of a call's outputs."""
     return "output" if len(call.outputs) == 1 else f"output.{call.outputs.index(output)}"
 
 
