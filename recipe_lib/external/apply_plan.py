@@ -51,7 +51,7 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def infer_tensor_plan(
     model: nn.Module, inputs: Mapping[str, Any] | Tensor, size: int = 0, tokens: bool = False
 ) -> "TensorPlan":
-    """How ranks can share a model, found in one forward of it; the model is not changed.
+    """Infer how ranks can share a model from one forward of it; the model is not changed.
 
     inputs: what training calls its forward with, token ids first, such as a batch of two short
     rows, or these ids alone; labels are left out. Another set of arguments may go another way
@@ -81,11 +81,11 @@ class TensorPlan:
 
     @property
     def legal_sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks that can share the model, above 1."""
+        """The numbers of ranks that can share the model, above 1."""
         return self.sharding.legal_sizes
 
     def certify(self, model: nn.Module | None = None, size: int | None = None) -> int:
-        """Proves the plan for so many ranks, in this process and on the CPU; returns the number of
+        """Prove the plan for so many ranks, in this process and on the CPU. Returns the number of
         comparisons.
 
         model: None: the one that it was inferred of, before `apply`. size: None: what it was
@@ -124,8 +124,8 @@ class TensorPlan:
         return proof.checked
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Makes the model that of one rank of a mesh of one dimension, in place. Every rank has the
-        whole model.
+        """Make the model that of one rank of a mesh of one dimension, in place. Every rank has
+        loaded it whole.
 
         Parameters become DTensors, those of transposed or fused matrices in an order of their own;
         the optimizer is made afterwards. A gradient of which each rank has a part is summed in
@@ -164,8 +164,8 @@ class TensorPlan:
 
     @torch.no_grad()
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's `state_dict()` on the host, on the mesh's first rank; empty on the
-        others. A collective.
+        """Gather the whole model's `state_dict()` on the mesh's first rank's host; others get an
+        empty one. A collective.
         """
         runs = self._list_runs(model)
         found, first = {}, _get_mesh(model).get_local_rank() == 0
@@ -181,7 +181,7 @@ class TensorPlan:
 
     @torch.no_grad()
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Reads a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
+        """Read a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
         that is missing.
         """
         mesh, plans = _get_mesh(model), self._list_parameter_plans(model)
@@ -199,7 +199,7 @@ class TensorPlan:
             (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
 
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
-        """Writes what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
+        """Write what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
         collective.
         """
         state = self.full_state_dict(model)
@@ -209,7 +209,7 @@ class TensorPlan:
         torch.distributed.barrier(mesh.get_group())
 
     def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
-        """By every name that a parameter has."""
+        """Return the plans of all parameters, by every name that one has."""
         ids = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         return {name: self.sharding.parameter(ids[id(parameter)]) for name, parameter in every}
@@ -225,8 +225,7 @@ class TensorPlan:
 
 @contextmanager
 def seen_as_one_process() -> Iterator[None]:
-    """Inside the block no variable of torchrun is in the environment, while the process group stays
-    what it is.
+    """Hide the variables of torchrun inside the block, while the process group stays what it is.
 
     So transformers' Trainer, which asks them, leaves out DistributedDataParallel, gives all ranks
     the same batches, and counts each once.
@@ -241,8 +240,8 @@ def seen_as_one_process() -> Iterator[None]:
 def _sum_partial_gradients(
     model: nn.Module, names: list[str], forward: Callable[..., Any], mesh: DeviceMesh, group: Group
 ) -> Callable[..., Any]:
-    """The forward, after which backward sums the gradients of these parameters over ranks, before
-    it adds them up.
+    """Wrap a forward: backward then sums the gradients of these parameters over ranks, before it
+    adds them up.
 
     The hooks are put on anew each time: `model.to` takes parameters' hooks away.
     """
@@ -276,9 +275,7 @@ def _get_mesh(model: nn.Module) -> DeviceMesh:
 
 
 def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model of the same class with random weights, and two short rows of the same kind of
-    inputs.
-    """
+    """Build a small model of the same class with random weights, and two short rows of such inputs."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(type(model), "_from_config"):
         raise SetupError(
@@ -303,9 +300,7 @@ def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, di
 def _infer_plan_of_copy(
     small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.ShardingPlan
 ) -> tuple[sharding_plan.ShardingPlan, int]:
-    """The plan of a small copy, and for how many ranks it is: as many as can share it, as it may
-    have fewer heads.
-    """
+    """Infer the plan of a small copy, for as many ranks as can share it: it may have fewer heads."""
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
     other = find_plan_difference(large, plan)

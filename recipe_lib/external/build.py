@@ -88,7 +88,7 @@ class ExternalModel(LanguageModel):
     def adopt(
         cls, model: Any, spec: ExternalSpec, config: dict[str, Any], buffers: dict[str, Tensor]
     ) -> "ExternalModel":
-        """The module itself, made one of these in place. buffers: what its class computed.
+        """Make a module one of these, in place. buffers: what its class computed.
 
         The projection gets the signature of `OutputHead.forward`.
         """
@@ -159,7 +159,7 @@ class ExternalModel(LanguageModel):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
     def output_head(self) -> nn.Module | None:
-        """The output projection; None where another rank of a pipeline has it."""
+        """Return the output projection; None where another rank of a pipeline has it."""
         division = self._division
         return (
             division.head if division.owner._modules.get(division.name) is division.head else None
@@ -170,8 +170,8 @@ class ExternalModel(LanguageModel):
         return self.compute_output_shape(parts.layers[0], tokens, parts.width)
 
     def compute_output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
-        """The shape of what a module at `name`, a layer or outside of them, gives on this rank of
-        tokens `[b, s]`.
+        """Return the shape of what a module at `name`, a layer or outside of them, gives on this
+        rank of tokens `[b, s]`.
         """
         shared = torch.is_grad_enabled() and name in self.local_outputs
         return tokens[0], tokens[1] // (self.ranks if shared else 1), width
@@ -182,7 +182,7 @@ class ExternalModel(LanguageModel):
         positions: Tensor | None = None,
         attention: AttentionInfo | None = None,
     ) -> dict[str, Any]:
-        """What its class' forward is called with.
+        """Build the arguments of its class' forward.
 
         Rows are padded on the right, so that causality alone hides the padding. Documents are kept
         apart by a mask `[b, 1, s, s]`; in a model with windows by the positions alone, of which
@@ -206,8 +206,8 @@ class ExternalModel(LanguageModel):
         return inputs
 
     def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
-        """Raises SetupError for a model whose forward fails where documents share a row: it takes
-        no mask for them.
+        """Run a forward whose rows hold documents. Raises SetupError if it fails: it takes no mask
+        for them.
         """
         if attention is None or attention.documents is None or self._division.packs:
             return run()
@@ -227,7 +227,7 @@ class ExternalModel(LanguageModel):
     def run_class_forward_by(
         self, forward: Callable[..., Any], ranks: int, local_outputs: frozenset[str]
     ) -> None:
-        """Replaces the forward of its class, with the same inputs and outputs, by that of one of
+        """Replace the forward of its class, with the same inputs and outputs, by that of one of
         `ranks`.
 
         local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers
@@ -237,14 +237,14 @@ class ExternalModel(LanguageModel):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether prompts of different lengths can be read together: its class takes a mask of what
-        is padding.
+        """True if prompts of different lengths can be read together: its class takes a mask of
+        padding.
         """
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b,
-        v]` after them.
+        """Return a function for generating, of tokens `[b, s]` that follow one another, to the
+        logits `[b, v]` after them.
 
         Keys and values are kept in the cache that the class makes; a class that returns none reads
         everything again. padding: int64 `[b]`, how many tokens each row begins with that are none;
@@ -319,7 +319,7 @@ class ExternalModel(LanguageModel):
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
-    """Whether a config speaks of layers that do not see everything before them."""
+    """Return True if a config speaks of layers that do not see everything before them."""
     kinds = config.get("layer_types") or []
     return any(
         "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
@@ -339,8 +339,8 @@ def _say_whole(model: nn.Module, reason: str) -> None:
 def run_trunk(
     model: Any, division: _Division, inputs: dict[str, Any]
 ) -> tuple[Tensor | None, LogitTransform]:
-    """The forward without its projection: what that would read `[b, s, d]`, and what would be done
-    to the logits.
+    """Run the forward without its projection: return what that would read `[b, s, d]`, and what
+    would be done to the logits.
 
     None in place of the tensor where the forward cannot be divided.
     """
@@ -370,7 +370,7 @@ class _StandIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Of the projection: some forwards read its type."""
+        """The weight of the projection: some forwards read its type."""
         return self.held[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -424,7 +424,7 @@ class _Steps(TorchDispatchMode):
         return result
 
     def found(self, logits: Tensor) -> LogitTransform | None:
-        """What was written down; None if the logits are something else than what came of the
+        """Return what was written down; None if the logits are something else than what came of the
         column.
         """
         if not self.divided or logits is not self.last:
@@ -447,7 +447,7 @@ _HERE = object()  # where the tensor stood among an operator's arguments
 
 
 def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) -> Tensor:
-    """Does to logits what was done to the column."""
+    """Do to logits what was done to the column."""
     if any(operator._schema.is_mutable for operator, _, _ in steps):
         logits = logits.clone()
     for operator, args, kwargs in steps:
@@ -465,7 +465,7 @@ class ModuleSource:
 
 
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The module as its class makes it, parameters on meta, with the class' own forward."""
+    """Make the module as its class does, parameters on meta, with the class' own forward."""
     with put_parameters_on_meta():
         make, config = get_registered("model", source.implementation), dict(source.config)
         own = source.implementation == TRANSFORMERS
@@ -486,8 +486,8 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
 
 @contextmanager
 def put_parameters_on_meta() -> Iterator[None]:
-    """Inside the block every parameter that a module registers goes to the meta device; buffers do
-    not.
+    """Put every parameter that a module registers inside the block on the meta device; buffers keep
+    theirs.
     """
     register = nn.Module.register_parameter
 
@@ -511,7 +511,7 @@ def put_parameters_on_meta() -> Iterator[None]:
 
 @register("model", "native")
 def build_native_module(config: dict[str, Any]) -> nn.Module:
-    """Our own decoder of a config.json, on meta."""
+    """Build our own decoder of a config.json, on meta."""
     return build_meta(build_spec(config, "config.json"), torch.float32)
 
 
@@ -519,8 +519,8 @@ def build_native_module(config: dict[str, Any]) -> nn.Module:
 def build_transformers_module(
     config: dict[str, Any], attention: str = "sdpa", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The causal language model that transformers has for a config.json; attention: its word for an
-    implementation.
+    """Build the causal language model that transformers has for a config.json; attention: its word
+    for an implementation.
     """
     from transformers import AutoModelForCausalLM
 

@@ -108,8 +108,8 @@ class CompiledLayers:
         self.traced: Callable[..., Any] = self._trace
 
     def make_traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-        """A layer's forward, which also takes what `compile` calls it with: a text, the rank's
-        number, and tensors.
+        """Make a layer's forward take what `compile` calls it with, too: a text, the rank's number,
+        and tensors.
         """
         self.forwards[path] = forward
 
@@ -123,7 +123,7 @@ class CompiledLayers:
         return run
 
     def compile(self, path: str, backend: Any) -> None:
-        """Compiles a layer's forward, checkpointing included if it is there. backend: of
+        """Compile a layer's forward, checkpointing included if it is there. backend: of
         torch.compile.
         """
         if self.traced == self._trace:
@@ -177,7 +177,9 @@ class CompiledLayers:
         return pytree.tree_unflatten(made, call.outputs_spec)
 
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
-        """Raises SetupError for a layer that cannot be traced, with what is wrong with it."""
+        """Run a compiled layer. Raises SetupError for one that cannot be traced, with what is wrong
+        with it.
+        """
         path = self.calls[key].path
         device = given[0].device
         if device not in self.ranks:
@@ -202,8 +204,8 @@ class CompiledLayers:
     def _get_key(
         self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor
     ) -> str:
-        """Of a call with other arguments, rows of another kind or adapters switched off, which is
-        another graph.
+        """Return the key of the graph of a call: other arguments, rows of another kind or adapters
+        switched off have another.
         """
         length = self.length()
         # Rows are as long as those that the layer reads, or have all ranks' tokens.
@@ -223,7 +225,9 @@ class CompiledLayers:
         return key
 
     def _trace(self, key: str, rank: Tensor, *tensors: Tensor) -> list[Tensor]:
-        """The forward of a layer. tensors: what it holds, and what it is called with."""
+        """Run the forward of a layer while it is traced. tensors: what it holds, and what it is
+        called with.
+        """
         call = self.calls[key]
         places = self.places[call.path]
         own = tensors[: len(places)]
@@ -269,8 +273,8 @@ class _NoNumber:
 
 
 def _copy_with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """A function that is not compiled together with others: torch counts compilations, and shapes,
-    by code and name.
+    """Copy a function so that it is not compiled together with others: torch counts compilations,
+    and shapes, by code and name.
     """
 
     def run(*args: Any) -> Any:
@@ -281,15 +285,15 @@ def _copy_with_own_code(forward: Callable[..., Any], path: str) -> Callable[...,
 
 
 def _list_module_states(layer: nn.Module) -> list[tuple[bool, bool]]:
-    """What changes in modules between calls."""
+    """List what changes in modules between calls."""
     return [(module.training, getattr(module, "is_off", False)) for module in layer.modules()]
 
 
 def find_alike_layers(
     layers: Mapping[str, nn.Module], plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
-    """For each layer the first one that it is like, by name. forwards: of modules by name, before a
-    plan ran them.
+    """Find for each layer the first one that it is like, by name. forwards: of modules by name,
+    before a plan ran them.
     """
     found: dict[str, str] = {}
     first: list[tuple[Any, str]] = []
@@ -305,7 +309,7 @@ def find_alike_layers(
 def _describe_layer(
     layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> Any:
-    """All that a layer's forward depends on apart from its tensors."""
+    """Return all that a layer's forward depends on apart from its tensors."""
     modules = []
     for name, module in layer.named_modules():
         forward = forwards.get(f"{path}.{name}" if name else path)
@@ -330,8 +334,8 @@ def _describe_layer(
 
 
 def _make_comparable(value: Any) -> Any:
-    """What compares equal only to the same setting: containers by what is in them, tensors and
-    others by identity.
+    """Return what compares equal only to the same setting: containers by what is in them, tensors
+    and others by identity.
     """
     if isinstance(value, (list, tuple)):
         return type(value), [_make_comparable(each) for each in value]
@@ -343,7 +347,9 @@ def _make_comparable(value: Any) -> Any:
 
 
 def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
-    """The plan's boundaries, parameters to assemble and rewrites in a layer, by names within it."""
+    """Return the plan's boundaries, parameters to assemble and rewrites in a layer, by names within
+    it.
+    """
     inside, numbers = f"{path}.", {-1: -1}
     boundaries = []
     for each in plan.boundaries:
@@ -372,7 +378,7 @@ _COPIES = frozenset({torch.ops._c10d_functional.wait_tensor.default, _ATEN.view.
 
 
 def _find_gathered_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """What forward gathers, with its views and copies."""
+    """Return what forward gathers, with its views and copies."""
     found: dict[fx.Node, None] = {}
     of_backward: set[fx.Node] = set()
     for node in graph.nodes:
@@ -394,7 +400,7 @@ class RegatheringPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward of a layer's joint graph."""
+        """Split a layer's joint graph into its forward and its backward."""
         again = _find_gathered_nodes(gm.graph)
         for node in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -403,5 +409,5 @@ class RegatheringPartitioner(CustomPartitionerFn):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        """What inductor's cache of graphs knows it by."""
+        """Return what inductor's cache of graphs knows it by."""
         return get_hash_for_files((__file__,))

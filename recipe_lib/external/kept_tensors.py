@@ -57,7 +57,7 @@ class _View:
         self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def view_of(self, made: Tensor) -> Tensor:
-        """The tensor, as it lies in what its node made."""
+        """Return the tensor, as it lies in what its node made."""
         return made.as_strided(*self.geometry)
 
 
@@ -83,13 +83,13 @@ class KeptTensors:
         self._free: set[int] = set()
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward of the model."""
+        """Hook the saved tensors of the forward of the model, which runs inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
-        """Around the forward of a layer. A layer that is checkpointed keeps nothing by itself, and
-        is left alone.
+        """Record the forward of a layer, which runs inside. One that is checkpointed keeps nothing
+        by itself, and is left alone.
         """
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if self._recording or top is None or top[0] != self._pack:
@@ -106,14 +106,16 @@ class KeptTensors:
             self._free.clear()
 
     def note_parameters(self, parameters: Any) -> None:
-        """Tensors that are there anyway."""
+        """Note tensors that are there anyway."""
         for tensor in list_tensors(parameters):
             self._free.add(tensor.untyped_storage()._cdata)
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
     ) -> None:
-        """A call that was made; it counts within a layer. cheap: None asks the function's name."""
+        """Note a call that was made; it counts within a layer. cheap: None asks the function's
+        name.
+        """
         if not self._recording:
             return
         name = getattr(function, "__name__", "")
@@ -134,7 +136,7 @@ class KeptTensors:
             self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, at), parents)
 
     def _link_node(self, value: Any, parents: list[_Node]) -> Any:
-        """An argument, a tensor as a view of its node, which is noted among the parents."""
+        """Return an argument, a tensor as a view of its node, which becomes one of the parents."""
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()._cdata
@@ -153,7 +155,7 @@ class KeptTensors:
         return kept
 
     def _choose(self) -> None:
-        """Lets go of all that can be made again of the fewest bytes."""
+        """Let go of all that can be made again of the fewest bytes."""
         nodes = list(self._nodes.values())
         place = {node: at for at, node in enumerate(nodes)}
         wanted = [
@@ -198,7 +200,7 @@ def _get_storage(kept: _SavedTensor) -> int:
 
 
 def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
-    """All that has to be made again for a node, itself included."""
+    """List all nodes that have to be made again for one, itself included."""
     found: dict[_Node, None] = {}
     queue = [node]
     while queue:
@@ -224,7 +226,7 @@ def _unpack(kept: Any) -> Tensor:
 
 
 def _recompute(node: _Node) -> Tensor:
-    """What a node was, made again; it is held as long as others wait for it."""
+    """Make the tensor of a node again; it is held as long as others wait for it."""
     if node.held is None:
         assert node.made_by is not None
         function, args, kwargs, at = node.made_by
@@ -241,8 +243,8 @@ def minimum_cut(
     parents: tuple[tuple[int, ...], ...],
     targets: frozenset[int],
 ) -> frozenset[int]:
-    """The nodes of the fewest bytes from which all targets can be made; of equal ones those nearest
-    to the targets.
+    """Return the nodes of the fewest bytes from which all targets can be made; of equal ones those
+    nearest to the targets.
 
     roots: nodes that cannot be made of others. parents: what each of the others is made of.
     """

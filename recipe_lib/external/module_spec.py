@@ -69,7 +69,7 @@ class ModuleSpec(ExternalSpec):
     source: ModuleSource
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """The model on meta, with parameters of `dtype`, and with our call signature.
+        """Build the model on meta, with parameters of `dtype`, and with our call signature.
 
         What its class computed for the buffers is in `computed_buffers`; `materialize` puts it
         there. Floating point buffers keep the type that the class gives them. Of a multimodal model
@@ -117,7 +117,7 @@ class ModuleSpec(ExternalSpec):
         return vectors
 
     def list_layer_kinds(self) -> list[str]:
-        """What each layer is: equal texts stand for layers of the same parameters and the same kind
+        """List the kinds of the layers: equal texts stand for the same parameters and the same kind
         of attention.
         """
         model: Any = make_module(self.source)
@@ -137,7 +137,7 @@ class ModuleSpec(ExternalSpec):
         return build_layout(self.source)
 
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """See `recipe_lib.models.weight_names.build_weight_map`.
+        """Build the map from the model's tensors to a file's; see `weight_names.build_weight_map`.
 
         The file has the model's own names, or lacks the prefix of those of its body; or it has
         those of which transformers makes the model's. A tied weight is under any of its names. A
@@ -200,8 +200,8 @@ class ModuleSpec(ExternalSpec):
         return stage_parts.find_parts(self)
 
     def build_shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
-        """Of a small model of the same class of transformers, with so many layers at least; keys:
-        as in `shrink`.
+        """Build the spec of a small model of the same class of transformers, with so many layers at
+        least; keys: as in `shrink`.
         """
         config = shrink(build_transformers_config(self.source.config, self.family), layers, keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
@@ -210,7 +210,7 @@ class ModuleSpec(ExternalSpec):
 def read_spec(
     config: Mapping[str, Any], where: str, implementation: str = TRANSFORMERS
 ) -> ModuleSpec:
-    """The spec of a model that is not native; its class is made once, without memory for
+    """Read the spec of a model that is not native; its class is made once, without memory for
     parameters.
 
     where: the file, folder or preset, named in errors. implementation: `transformers`, or a name
@@ -256,7 +256,7 @@ def read_spec(
 def _build_source(
     config: dict[str, Any], where: str, implementation: str, family: str
 ) -> tuple[ModuleSource, Any]:
-    """The model's module, with transformers' fused attention if its class has that."""
+    """Build the model's module, with transformers' fused attention if its class has that."""
     first = ""
     for attention in ("sdpa", "eager"):
         source = ModuleSource(implementation, config, attention)
@@ -279,8 +279,8 @@ def _build_source(
 
 
 def _make_number_reader(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
-    """A number of the config by its key, with the defaults of the class; None where there is
-    none.
+    """Return a reader of numbers of the config by their keys, with the defaults of the class; None
+    where there is none.
     """
     made: Any = getattr(model, "config", None)
     made = made.get_text_config() if hasattr(made, "get_text_config") else made
@@ -333,19 +333,19 @@ class TensorConversion:
         self._converter, self._module, self._config = converter, module, config
 
     def names(self) -> list[str]:
-        """The names of all tensors that it takes."""
+        """Return the names of all tensors that it takes."""
         return [name for names in self.sources.values() for name in names]
 
     def makes(self) -> list[str]:
-        """The names of all tensors that it makes, of several the first is `first`."""
+        """Return the names of all tensors that it makes, of several the first is `first`."""
         patterns = self._converter.target_patterns
         return [self.first.replace(patterns[0], other) for other in patterns]
 
     def convert(
         self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
     ) -> dict[str, Tensor]:
-        """What is made of the tensors, by name. read: a tensor by its name. names: of `sources`,
-        those to take.
+        """Make tensors of those of the file, by name. read: a tensor by its name. names: of
+        `sources`, those to take.
         """
         converter = deepcopy(self._converter)
         for pattern, taken in (names or self.sources).items():
@@ -360,7 +360,7 @@ class TensorConversion:
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]] | None:
-        """The shapes of what is made; None where the tensors do not go together."""
+        """Return the shapes of what is made; None where the tensors do not go together."""
         try:
             made = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
         except _FAULTS:
@@ -368,8 +368,8 @@ class TensorConversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """(first row, row after the last or None: all, tensors to take) of parts that can be made
-        by themselves.
+        """Yield parts that can be made by themselves: first row, row after the last or None for
+        all, tensors to take.
 
         Experts that are stacked, one by one; else everything at once.
         """
@@ -382,7 +382,7 @@ class TensorConversion:
 
 
 def _is_stacking(operations: list[Any]) -> bool:
-    """Whether operations stack tensors along the first dimension, and leave that alone
+    """Return True if operations stack tensors along the first dimension, and leave that alone
     afterwards.
     """
     first, *others = operations
@@ -397,7 +397,7 @@ def _is_stacking(operations: list[Any]) -> bool:
 
 @lru_cache(maxsize=8)
 def build_layout(source: ModuleSource) -> TensorLayout:
-    """What the files of a model hold, by one build of its class."""
+    """Build what the files of a model hold, by one build of its class."""
     model = make_module(source)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -431,7 +431,7 @@ class Reading:
 
 @lru_cache(maxsize=4)
 def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
-    """How transformers would read these tensors; None for a model whose files it reads as they
+    """Find how transformers would read these tensors; None for a model whose files it reads as they
     are.
     """
     if source.implementation != TRANSFORMERS:
@@ -473,8 +473,8 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
 
 @lru_cache(maxsize=4)
 def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
-    """How transformers writes the model, in the layout of the architecture's own checkpoints; None:
-    as it has it.
+    """Find how transformers writes the model, in the layout of the architecture's own checkpoints;
+    None: as it has it.
 
     Also None where that could not be read again as the same parameters.
     """
@@ -524,7 +524,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
 
 
 def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
-    """Whether files of these tensors would be read as the parameters that they were made of."""
+    """Return True if files of these tensors would be read as the parameters that they were made of."""
     held, read = build_layout(source), find_reading(source, frozenset(written.shapes))
     if read is None:
         return False
@@ -544,13 +544,13 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
 
 @lru_cache(maxsize=2)
 def _build_module(source: ModuleSource) -> nn.Module:
-    """The class' module without values: conversions ask it for shapes and its config."""
+    """Build the class' module without values: conversions ask it for shapes and its config."""
     return make_module(source)
 
 
 def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
-    """transformers' conversions of a model's files, in the order in which they are read; None: it
-    has no such table.
+    """Return transformers' conversions of a model's files, in the order in which they are read;
+    None: it has no such table.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -561,7 +561,7 @@ def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that give another name alone, and those that make other tensors."""
+    """Split a table into entries that give another name alone, and those that make other tensors."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     return (

@@ -24,8 +24,8 @@ _OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
 
 
 def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
-    """The module of the token embedding and that of the output projection; None where either is not
-    found.
+    """Find the module of the token embedding and that of the output projection; None where either
+    is not found.
 
     Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the
     layers and the last nn.Linear there that has as many outputs as that has rows.
@@ -62,14 +62,14 @@ def _ask_model(model: nn.Module, method: str) -> Any:
 
 
 def list_layer_linears(model: nn.Module) -> dict[str, nn.Module]:
-    """The linears inside the layers that the model calls as linears, by name."""
+    """List the linears inside the layers that the model calls as linears, by name."""
     left = find_uncalled_linears(model)
     return {name: module for name, module in _list_inner_linears(model).items() if name not in left}
 
 
 def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
-    """Linears inside the layers that are not called as one, with the reason: an adapter there would
-    be passed by.
+    """Find linears inside the layers that are not called as one, with the reason: an adapter there
+    would be passed by.
 
     A class whose kernels read a linear's weight (the state-space layers of Mamba and its
     descendants), and a class derived from nn.Linear whose forward returns something else (routers
@@ -89,7 +89,7 @@ def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
 
 
 def list_other_parts(model: Any) -> list[str]:
-    """Modules of a multimodal model that text does not run through (vision, audio, their
+    """List modules of a multimodal model that text does not run through (vision, audio, their
     projector), by name.
     """
     made: Any = getattr(model, "config", None)
@@ -131,8 +131,8 @@ def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
 
 @lru_cache(maxsize=1024)
 def is_weight_read(owner: type, child: str) -> bool:
-    """Whether a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its source
-    says.
+    """Return True if a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its
+    source says.
     """
     try:
         source = inspect.getsource(owner)
@@ -144,7 +144,7 @@ def is_weight_read(owner: type, child: str) -> bool:
 
 
 def _is_called_as_linear(module: Any) -> bool:
-    """Whether what a linear's forward makes of `[2, in]` is one tensor `[2, out]`."""
+    """Return True if what a linear's forward makes of `[2, in]` is one tensor `[2, out]`."""
     if type(module).forward is nn.Linear.forward or is_transposed(module):
         return True
     outputs, inputs = get_linear_shape(module)
@@ -159,12 +159,12 @@ def _is_called_as_linear(module: Any) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: a linear whose weight is `[in, out]`."""
+    """Return True if a module is transformers' Conv1D: a linear whose weight is `[in, out]`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
 def get_linear_shape(module: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear."""
+    """Return (outputs, inputs) of a linear."""
     rows, columns = module.weight.shape
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
@@ -188,20 +188,20 @@ class AdaptedExternal(AdaptedMatrix):
         self.transposed = is_transposed(base)
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, in]`."""
+        """Return rows of W `[stop - start, in]`."""
         weight: Any = self.weight
         return weight[:, start:stop].t() if self.transposed else weight[start:stop]
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
+        """Map hidden `[..., in]` to `[..., out]` by the frozen part alone."""
         return self.kind.forward(self, hidden)
 
 
 def select_adapter_targets(
     linears: Collection[str], targets: Collection[str], left: Mapping[str, str]
 ) -> list[str]:
-    """The names of those linears that an adapter is for. targets: `lora.target_modules`, ends of
-    names or short names.
+    """Select the linears that an adapter is for. targets: `lora.target_modules`, ends of names or
+    short names.
 
     left: names of modules that cannot have an adapter -> why, as `list_without_adapter` has them.
     Raises ConfigError for an end that no linear's name has, or that one of them has.
@@ -230,7 +230,7 @@ def select_adapter_targets(
 def list_without_adapter(
     linears: Collection[str], uncalled: Mapping[str, str], family: str
 ) -> dict[str, str]:
-    """Linears, and parameters that stand for some, that get no adapter: name -> why."""
+    """List linears, and parameters that stand for some, that get no adapter: name -> why."""
     kinds: dict[
         str, str
     ] = {}  # family -> the kind of mixture for whose fused experts PEFT takes names of linears
@@ -246,19 +246,21 @@ def list_without_adapter(
 
 
 def get_leaf_name(name: str) -> str:
-    """The last part of a module's name; with the one before it, where that is a number alone."""
+    """Return the last part of a module's name; with the one before it, where that is a number
+    alone.
+    """
     *_, before, last = ("", *name.split("."))
     return f"{before}.{last}" if last.isdigit() and before else last
 
 
 def has_end(name: str, end: str) -> bool:
-    """Whether a module's name has this end, in whole parts, as PEFT understands it."""
+    """Return True if a module's name has this end, in whole parts, as PEFT understands it."""
     return name == end or name.endswith(f".{end}")
 
 
 def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own
-    class if asked to.
+    """Put adapters on linears inside the layers, in place, and quantize those of torch's own class
+    if asked to.
 
     Linears that a recipe added are left as they are. Raises ConfigError as `select_adapter_targets`
     does, and for a model whose layers have no linears for an adapter.

@@ -84,7 +84,7 @@ class _Running(threading.local):
 def run_by_plan(
     model: Any, plan: ShardingPlan, ranks: Ranks, head: nn.Module | None, gathers_again: bool = True
 ) -> None:
-    """Makes the forward of an external model's class that of one rank, in place; its parameters are
+    """Make the forward of an external model's class that of one rank, in place; its parameters are
     DTensors by then.
 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose
@@ -106,7 +106,7 @@ def frame_forward(
     head: nn.Module | None,
     gathers_again: bool = True,
 ) -> Callable[..., Any]:
-    """The model's forward as that of one rank; the modules within become so in place. See
+    """Return the model's forward as that of one rank; the modules within become so in place. See
     `run_by_plan`.
     """
     return _Execution(model, plan, ranks, gathers_again).frame_all(model.forward, head)
@@ -161,8 +161,8 @@ class _Execution(TorchFunctionMode):
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
 
     def frame_all(self, forward: Callable[..., Any], head: nn.Module | None) -> Callable[..., Any]:
-        """The forward of the model as that of one rank; those of the modules within become so in
-        place.
+        """Return the forward of the model as that of one rank; those of the modules within become
+        so in place.
         """
         layers = set(list_layer_names(self.model))
         for path, module in self.model.named_modules():
@@ -186,8 +186,8 @@ class _Execution(TorchFunctionMode):
         ends_sharing: bool,
         module: nn.Module | None = None,
     ) -> Callable[..., Any]:
-        """The forward of the module at `path`, its calls counted. ends_sharing: no later one enters
-        its tensors.
+        """Return the forward of the module at `path`, its calls counted. ends_sharing: no later one
+        enters its tensors.
 
         An adapter that is switched off makes the first of the calls alone, those of the frozen
         weight.
@@ -224,7 +224,9 @@ class _Execution(TorchFunctionMode):
         return run
 
     def _note_length(self, path: str, first: Any, outermost: bool, is_layer: bool) -> None:
-        """Before a forward, whose first tensor is `first`: the length of the rows that it is of."""
+        """Note, before a forward whose first tensor is `first`, the length of the rows that it is
+        of.
+        """
         if self.running.alone is not None:
             return
         if not path:
@@ -237,9 +239,7 @@ class _Execution(TorchFunctionMode):
                 self.lengths[key] = self.length
 
     def _check(self, frame: _RunningForward, is_off: bool) -> None:
-        """At the end of a forward. What a kernel does in the place of a module has none of the
-        module's exchanges.
-        """
+        """Check, at the end of a forward, that it came to all exchanges."""
         running, path = self.running, frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
@@ -254,8 +254,8 @@ class _Execution(TorchFunctionMode):
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
-        """Around the forward of one layer of rows of a length, as that of a rank: nothing comes
-        from before it.
+        """Run the forward of one layer inside, of rows of a length, as that of a rank: nothing
+        comes from before it.
         """
         running = self.running
         before = vars(running).copy()
@@ -267,8 +267,8 @@ class _Execution(TorchFunctionMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Around a layer that does its own exchanges: no call is noted, and no later one enters its
-        tensors.
+        """Run a layer inside that does its own exchanges: no call is noted, and no later one enters
+        its tensors.
         """
         try:
             with ExitStack() as stack:
@@ -279,7 +279,7 @@ class _Execution(TorchFunctionMode):
             self.running.entered.clear()
 
     def add_hooks(self, model: nn.Module, args: Any) -> None:
-        """Puts `suspend` and `resume` around every other hook of every module within."""
+        """Put `suspend` and `resume` around every other hook of every module within."""
         if not self.hooked:
             self.hooked = True
             for path, module in model.named_modules():
@@ -288,12 +288,14 @@ class _Execution(TorchFunctionMode):
                     module.register_forward_hook(self.resume, always_call=True)
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Before a module's other hooks: what they do is none of the forward around it."""
+        """Stop counting before a module's other hooks: what they do is none of the forward around
+        it.
+        """
         if self.running.frames:
             self.running.frames.append(None)
 
     def resume(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After them."""
+        """Go on counting after them."""
         if self.running.frames:
             self.running.frames.pop()
 
@@ -355,8 +357,8 @@ class _Execution(TorchFunctionMode):
         )
 
     def _find_assembled_plan(self, parameter: Tensor, path: str) -> ParameterPlan | None:
-        """How to assemble a parameter that the forward of the module at `path` uses, if it is one
-        to be assembled.
+        """Find how to assemble a parameter that the forward of the module at `path` uses, if it is
+        one to be assembled.
         """
         if not self.assembled:
             return None
@@ -374,8 +376,8 @@ class _Execution(TorchFunctionMode):
         )
 
     def _take_local(self, given: Any, whole: dict[int, ParameterPlan]) -> Any:
-        """Arguments with this rank's part of parameters. whole: how to assemble those that are to
-        be, by id.
+        """Replace parameters among arguments by this rank's part. whole: how to assemble those that
+        are to be, by id.
         """
 
         def take_own(tensor: Tensor) -> Tensor:
@@ -386,7 +388,7 @@ class _Execution(TorchFunctionMode):
 
 
 def build_ranks(group: Group) -> Ranks:
-    """This process among the ranks of a group."""
+    """Build `Ranks` of this process among the ranks of a group."""
     return Ranks(
         group.rank,
         group.size,
@@ -397,5 +399,5 @@ def build_ranks(group: Group) -> Ranks:
 
 
 def make_total(group: Group) -> Change:
-    """The sum of a tensor over a group's ranks."""
+    """Return the function that sums a tensor over a group's ranks."""
     return partial(all_reduce, operation="sum", group=group)

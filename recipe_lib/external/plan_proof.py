@@ -32,8 +32,8 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 
 
 def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
-    """What one of the plans does with a kind of parameter, or at a call, and the other does not;
-    empty: nothing.
+    """Find what one of the plans does with a kind of parameter, or at a call, and the other does
+    not; empty: nothing.
     """
     found, there = _describe_treatments(large), _describe_treatments(small)
     for name in sorted(found.keys() | there.keys()):
@@ -43,7 +43,9 @@ def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
 
 
 def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
-    """How a plan holds each kind of parameter, and what it exchanges in each kind of module."""
+    """Describe how a plan holds each kind of parameter, and what it exchanges in each kind of
+    module.
+    """
     found: dict[str, set[str]] = {}
     for each in plan.parameters:
         once = find_period(
@@ -82,7 +84,7 @@ class Certificate:
 
 
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
-    """Runs a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it
+    """Run a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it
     takes no other.
 
     model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs:
@@ -112,7 +114,7 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
 def measure_rank_errors(
     model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """How far what ranks come to is from what the whole model does, relative to its norm.
+    """Measure how far what ranks come to is from what the whole model does, relative to its norm.
 
     By name for the gradient of each parameter, and for each of the model's outputs, of which the
     loss is a random combination. model: small, on the CPU; float64 tells rounding from mistakes.
@@ -175,7 +177,7 @@ class _RankGroup:
         return found
 
     def ranks(self, rank: int) -> Ranks:
-        """One of them."""
+        """Return one of them."""
 
         def total(tensor: Tensor) -> Tensor:
             return torch.stack(self.exchange(rank, tensor)).sum(0)
@@ -203,7 +205,7 @@ def _compute_rank_results(
     ]
 
     def gather_tokens(logits: Tensor) -> Tensor:
-        """Logits of all ranks, for a loss that each rank has whole."""
+        """Gather the logits of all ranks, for a loss that each rank has whole."""
         for start, stop in own_tokens:
             if logits.shape[-1] == stop - start:
                 own = partial(torch.narrow, dim=-1, start=start, length=stop - start)
@@ -221,8 +223,8 @@ def _compute_results(
     inputs: dict[str, Any],
     gather: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """What a model gives, and the gradients of its parameters, by name. gather: makes a whole
-    output of a rank's.
+    """Compute what a model gives, and the gradients of its parameters, by name. gather: makes a
+    whole output of a rank's.
     """
     parameters = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     for parameter in parameters.values():

@@ -40,8 +40,8 @@ _SMALL_HEADS = ((4, 2**16), (2, 4))
 
 
 def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingPlan:
-    """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A
-    collective.
+    """Infer the plan that ranks run: with tokens shared out, or without where that cannot be
+    proven. A collective.
 
     Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot
     be traced.
@@ -76,8 +76,8 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
 
 
 def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
-    """Raises ConfigError where `parallel.tensor` ranks cannot run the plan, or would share nothing
-    by it.
+    """Raise ConfigError if `parallel.tensor` ranks cannot run the plan, or would share nothing by
+    it.
     """
     size, name = parallel.tensor, model.spec.family
     shared = [axis for axis in plan.axes if not axis.vocabulary]
@@ -96,7 +96,8 @@ def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None
 
 
 def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
-    """The plan of an external model as `build_meta` made it, adapters included, for `size` ranks.
+    """Infer the plan of an external model as `build_meta` made it, adapters included, for `size`
+    ranks.
 
     It is traced without memory, and as training calls it: without a mask where the class does
     without one. tokens: shares out tokens, too, but where the calls of a forward depend on whether
@@ -115,7 +116,7 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
 
 
 def _rebuild_on_meta(model: Any) -> Any:
-    """The same model anew, with all that it holds on the meta device, and its class' own
+    """Build the same model anew, with all that it holds on the meta device, and its class' own
     forward.
     """
     made = _rebuild(model, model.spec)  # whole, whatever stages of it the model has
@@ -129,7 +130,7 @@ def _rebuild_on_meta(model: Any) -> Any:
 
 
 def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """What else a forward gets: rows that hold several documents, and longer ones."""
+    """Build what else a forward gets: rows that hold several documents, and longer ones."""
     accepted = inspect.signature(model.class_forward).parameters
     *_, masked = build_example_inputs(model, "meta")
     rows = inputs["input_ids"]
@@ -146,7 +147,7 @@ def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, An
 
 
 def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
-    """What a forward may be called with: tokens alone, or with a mask `[b, 1, s, s]`."""
+    """Yield what a forward may be called with: tokens alone, or with a mask `[b, 1, s, s]`."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.spec.vocab_size, (2, LENGTH), generator=generator).to(device)
     cached = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
@@ -156,7 +157,7 @@ def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
 
 
 def prove(model: Any, plan: ShardingPlan, world: World) -> str:
-    """Proves the plan on the first rank; one line on how. A collective.
+    """Prove the plan on the first rank; return one line on how. A collective.
 
     Raises SetupError on every rank if it is not right.
     """
@@ -180,7 +181,7 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
 
 
 def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
-    """How the plan was proven for `size` ranks, in this process. Raises SetupError if it is not
+    """Prove the plan for `size` ranks, in this process; return how. Raises SetupError if it is not
     right.
     """
     family = model.spec.family
@@ -216,8 +217,8 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
 
 
 def _build_small_model(model: Any, keys: int) -> Any:
-    """A model of the same class, without memory yet; of the same shape if that is small. keys: as
-    in `shrink`.
+    """Build a model of the same class, without memory yet; of the same shape if that is small.
+    keys: as in `shrink`.
     """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     held = {
@@ -232,7 +233,9 @@ def _build_small_model(model: Any, keys: int) -> Any:
 
 
 def list_all_modules(model: Any) -> dict[str, nn.Module]:
-    """The modules of an external model by name, with those that other ranks of a pipeline have."""
+    """List the modules of an external model by name, with those that other ranks of a pipeline
+    have.
+    """
     found = dict(model.named_modules())
     for path, module in model.elsewhere.items():
         found |= {f"{path}.{name}" if name else path: each for name, each in module.named_modules()}
@@ -240,8 +243,8 @@ def list_all_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _rebuild(model: Any, spec: ExternalSpec) -> Any:
-    """A model of the spec with adapters on the linears that have one in `model`, parameters on
-    meta.
+    """Build a model of the spec with adapters on the linears that have one in `model`, parameters
+    on meta.
 
     In float32, whatever the model's weights are: the small one is, and some of what converts types
     does nothing then.

@@ -35,7 +35,7 @@ from recipe_lib.models.spec import StageParts
 
 
 def make_refusal(family: str, reason: str) -> ConfigError:
-    """The fault of a class that is not cut."""
+    """Make the error of a class that is not cut."""
     return ConfigError(
         f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1"
     )
@@ -70,7 +70,7 @@ class _OfOtherStage(nn.Module):
                 return torch.empty(found.shape, dtype=found.dtype, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What it was given to return."""
+        """Return what it was given to return."""
         return self.output
 
 
@@ -78,12 +78,12 @@ class _Last(_OfOtherStage):
     """Runs a stage's last layer, and ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `_EndOfStage`."""
+        """Raise `_EndOfStage`."""
         raise _EndOfStage(_get_hidden_states(self.held[0](*args, **kwargs)))
 
 
 def _get_hidden_states(output: Any) -> Any:
-    """Of what a layer returns, the hidden states."""
+    """Return the hidden states among what a layer returns."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -94,8 +94,8 @@ def run_alone(
     inputs: dict[str, Any],
     layers: Iterable[int],
 ) -> Tensor:
-    """Hidden states behind layers of these numbers; see `LanguageModel.run_stage`. inputs: of the
-    class' forward.
+    """Return the hidden states behind layers of these numbers; see `LanguageModel.run_stage`.
+    inputs: of the class' forward.
     """
     with run_only(model, parts, hidden, inputs["input_ids"], list(layers)):
         try:
@@ -110,8 +110,8 @@ def run_alone(
 def run_only(
     model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
 ) -> AbstractContextManager[None]:
-    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what
-    is after them.
+    """Run, inside, these layers alone in the class' forward of `tokens` `[b, s]`; None: what is
+    after them.
 
     hidden: what is there instead of those before, None for the first stage.
     """
@@ -133,13 +133,13 @@ def run_only(
 
 
 def _get_held_module(model: Any, name: str) -> nn.Module:
-    """A module, also one that another rank has."""
+    """Return a module, also one that another rank has."""
     found: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
     return found
 
 
 def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
-    """The modules of the module that owns one, by their names there; and its own."""
+    """Return the modules of the module that owns one, by their names there; and its own name."""
     owner, _, child = name.rpartition(".")
     return model.get_submodule(owner)._modules, child
 
@@ -147,8 +147,8 @@ def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
 def keep_parts(
     model: Any, parts: StageParts, layers: Iterable[int], *, first: bool, last: bool
 ) -> tuple[dict[str, nn.Module], frozenset[str]]:
-    """See `LanguageModel.keep_stages`. In the place of what is left out is a module without
-    parameters.
+    """Leave out what other stages have, as `LanguageModel.keep_stages`: a module without parameters
+    stands there.
 
     Returns what is left out, by name, and the names of all modules in it.
     """
@@ -184,7 +184,7 @@ _TOKENS = (2, 12)  # rows and length of what a small model reads
 
 @lru_cache(maxsize=8)
 def find_parts(spec: "ModuleSpec") -> StageParts:
-    """See `ExternalSpec.stage_parts`. Proves what it finds."""
+    """Find the parts of a pipeline, and prove them; see `ExternalSpec.find_stage_parts`."""
     small, elements = spec, sum(map(prod, spec.layout().shapes.values()))
     with (
         _disable_current_modes(),
@@ -209,7 +209,7 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
 
 
 def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
-    """The parts of the large model, which are those of the small one; its width."""
+    """Return the parts of the large model, which are those of the small one, with its width."""
     layout = spec.layout()
     prefix = parts.layers[0].removesuffix("0")
     layers = [
@@ -247,8 +247,8 @@ def _read_width(spec: "ModuleSpec") -> int | None:
 
 
 def _find_small_parts(model: Any) -> StageParts:
-    """The parts of a model with values, by the order in which one forward calls its modules. Raises
-    ConfigError.
+    """Find the parts of a model with values, by the order in which one forward calls its modules.
+    Raises ConfigError.
     """
     elsewhere = tuple(list_other_parts(model))
     layers = [
@@ -299,7 +299,7 @@ def _find_small_parts(model: Any) -> StageParts:
 
 
 def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[str]:
-    """The modules outside the layers that have parameters of their own, the outermost ones."""
+    """List the modules outside the layers that have parameters of their own, the outermost ones."""
     inside = tuple(f"{name}." for name in (*layers, *elsewhere))
     owners: list[str] = []
     for name, module in model.named_modules():
@@ -328,7 +328,7 @@ def _make_tokens(model: Any, seed: int) -> Tensor:
 def _run_whole(
     model: Any, tokens: Tensor, names: Iterable[str] = ()
 ) -> tuple[Tensor, list[tuple[str, Any]]]:
-    """The logits, and what the named modules gave, in the order of their calls."""
+    """Return the logits, and what the named modules gave, in the order of their calls."""
     called: list[tuple[str, Any]] = []
     with ExitStack() as hooks:
         for name in names:
@@ -342,8 +342,8 @@ def _run_whole(
 
 @torch.no_grad()
 def _prove(model: Any, parts: StageParts) -> None:
-    """Cuts a model at each of its layers, and compares what each gives with what it gave in the
-    whole model.
+    """Cut a model at each of its layers, and compare what each gives with what it gave in the whole
+    model.
 
     What a forward leaves in the model must not help: another one runs before, and the last layers
     are first.
@@ -374,8 +374,8 @@ def _prove(model: Any, parts: StageParts) -> None:
 
 
 def get_logits(output: Any) -> Tensor:
-    """The logits of what a forward returns: a tensor, an object with `.logits`, or a tuple that
-    begins with them.
+    """Return the logits of what a forward returns: a tensor, an object with `.logits`, or a tuple
+    that begins with them.
     """
     if isinstance(output, Tensor):
         return output

@@ -93,8 +93,8 @@ def shard_module(
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Tells quantized linears which part of their weight this rank computes with; how their storage
-    lies on the group.
+    """Tell quantized linears which part of their weight this rank computes with; return how their
+    storage lies on the group.
 
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
     """
@@ -133,8 +133,8 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
 def exclude_head_exchanges(
     plan: ShardingPlan, model: nn.Module, head: nn.Module
 ) -> tuple[ShardingPlan, int]:
-    """The plan without what the output projection is exchanged for, which the loss does itself;
-    tokens of a rank.
+    """Take out of the plan what the output projection is exchanged for, which the loss does itself;
+    return the size of the vocabulary, too.
 
     0 tokens: no rank has a part of the vocabulary, all have the whole.
     """
@@ -160,7 +160,7 @@ def place_parameters(
     mesh: DeviceMesh,
     stored: Mapping[str, Placement] | None = None,
 ) -> None:
-    """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays
+    """Make each parameter a DTensor of this rank's part of it; one that several modules own stays
     one.
 
     stored: how parameters that are no weights of the class lie on the group.
@@ -196,8 +196,8 @@ def _take_parameter_part(
 
 
 def list_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) in the file of what follows one another on the ranks; none where the order is
-    that of the file.
+    """Return (start, stop) in the file of what follows one another on the ranks; none where the
+    order is that of the file.
     """
     if plan.dim < 0 or len(plan.segments) < 2:
         return ()
@@ -217,8 +217,8 @@ def project(
     head_loss: HeadLoss | None = None,
     after: LogitTransform | None = None,
 ) -> Tensor:
-    """As `LinearHead.forward`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`,
-    0: all of it.
+    """Compute the loss, or logits, as `LinearHead.forward`; each rank has hidden `[..., d]` whole,
+    and its part of `vocabulary`, 0: all of it.
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """
@@ -243,8 +243,8 @@ def project(
 
 
 def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that of the
-    same loss.
+    """Gather logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that
+    of the same loss.
     """
     columns, held = -(-vocabulary // group.size), logits.shape[-1]
 
@@ -259,8 +259,8 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
 
 
 def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Makes adapted linears with DoRA compute lengths as one rank; how each one's trained lengths
-    lie on the group.
+    """Make adapted linears with DoRA compute lengths as one rank; return how each one's trained
+    lengths lie on the group.
 
     Raises ConfigError where ranks would exchange what DoRA changes, or cut an adapter by its rank.
     """
@@ -288,7 +288,9 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
 
 
 def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """What this rank's outputs are multiplied by; no call of the forward that the plan counts."""
+    """Return what this rank's outputs are multiplied by; no call of the forward that the plan
+    counts.
+    """
     with torch._C.DisableTorchFunction():
         lengths: Tensor = get_local(module.lora_magnitude_vector)
         return lengths / _compute_norms(module, group, cut)
@@ -296,8 +298,8 @@ def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> 
 
 @torch.no_grad()
 def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """Of this rank's rows of the matrix. cut: the dimension of A that is cut, 1: as the matrix's
-    columns are.
+    """Compute the norms of this rank's rows of the matrix. cut: the dimension of A that is cut, 1:
+    as the matrix's columns are.
     """
     weight = (
         module.dequantize_local_weight()
@@ -311,6 +313,6 @@ def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
 
 
 def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
-    """Of all rows, in the order of the ranks. A collective."""
+    """Gather the norms of all rows, in the order of the ranks. A collective."""
     found = _compute_norms(module, group, cut)
     return wait(start_gather(found, group)) if rows == 0 else found

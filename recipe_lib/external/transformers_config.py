@@ -21,8 +21,8 @@ _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
-    """The config object of transformers for a config.json. Nothing of the checkpoint's own code is
-    run.
+    """Build the config object of transformers for a config.json. Nothing of the checkpoint's own
+    code is run.
 
     Raises SetupError if transformers is not installed, CheckpointError for a model_type that it
     does not have.
@@ -106,7 +106,8 @@ def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, 
 
 
 def is_encoder(made: Any) -> bool:
-    """Whether a config is of an encoder, which transformers has a language model's head for too.
+    """Return True if a config is of an encoder, which transformers has a language model's head for
+    too.
 
     made: that of a built model: decoders of encoder-decoders are configured so in their
     constructors.
@@ -117,7 +118,7 @@ def is_encoder(made: Any) -> bool:
 
 
 def restore_numbers(value: Any) -> Any:
-    """A value of config.json with its numbers: transformers 5 writes an infinite one as
+    """Return a value of config.json with its numbers: transformers 5 writes an infinite one as
     `{"__float__": "Infinity"}`.
     """
     if isinstance(value, dict):
@@ -128,13 +129,13 @@ def restore_numbers(value: Any) -> Any:
 
 
 def require_transformers() -> None:
-    """Raises SetupError unless transformers is installed; call it before an import, which it makes
-    a silent one.
+    """Raise SetupError unless transformers is installed; call it before an import, which it makes a
+    silent one.
     """
     silence_torchao()
     check_transformers()
 
 
 def format_one_line(error: Exception) -> str:
-    """What an exception of another library says, in one line and not in full."""
+    """Return what an exception of another library says, in one line and not in full."""
     return " ".join(str(error).split())[:200]

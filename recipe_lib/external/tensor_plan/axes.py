@@ -30,7 +30,7 @@ class AxisNode:
 
 
 def find(node: AxisNode) -> AxisNode:
-    """The node that all united with this one share."""
+    """Return the node that all united with this one share."""
     while node.parent is not None:
         node.parent = node.parent.parent or node.parent  # later look-ups are short
         node = node.parent
@@ -38,7 +38,9 @@ def find(node: AxisNode) -> AxisNode:
 
 
 def list_leaves(node: AxisNode) -> list[AxisNode]:
-    """The leaves under a node that hold more than one element, in order, as often as they occur."""
+    """Return the leaves under a node that hold more than one element, in order, as often as they
+    occur.
+    """
     root = find(node)
     if root.kind == "leaf":
         return [root] if root.size > 1 else []
@@ -46,13 +48,13 @@ def list_leaves(node: AxisNode) -> list[AxisNode]:
 
 
 def block(node: AxisNode, reason: str) -> None:
-    """Every axis under the node stays whole, for this reason; the first reason is kept."""
+    """Keep every axis under the node whole, for this reason; the first reason is kept."""
     for leaf in list_leaves(node):
         leaf.blocked = leaf.blocked or reason
 
 
 def list_factors(node: AxisNode) -> list[AxisNode]:
-    """The node as a product: its factors of more than one element, the outermost first."""
+    """Return the node as a product: its factors of more than one element, the outermost first."""
     root = find(node)
     if root.size == 1:
         return []
@@ -62,7 +64,7 @@ def list_factors(node: AxisNode) -> list[AxisNode]:
 
 
 def list_parts(node: AxisNode) -> list[AxisNode]:
-    """The node as a concatenation: its parts in order."""
+    """Return the node as a concatenation: its parts in order."""
     root = find(node)
     if root.kind != "parts":
         return [root]
@@ -70,7 +72,7 @@ def list_parts(node: AxisNode) -> list[AxisNode]:
 
 
 def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
-    """One dimension made of several, the outermost first."""
+    """Make one dimension of several, the outermost first."""
     found = [factor for node in nodes for factor in list_factors(node)]
     if len(found) == 1:
         return found[0]
@@ -80,7 +82,7 @@ def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
 
 
 def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
-    """One dimension made of several, one after the other."""
+    """Make one dimension of several, one after the other."""
     found = [part for node in nodes for part in list_parts(node) if part.size]
     if len(found) == 1:
         return found[0]
@@ -88,7 +90,7 @@ def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
 
 
 def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
-    """The same elements under other sizes, as a view has it; what does not line up is blocked."""
+    """Return the same elements under other sizes, as a view has it; block what does not line up."""
     queue = [factor for node in nodes for factor in list_factors(node)]
     found: list[AxisNode] = []
     for size in sizes:
@@ -113,7 +115,7 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
 
 
 def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
-    """The node cut into consecutive lengths, which add up to its size."""
+    """Cut the node into consecutive lengths, which add up to its size."""
     root = find(node)
     lengths = [length for length in lengths if length]
     if len(lengths) == 1:
@@ -154,7 +156,7 @@ def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[Axis
 
 
 def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
-    """Both nodes are one from now on: an operator brings their elements together one by one."""
+    """Make both nodes one from now on: an operator brings their elements together one by one."""
     left, right = find(left), find(right)
     if left is right or left.size == 1:
         return
@@ -184,7 +186,7 @@ def _link(leaf: AxisNode, other: AxisNode) -> None:
 
 
 def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
-    """Unites two products factor by factor, or two concatenations part by part; False, and blocked,
+    """Unite two products factor by factor, or two concatenations part by part. False, and blocked,
     if that fails.
     """
     is_product = left.kind == "product"
@@ -210,7 +212,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
 
 
 def _refine(node: AxisNode, outer: int, reason: str) -> bool:
-    """Takes a leaf or a concatenation apart into `outer` x the rest; False, and blocked, where that
+    """Take a leaf or a concatenation apart into `outer` x the rest. False, and blocked, where that
     cannot be.
     """
     root = find(node)
@@ -248,14 +250,14 @@ def _make_opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -
 
 
 def has_axis(node: AxisNode, axis: AxisNode) -> bool:
-    """True where the axis (a leaf) is under the node."""
+    """Return True if the axis (a leaf) is under the node."""
     axis = find(axis)
     return any(leaf is axis for leaf in list_leaves(node))
 
 
 def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
-    """Segments of a dimension as (length, whole): cut evenly along the axis, or without it, and so
-    whole on each rank.
+    """Return the segments of a dimension as (length, whole): cut evenly along the axis, or without
+    it, and so whole on each rank.
 
     None where the dimension, or a part of it, carries the axis twice or not as one of the factors
     of a product.
@@ -286,7 +288,9 @@ def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | No
 
 
 def compute_local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
-    """Elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is cut."""
+    """Return the elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is
+    cut.
+    """
     root = find(node)
     if root.kind == "leaf":
         return root.size // shares.get(root, 1)

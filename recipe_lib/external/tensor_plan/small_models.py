@@ -78,7 +78,7 @@ _KEYS = (
 
 
 def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
-    """A small copy of a transformers config, of the same class, with one layer of each kind but at
+    """Shrink a transformers config: a copy of the same class, with one layer of each kind but at
     least `layers`.
 
     keys: heads of keys and values, where they are fewer than of queries; one stays one. Token ids
@@ -126,7 +126,7 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
 
 
 def _choose_key_heads(value: int, original: dict[str, Any], fewer: int) -> int:
-    """Heads of keys and values: one stays one, fewer than of queries stay fewer."""
+    """Choose the heads of keys and values: one stays one, fewer than of queries stay fewer."""
     names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     heads = next((original[name] for name in names if isinstance(original.get(name), int)), value)
     return 1 if value == 1 else fewer if value < heads else _HEADS
@@ -145,9 +145,7 @@ def _reset_rope(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
-    """Cuts lists with an entry per layer to one layer of each kind. Returns the number of
-    layers.
-    """
+    """Cut lists with an entry per layer to one layer of each kind. Returns the number of layers."""
     whole = next((held[name] for name in _LAYERS if isinstance(held.get(name), int)), layers)
     lists = {
         name: value
@@ -172,8 +170,8 @@ def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Random weights throughout: biases of zero and scales of one would hide what a cut does to
-    them.
+    """Fill a model with random weights: biases of zero and scales of one would hide what a cut does
+    to them.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -120,12 +120,12 @@ class Division(NamedTuple):
     kept: int = 0
 
     def divide(self, value: int) -> int:
-        """What the integer is on a rank."""
+        """Return what the integer is on a rank."""
         return self.kept + (int(value) - self.kept) // self.ranks
 
 
 def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> int:
-    """What the integer would be on a rank.
+    """Compute what the integer would be on a rank.
 
     sizes: the size of a dimension there. divisions: how an attribute is divided there.
     """
@@ -143,14 +143,14 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
 def is_decided_alike(
     decision: Decision, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]
 ) -> bool:
-    """True if a comparison comes out on a rank as it does on the whole."""
+    """Return True if a comparison comes out on a rank as it does on the whole."""
     compare = _COMPARE[decision.operator]
     left, right = (evaluate(side, sizes, divisions) for side in (decision.left, decision.right))
     return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
 
 
 def list_attributes(value: int) -> list[Attribute]:
-    """The attributes that an integer was computed from."""
+    """Return the attributes that an integer was computed from."""
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
         return [source]
@@ -174,8 +174,8 @@ def list_sizes(value: object) -> list[Size]:
 def make_attributes_sourced(
     model: torch.nn.Module, note: Callable[[Decision], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """While it is entered, integer attributes of modules, and of objects such as configs that they
-    hold, are Sourced.
+    """Make integer attributes of modules, and of objects such as configs that they hold, Sourced
+    while it is entered.
 
     note: gets the comparisons that are made with them.
     """
@@ -199,7 +199,7 @@ def _make_sourced(
 
 
 def _is_settings(value: Any) -> bool:
-    """True for a plain object with attributes, such as a config."""
+    """Return True for a plain object with attributes, such as a config."""
     if isinstance(value, (torch.nn.Module, torch.Tensor, type, dict)) or callable(value):
         return False
     return hasattr(value, "__dict__") and not type(value).__module__.startswith("torch")

@@ -68,7 +68,7 @@ class _Watch(TorchFunctionMode):
         return str(self._open[-1][0])
 
     def note(self, decision: Decision) -> None:
-        """Keeps a comparison, with the call that comes next."""
+        """Keep a comparison, with the call that comes next."""
         module, call = self._open[-1]
         self.trace.decisions.append(decision._replace(module=module, call=call))
 
@@ -129,7 +129,7 @@ class _Watch(TorchFunctionMode):
     def _read(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Reads an attribute of a tensor; sizes know what they are of."""
+        """Read an attribute of a tensor; sizes know what they are of."""
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
@@ -157,13 +157,13 @@ class _Operators(TorchDispatchMode):
         ] = {}  # the tensor is held, so that its id stays its own
 
     def known(self, tensor: torch.Tensor) -> TracedTensor:
-        """What is known of a tensor; one that nothing has made so far is a constant."""
+        """Return what is known of a tensor; one that nothing has made so far is a constant."""
         if id(tensor) not in self._known:
             self.remember(tensor, TracedTensor([AxisNode(size) for size in tensor.shape]))
         return self._known[id(tensor)][0]
 
     def remember(self, tensor: torch.Tensor, traced: TracedTensor) -> TracedTensor:
-        """Keeps what is known of a tensor. Returns it."""
+        """Keep what is known of a tensor. Returns it."""
         self._known[id(tensor)] = (traced, tensor)
         return traced
 
@@ -239,7 +239,7 @@ class _Operators(TorchDispatchMode):
 def trace(
     model: torch.nn.Module, inputs: dict[str, Any], find_rule: Callable[[Any], Rule | None]
 ) -> ForwardTrace:
-    """Runs one forward of the model on `inputs` and returns what it did.
+    """Run one forward of the model on `inputs` and returns what it did.
 
     Model and inputs are on one device; the meta device will do, and takes no memory. Values that a
     forward asks a meta tensor for are made up. Every floating parameter is taken as trained. Raises
@@ -288,7 +288,7 @@ _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__fi
 
 
 def _describe_source() -> str:
-    """File and line of the innermost frame that belongs neither to torch nor to this folder."""
+    """Return file and line of the innermost frame that belongs neither to torch nor to this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
@@ -296,7 +296,7 @@ def _describe_source() -> str:
 
 
 def _make_up_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives that asks a meta tensor for its values: made up; None for any other
+    """Make up what an operator gives that asks a meta tensor for its values; None for any other
     operator.
     """
     name = get_short_name(function)

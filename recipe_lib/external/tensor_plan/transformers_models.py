@@ -20,7 +20,7 @@ _SMALL = 2**28
 def build_transformers_model(
     config: Any, device: str = "meta", attention: str = "eager"
 ) -> torch.nn.Module:
-    """The causal language model of a transformers config; on meta it takes no memory.
+    """Build the causal language model of a transformers config; on meta it takes no memory.
 
     attention: what transformers calls its implementation; a plan's calls are those of the one it
     was made with.
@@ -40,7 +40,8 @@ def build_transformers_model(
 def build_example_inputs(
     config: Any, batch: int = 2, length: int = 16, device: str = "meta", mask: str = "square"
 ) -> dict[str, Any]:
-    """Inputs for one forward of a transformers causal language model: ids [b, s], a mask, no cache.
+    """Build inputs for one forward of a transformers causal language model: ids [b, s], a mask, no
+    cache.
 
     mask: `square` (causal, [b, 1, s, s]), `row` (all ones, [b, s]) or `none`.
     """
@@ -63,7 +64,7 @@ def build_example_inputs(
 
 
 def infer_config_plan(config: Any, size: int = 0, tokens: bool = True) -> ShardingPlan:
-    """The tensor parallel plan of a transformers causal language model, from its config alone.
+    """Infer the tensor parallel plan of a transformers causal language model from its config alone.
 
     size: takes only axes that this many ranks can share; 0 takes all. tokens: shares out tokens,
     too. Raises SetupError where no forward can be traced.
@@ -74,7 +75,9 @@ def infer_config_plan(config: Any, size: int = 0, tokens: bool = True) -> Shardi
 def infer_plan_and_mask(
     config: Any, size: int = 0, tokens: bool = True
 ) -> tuple[ShardingPlan, str]:
-    """The plan, and the form of the attention mask with which the forward could be traced."""
+    """Infer the plan; return the form of the attention mask with which the forward could be traced,
+    too.
+    """
     model = build_transformers_model(config)
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     first: SetupError | None = None
