@@ -46,8 +46,10 @@ from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 
 # What changes a tensor's type or who owns it, not its values' meaning.
-_COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::slice",
-                     "aten::detach", "aten::expand", "aten::lift_fresh", "aten::reshape"})  # fmt: skip
+_COPIES = frozenset(
+    f"aten::{name}"
+    for name in "_to_copy clone alias view _unsafe_view slice detach expand lift_fresh reshape".split()
+)
 
 
 @dataclass

@@ -350,31 +350,47 @@ def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
     """Return the plan's boundaries, parameters to assemble and rewrites in a layer, by names within
     it.
     """
-    inside, numbers = f"{path}.", {-1: -1}
+    inside = f"{path}."
+    activations = {-1: -1}  # numbered anew within the layer
     boundaries = []
-    for each in plan.boundaries:
-        if each.module == path or each.module.startswith(inside):
-            own, named = (
-                numbers.setdefault(each.activation, len(numbers)),
-                each.module.removeprefix(path),
-            )
-            boundaries.append(
-                replace(each, module=named, activation=own, axes=(), parameters=(), source="")
-            )
-    whole = [replace(each, name=each.name.removeprefix(inside), axis=0, reason="") for each in plan.parameters
-             if each.whole and each.name.startswith(inside)]  # fmt: skip
-    divided = [replace(each, module=each.module.removeprefix(path), axes=()) for each in plan.rewrites
-               if each.module == path or each.module.startswith(inside)]  # fmt: skip
-    return boundaries, whole, divided
+    for boundary in plan.boundaries:
+        if boundary.module == path or boundary.module.startswith(inside):
+            activation = activations.setdefault(boundary.activation, len(activations))
+            module = boundary.module.removeprefix(path)
+            local = replace(boundary, module=module, activation=activation)
+            boundaries.append(replace(local, axes=(), parameters=(), source=""))
+    assembled = [
+        replace(each, name=each.name.removeprefix(inside), axis=0, reason="")
+        for each in plan.parameters
+        if each.whole and each.name.startswith(inside)
+    ]
+    divided = [
+        replace(each, module=each.module.removeprefix(path), axes=())
+        for each in plan.rewrites
+        if each.module == path or each.module.startswith(inside)
+    ]
+    return boundaries, assembled, divided
 
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _ATEN = torch.ops.aten
 # What makes gathered tokens of what a gather gives: wait, views and copies.
-_COPIES = frozenset({torch.ops._c10d_functional.wait_tensor.default, _ATEN.view.default, _ATEN._unsafe_view.default,
-                     _ATEN.reshape.default, _ATEN.clone.default, _ATEN.alias.default, _ATEN.permute.default,
-                     _ATEN.transpose.int, _ATEN.expand.default, _ATEN.unsqueeze.default, _ATEN.squeeze.dim,
-                     operator.getitem})  # fmt: skip
+_COPIES = frozenset(
+    {
+        torch.ops._c10d_functional.wait_tensor.default,
+        _ATEN.view.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.reshape.default,
+        _ATEN.clone.default,
+        _ATEN.alias.default,
+        _ATEN.permute.default,
+        _ATEN.transpose.int,
+        _ATEN.expand.default,
+        _ATEN.unsqueeze.default,
+        _ATEN.squeeze.dim,
+        operator.getitem,
+    }
+)
 
 
 def _find_gathered_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -168,7 +168,8 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
             said[0] = prove_on_small_model(model, plan, size)
         except SetupError as error:
             said[1] = str(error)
-        except Exception as error:  # noqa: BLE001  (of the class' own code: the other ranks wait to hear of it)
+        except Exception as error:  # noqa: BLE001
+            # Of the class' own code: the other ranks wait to hear of it.
             line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             said[1] = (
                 f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a"

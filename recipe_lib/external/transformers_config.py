@@ -55,7 +55,8 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
         raise CheckpointError(
             f"{where}: model_type {kind!r} is not one of transformers'; {remedy}"
         ) from None
-    except Exception as error:  # noqa: BLE001  (its class computes with it: no heads are a division by zero)
+    except Exception as error:  # noqa: BLE001
+        # Its class computes with it: no heads are a division by zero.
         raise CheckpointError(
             f"{where}: the config of {kind!r} does not take it ({format_one_line(error)})"
         ) from None

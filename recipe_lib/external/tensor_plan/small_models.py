@@ -63,7 +63,10 @@ _SIZES = {
     160: "vocab_size vocab_size_per_layer_input padded_vocab_size text_vocab_size",
 }
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
-_LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers".split()
+_LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"
+    " num_decoder_layers".split()
+)
 # Sizes that some configs leave open, though their models cannot be built without.
 _NEEDED = frozenset(
     "head_dim num_key_value_heads n_routed_experts num_experts num_experts_per_tok v_head_dim"

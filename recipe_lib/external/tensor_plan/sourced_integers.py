@@ -72,8 +72,13 @@ class Decision(NamedTuple):
 
 
 _COMPARE = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 def _make_comparison(sign: str) -> Callable[[Any, Any], Any]:
@@ -103,13 +108,20 @@ class Sourced(int):
         made.note = note
         return made
 
-    __add__, __radd__ = _make_operator("+", False), _make_operator("+", True)  # type: ignore[assignment]
-    __sub__, __rsub__ = _make_operator("-", False), _make_operator("-", True)  # type: ignore[assignment]
-    __mul__, __rmul__ = _make_operator("*", False), _make_operator("*", True)  # type: ignore[assignment]
-    __floordiv__, __rfloordiv__ = _make_operator("//", False), _make_operator("//", True)  # type: ignore[assignment]
-    __eq__, __ne__ = _make_comparison("=="), _make_comparison("!=")  # type: ignore[assignment]
-    __lt__, __le__ = _make_comparison("<"), _make_comparison("<=")  # type: ignore[assignment]
-    __gt__, __ge__ = _make_comparison(">"), _make_comparison(">=")  # type: ignore[assignment]
+    __add__ = _make_operator("+", False)  # type: ignore[assignment]
+    __radd__ = _make_operator("+", True)  # type: ignore[assignment]
+    __sub__ = _make_operator("-", False)  # type: ignore[assignment]
+    __rsub__ = _make_operator("-", True)  # type: ignore[assignment]
+    __mul__ = _make_operator("*", False)  # type: ignore[assignment]
+    __rmul__ = _make_operator("*", True)  # type: ignore[assignment]
+    __floordiv__ = _make_operator("//", False)  # type: ignore[assignment]
+    __rfloordiv__ = _make_operator("//", True)  # type: ignore[assignment]
+    __eq__ = _make_comparison("==")  # type: ignore[assignment]
+    __ne__ = _make_comparison("!=")  # type: ignore[assignment]
+    __lt__ = _make_comparison("<")  # type: ignore[assignment]
+    __le__ = _make_comparison("<=")  # type: ignore[assignment]
+    __gt__ = _make_comparison(">")  # type: ignore[assignment]
+    __ge__ = _make_comparison(">=")  # type: ignore[assignment]
     __hash__ = int.__hash__
 
 
