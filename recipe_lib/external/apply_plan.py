@@ -275,7 +275,9 @@ def _get_mesh(model: nn.Module) -> DeviceMesh:
 
 
 def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Build a small model of the same class with random weights, and two short rows of such inputs."""
+    """Build a small model of the same class with random weights, and two short rows of such
+    inputs.
+    """
     config = getattr(model, "config", None)
     if config is None or not hasattr(type(model), "_from_config"):
         raise SetupError(
@@ -300,7 +302,9 @@ def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, di
 def _infer_plan_of_copy(
     small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.ShardingPlan
 ) -> tuple[sharding_plan.ShardingPlan, int]:
-    """Infer the plan of a small copy, for as many ranks as can share it: it may have fewer heads."""
+    """Infer the plan of a small copy, for as many ranks as can share it: it may have fewer
+    heads.
+    """
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
     other = find_plan_difference(large, plan)

@@ -48,7 +48,9 @@ from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 # What changes a tensor's type or who owns it, not its values' meaning.
 _COPIES = frozenset(
     f"aten::{name}"
-    for name in "_to_copy clone alias view _unsafe_view slice detach expand lift_fresh reshape".split()
+    for name in (
+        "_to_copy clone alias view _unsafe_view slice detach expand lift_fresh reshape".split()
+    )
 )
 
 

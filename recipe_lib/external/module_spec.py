@@ -524,7 +524,9 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
 
 
 def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
-    """Return True if files of these tensors would be read as the parameters that they were made of."""
+    """Return True if files of these tensors would be read as the parameters that they were made
+    of.
+    """
     held, read = build_layout(source), find_reading(source, frozenset(written.shapes))
     if read is None:
         return False
@@ -561,7 +563,9 @@ def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Split a table into entries that give another name alone, and those that make other tensors."""
+    """Split a table into entries that give another name alone, and those that make other
+    tensors.
+    """
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     return (

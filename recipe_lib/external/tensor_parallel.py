@@ -279,7 +279,8 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        module.compute_weight_norms = partial(_gather_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
+        gather_norms = partial(_gather_norms, module, group, first.dim, second.dim)
+        module.compute_weight_norms = gather_norms  # type: ignore[method-assign]
         module.compute_relative_lengths = partial(
             _compute_relative_lengths, module, group, first.dim
         )  # type: ignore[method-assign]

@@ -170,7 +170,9 @@ class Exchanges:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Sum what a function gives over ranks, or give a rank's tokens of that; add its bias once."""
+        """Sum what a function gives over ranks, or give a rank's tokens of that; add its bias
+        once.
+        """
         bias = dict(list_places(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
             args, kwargs = replace_argument(args, kwargs, boundary.bias, torch.zeros_like(bias))
@@ -234,7 +236,9 @@ def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
 
 
 def enter(tensor: Tensor, total: Change) -> Tensor:
-    """Let what all ranks have go into what each has a part of: its gradient is summed over ranks."""
+    """Let what all ranks have go into what each has a part of: its gradient is summed over
+    ranks.
+    """
     return exchange(tensor, lambda whole: whole.view_as(whole), total)
 
 

@@ -175,7 +175,9 @@ def trace_along(step: OperatorCall) -> list[Dims]:
 
 
 def _keep_equal_dims(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
-    """Keep the dimensions that are as long as before; others become new ones, which cannot be cut."""
+    """Keep the dimensions that are as long as before; others become new ones, which cannot be
+    cut.
+    """
     return [
         node if node.size == size else step.make_dims([size], True)[0]
         for node, size in zip(dims, out.shape, strict=True)
@@ -453,7 +455,9 @@ def trace_opaque(step: OperatorCall) -> list[Dims]:
     "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"
 )
 def trace_index(step: OperatorCall) -> list[Dims]:
-    """Trace elements that are picked, or put, by numbers along some dimensions, which are blocked."""
+    """Trace elements that are picked, or put, by numbers along some dimensions, which are
+    blocked.
+    """
     tensor = step.get_first_tensor()
     dims = list(step.get_dims(tensor))
     picks = list(step.get("indices"))

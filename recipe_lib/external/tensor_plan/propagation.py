@@ -51,7 +51,9 @@ def follow_axis(
 
 
 class _AxisFollower:
-    """One axis on its way through one trace; its methods are the kinds of operators that it meets."""
+    """One axis on its way through one trace; its methods are the kinds of operators that it
+    meets.
+    """
 
     def __init__(self, trace: ForwardTrace, axis: ShardedAxis) -> None:
         self.trace = trace

@@ -159,7 +159,9 @@ class ShardingPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain dicts, lists, strings, integers and booleans, for YAML or JSON."""
+        """Return the plan as plain dicts, lists, strings, integers and booleans, for YAML or
+        JSON.
+        """
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
@@ -287,7 +289,9 @@ def group_parameters(plan: ShardingPlan) -> dict[ParameterPlan, list[str]]:
 
 
 def count_boundaries(plan: ShardingPlan) -> dict[Boundary, int]:
-    """Count the boundaries that are like one, in the order of the forward; names become patterns."""
+    """Count the boundaries that are like one, in the order of the forward; names become
+    patterns.
+    """
     counts: Counter[Boundary] = Counter()
     for boundary in plan.boundaries:
         names = tuple(dict.fromkeys(map(make_pattern, boundary.parameters)))
@@ -343,7 +347,9 @@ def _list_phases(kinds: set[str]) -> list[tuple[str, str]]:
 
 
 def count_sent_bytes(payload: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends in a ring's all-reduce of `payload` bytes."""
+    """Return the bytes that each of `size` ranks sends in a ring's all-reduce of `payload`
+    bytes.
+    """
     return 2 * (size - 1) * payload // size
 
 

@@ -288,7 +288,9 @@ _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__fi
 
 
 def _describe_source() -> str:
-    """Return file and line of the innermost frame that belongs neither to torch nor to this folder."""
+    """Return file and line of the innermost frame that belongs neither to torch nor to this
+    folder.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
