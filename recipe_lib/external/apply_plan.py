@@ -68,13 +68,11 @@ def infer_tensor_plan(
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor-parallel plan of one model.
+    """A tensor-parallel plan of one model."""
 
-    sharding: which parameter is cut how, and where ranks exchange what. inputs, model, size: what
-    it was inferred with.
-    """
-
+    # Which parameter is cut how, and where ranks exchange what.
     sharding: sharding_plan.ShardingPlan
+    # What it was inferred with, as `infer_tensor_plan` got it.
     inputs: dict[str, Any] = field(repr=False, compare=False)
     model: nn.Module = field(repr=False, compare=False)
     size: int = 0
@@ -96,17 +94,16 @@ class TensorPlan:
         copy of its class and its kinds of layers, whose plan has to be this one; adapters are added
         afterwards. Raises SetupError.
         """
-        model, size = model or self.model, size or self.size or min(self.legal_sizes, default=0)
+        model = model or self.model
+        size = size or self.size or min(self.legal_sizes, default=0)
         if not size:
             raise SetupError(
                 f"tensor plan of {type(model).__name__}: no number of ranks can share the model"
             )
-        small, plan, inputs, ranks = (
-            copy.deepcopy(model).cpu().float(),
-            self.sharding,
-            self.inputs,
-            size,
-        )
+        small = copy.deepcopy(model).cpu().float()
+        plan = self.sharding
+        inputs = self.inputs
+        ranks = size
         if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL:
             small, inputs = _build_small_copy(model, self.inputs)
             plan, ranks = _infer_plan_of_copy(small, inputs, size, self.sharding)
@@ -132,7 +129,8 @@ class TensorPlan:
         backward. Logits are whole on every rank. Raises ConfigError for a number of ranks that the
         plan does not allow.
         """
-        size, plan = mesh.size(), self.sharding
+        size = mesh.size()
+        plan = self.sharding
         if mesh.ndim != 1 or size not in plan.legal_sizes:
             raise ConfigError(
                 f"tensor plan of {type(model).__name__}: found a mesh of {tuple(mesh.shape)},"
@@ -140,8 +138,8 @@ class TensorPlan:
                 f" {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
             )
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
-        found = find_embedding_and_head(model)
-        head = None if found is None else found[1]
+        embedding_and_head = find_embedding_and_head(model)
+        head = None if embedding_and_head is None else embedding_and_head[1]
         if head is not None:
             plan, columns = exclude_head_exchanges(plan, model, head)
         if head is None or (not columns and any(axis.output for axis in plan.axes)):
@@ -152,11 +150,12 @@ class TensorPlan:
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
         partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
-        whole = model.forward
-        shared = frame_forward(model, plan, build_ranks(group), head)
-        model.forward = wraps(whole)(
-            _sum_partial_gradients(model, partial_names, shared, mesh, group)
+        framed = frame_forward(model, plan, build_ranks(group), head)
+        summing = _sum_partial_gradients(
+            model, partial_names, forward=framed, mesh=mesh, group=group
         )
+        # transformers' Trainer reads the signature of the forward for the columns of a data set.
+        model.forward = wraps(model.forward)(summing)
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             # As it was inferred; what a class keeps for generating takes calls of its own
@@ -168,33 +167,33 @@ class TensorPlan:
         empty one. A collective.
         """
         runs = self._list_runs(model)
-        found, first = {}, _get_mesh(model).get_local_rank() == 0
+        is_first = _get_mesh(model).get_local_rank() == 0
+        state = {}
         for name, value in model.state_dict().items():
-            whole = (
-                restore_file_order(value.full_tensor(), runs.get(name))
-                if isinstance(value, DTensor)
-                else value
-            )
-            if first:
-                found[name] = torch.empty_like(whole, device="cpu").copy_(whole)
-        return found
+            if isinstance(value, DTensor):
+                value = restore_file_order(value.full_tensor(), runs.get(name))
+            if is_first:
+                state[name] = torch.empty_like(value, device="cpu").copy_(value)
+        return state
 
     @torch.no_grad()
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Read a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
         that is missing.
         """
-        mesh, plans = _get_mesh(model), self._list_parameter_plans(model)
+        mesh = _get_mesh(model)
+        plans = self._list_parameter_plans(model)
         for name, value in model.state_dict().items():
             if name not in state:
                 raise ConfigError(
                     f"load_full_state_dict: found no {name}, expected every tensor of the model's"
                     " state"
                 )
-            whole, each = state[name], plans.get(name)
-            if isinstance(value, DTensor) and each is not None and each.dim >= 0:
+            whole = state[name]
+            plan = plans.get(name)
+            if isinstance(value, DTensor) and plan is not None and plan.dim >= 0:
                 whole = take_own_part(
-                    whole, each.dim, each.segments, mesh.get_local_rank(), mesh.size()
+                    whole, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
                 )
             (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
 
@@ -216,11 +215,11 @@ class TensorPlan:
 
     def _list_runs(self, model: nn.Module) -> dict[str, Any]:
         size = _get_mesh(model).size()
-        found = {
-            name: (each.dim, list_runs(each, size))
-            for name, each in self._list_parameter_plans(model).items()
-        }
-        return {name: runs for name, runs in found.items() if runs[1]}
+        runs = {}
+        for name, plan in self._list_parameter_plans(model).items():
+            if list_runs(plan, size):
+                runs[name] = (plan.dim, list_runs(plan, size))
+        return runs
 
 
 @contextmanager
@@ -242,18 +241,16 @@ def _sum_partial_gradients(
 ) -> Callable[..., Any]:
     """Wrap a forward: backward then sums the gradients of these parameters over ranks, before it
     adds them up.
-
-    The hooks are put on anew each time: `model.to` takes parameters' hooks away.
     """
     handles: list[Any] = []
 
     def add(gradient: Tensor) -> Tensor:
-        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        return DTensor.from_local(
-            all_reduce(own, "sum", group), mesh, [Replicate()], run_check=False
-        )
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        total = all_reduce(part, "sum", group)
+        return DTensor.from_local(total, mesh, [Replicate()], run_check=False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # The hooks are put on anew each time: `model.to` takes parameters' hooks away.
         while handles:
             handles.pop().remove()
         parameters = [model.get_parameter(name) for name in names]
@@ -264,14 +261,12 @@ def _sum_partial_gradients(
 
 
 def _get_mesh(model: nn.Module) -> DeviceMesh:
-    found = next(
-        (each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh
+    raise SetupError(
+        f"{type(model).__name__}: its parameters are not shared by ranks yet; call apply first"
     )
-    if found is None:
-        raise SetupError(
-            f"{type(model).__name__}: its parameters are not shared by ranks yet; call apply first"
-        )
-    return found
 
 
 def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -307,10 +302,10 @@ def _infer_plan_of_copy(
     """
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
-    other = find_plan_difference(large, plan)
-    if other or not ranks:
+    difference = find_plan_difference(large, plan)
+    if difference or not ranks:
         raise SetupError(
             f"tensor plan of {type(small).__name__}: could not be proven on a small model:"
-            f" {other or 'no legal size'}"
+            f" {difference or 'no legal size'}"
         )
     return plan, ranks

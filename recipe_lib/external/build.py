@@ -56,34 +56,34 @@ _COPIES = frozenset(
 
 @dataclass
 class _Division:
-    """How a model is called. head, owner, name: the projection and where it hangs. whole: it makes
-    all logits.
+    """How a model is called: its trunk, and its output projection apart from it."""
 
-    accepted: the names that its forward takes. windows: some layers see a window, which a mask of
-    ours would undo. packs: it has run with several documents in a row. dtype: of its weights, where
-    it is noted.
-    """
-
+    # The projection, and where it hangs: the module that has it, under this name.
     head: Any
     owner: nn.Module
     name: str
+    # The names that its forward takes.
     accepted: frozenset[str]
+    # Some layers see a window, which a mask of ours would undo.
     windows: bool
+    # It cannot be divided: it makes all logits at once.
     whole: bool
+    # It has run with several documents in a row.
     packs: bool = False
+    # Of its weights, where the parameter that says so may be left out.
     dtype: torch.dtype | None = None
 
 
 class ExternalModel(LanguageModel):
     """Mixed into the class of a model of another library, which then has our call signature
     (`Decoder.forward`).
-
-    class_forward: the forward of its class, or what tensor parallel makes of it. elsewhere: modules
-    that other ranks of a pipeline have, by name. ranks, local_outputs: see `run_class_forward_by`.
     """
 
+    # The forward of its class, or what tensor parallel makes of it.
     class_forward: Callable[..., Any]
+    # Modules that other ranks of a pipeline have, by name.
     elsewhere: Mapping[str, nn.Module] = MappingProxyType({})
+    # See `run_class_forward_by`.
     ranks: int = 1
     local_outputs: frozenset[str] = frozenset()
     _division: _Division
@@ -96,24 +96,28 @@ class ExternalModel(LanguageModel):
 
         The projection gets the signature of `OutputHead.forward`.
         """
-        found = find_embedding_and_head(model)
-        if found is None:
+        embedding_and_head = find_embedding_and_head(model)
+        if embedding_and_head is None:
             raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
-        head = found[1]
-        place = next((path for path, module in model.named_modules() if module is head), None)
-        if place is None:
+        head = embedding_and_head[1]
+        head_path = next((path for path, module in model.named_modules() if module is head), None)
+        if head_path is None:
             raise SetupError(f"{type(model).__name__}: its output projection is no module of it")
-        path, _, name = place.rpartition(".")
+        path, _, name = head_path.rpartition(".")
         owner = model.get_submodule(path)
         accepted = frozenset(inspect.signature(model.forward).parameters)
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        class_forward, own = model.forward, type(model)
+        class_forward = model.forward
+        own = type(model)
+        # No wrapper around it: names of parameters stay those of the checkpoint, and the class' code
+        # finds itself where it is. `forward` of the mixin comes before the class' own.
         model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
-        model.spec, model.class_forward = spec, class_forward
+        model.spec = spec
+        model.class_forward = class_forward
         model.other_parts = tuple(list_other_parts(model))
         model.computed_buffers = {**model.computed_buffers, **buffers}
         model._division = _Division(
-            head, owner, name, accepted, _has_windows(config), whole=not plain
+            head, owner, name, accepted=accepted, windows=_has_windows(config), whole=not plain
         )
         if plain:
             LinearHead.adopt(head)
@@ -127,8 +131,10 @@ class ExternalModel(LanguageModel):
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         self._division.dtype = _get_dtype(self)  # the parameter that says so may be left out
-        found = keep_parts(self, self.find_stage_parts(), layers, first=first, last=last)
-        self.elsewhere, self.modules_elsewhere = found
+        parts = self.find_stage_parts()
+        self.elsewhere, self.modules_elsewhere = keep_parts(
+            self, parts, layers, first=first, last=last
+        )
 
     def run_stage(
         self,
@@ -142,7 +148,8 @@ class ExternalModel(LanguageModel):
         run = partial(run_alone, self, self.find_stage_parts(), hidden, inputs, list(layers))
         # With gradients if they are wanted: without, hidden states are of another shape where ranks
         # share tokens.
-        output, dtype = self._run_packed(attention, run), _get_dtype(self)
+        output = self._run_packed(attention, run)
+        dtype = _get_dtype(self)
         if output.dtype != dtype:
             raise ConfigError(
                 f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of"
@@ -193,7 +200,8 @@ class ExternalModel(LanguageModel):
         transformers makes masks that keep the windows. What does not come of it is noticed by
         `check_packing_isolation`.
         """
-        accepted, inputs = self._division.accepted, dict[str, Any](input_ids=tokens)
+        accepted = self._division.accepted
+        inputs = dict[str, Any](input_ids=tokens)
         if "use_cache" in accepted:
             inputs["use_cache"] = False
         is_packed = attention is not None and attention.documents is not None
@@ -202,7 +210,8 @@ class ExternalModel(LanguageModel):
         if attention is None or attention.documents is None or self._division.windows:
             return inputs
         if "attention_mask" in accepted:
-            documents, dtype = attention.documents, _get_dtype(self)
+            documents = attention.documents
+            dtype = _get_dtype(self)
             order = torch.arange(tokens.shape[1], device=tokens.device)
             seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
             mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
@@ -260,7 +269,8 @@ class ExternalModel(LanguageModel):
                 f"{self.spec.family}: its forward takes no attention_mask; read one prompt at a"
                 " time"
             )
-        cache, seen = None, None
+        cache = None
+        seen = None
 
         def read(unread: Tensor) -> Tensor:
             nonlocal cache, seen
@@ -378,7 +388,7 @@ class _StandIn(nn.Module):
         return self.held[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., d]` to a column `[..., 1]`."""
+        """Map hidden `[..., d]` to a column `[..., 1]`."""
         self.calls += 1
         self.hidden = hidden
         column = hidden.detach().new_zeros(*hidden.shape[:-1], 1)
@@ -471,9 +481,10 @@ class ModuleSource:
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Make the module as its class does, parameters on meta, with the class' own forward."""
     with put_parameters_on_meta():
-        make, config = get_registered("model", source.implementation), dict(source.config)
-        own = source.implementation == TRANSFORMERS
-        model = make(config, source.attention, dtype) if own else make(config)
+        make = get_registered("model", source.implementation)
+        config = dict(source.config)
+        is_ours = source.implementation == TRANSFORMERS  # a plugin is asked for the module alone
+        model = make(config, source.attention, dtype) if is_ours else make(config)
     if not isinstance(model, nn.Module):
         raise SetupError(
             f"model.implementation={source.implementation}: found {type(model).__name__}, expected"
@@ -501,9 +512,8 @@ def put_parameters_on_meta() -> Iterator[None]:
             placed = nn.Parameter(
                 torch.empty_like(parameter, device="meta"), parameter.requires_grad
             )
-            placed.__dict__.update(
-                parameter.__dict__ | placed.__dict__
-            )  # a class may mark its parameters
+            # A class may mark its parameters.
+            placed.__dict__.update(parameter.__dict__ | placed.__dict__)
             module._parameters[name] = placed
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]

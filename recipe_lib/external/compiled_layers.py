@@ -52,18 +52,16 @@ _OF_ALL = frozenset(vars(nn.Module())) | {"forward", *NUMBERS}
 
 @dataclass
 class _Call:
-    """One way in which a layer is called. leaves: its arguments, put together by spec, with
-    `_TENSOR` for each tensor.
-
-    length, times: of rows, and how many times those that the layer reads; 0: length alone is known.
-    outputs: what it gives, which is known when it has been traced.
-    """
+    """One way in which a layer is called."""
 
     path: str
+    # Its arguments, put together by spec, with `_TENSOR` for each tensor.
     leaves: list[Any]
     spec: pytree.TreeSpec
+    # Tokens in a row, and how many times those that the layer reads; 0: length alone is known.
     length: int
     times: int
+    # What it gives, which is known when it has been traced.
     outputs: list[Any] = field(default_factory=list)
     outputs_spec: pytree.TreeSpec | None = None
 
@@ -85,20 +83,18 @@ class CompiledLayers:
         outside: Callable[[], AbstractContextManager[None]],
         gathers_again: bool,
     ) -> None:
-        self.model, self.plan, self.rank, self.gathers_again = (
-            model,
-            plan,
-            rank,
-            gathers_again,
-        )
-        self.length, self.alone, self.outside = length, alone, outside
+        self.model = model
+        self.plan = plan
+        self.rank = rank
+        self.gathers_again = gathers_again
+        self.length = length
+        self.alone = alone
+        self.outside = outside
         self.forwards: dict[str, Callable[..., Any]] = {}
-        self.originals: dict[
-            str, Callable[..., Any]
-        ] = {}  # of all modules, before the plan ran them
-        self.layers: dict[
-            str, nn.Module
-        ] = {}  # those that are compiled; the stages of a pipeline swap modules
+        # Of all modules, before the plan ran them.
+        self.originals: dict[str, Callable[..., Any]] = {}
+        # Those that are compiled; the stages of a pipeline swap modules.
+        self.layers: dict[str, nn.Module] = {}
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.like: dict[str, str] = {}
         self.places: dict[str, list[_Place]] = {}
