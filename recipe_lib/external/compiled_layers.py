@@ -110,11 +110,8 @@ class CompiledLayers:
         self.forwards[path] = forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (
-                self.traced(*args)
-                if args and isinstance(args[0], str)
-                else forward(*args, **kwargs)
-            )
+            is_traced = bool(args) and isinstance(args[0], str)
+            return self.traced(*args) if is_traced else forward(*args, **kwargs)
 
         return run
 
@@ -126,11 +123,9 @@ class CompiledLayers:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
         self.layers[path] = layer
-        options = (
-            {"custom_partitioner_fn": RegatheringPartitioner()}
-            if backend == "inductor" and self.gathers_again
-            else None
-        )
+        options = None
+        if backend == "inductor" and self.gathers_again:
+            options = {"custom_partitioner_fn": RegatheringPartitioner()}
         own = _copy_with_own_code(layer.forward, path)
         self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
         held = [
@@ -291,15 +286,15 @@ def find_alike_layers(
     """Find for each layer the first one that it is like, by name. forwards: of modules by name,
     before a plan ran them.
     """
-    found: dict[str, str] = {}
-    first: list[tuple[Any, str]] = []
+    alike: dict[str, str] = {}
+    kinds: list[tuple[Any, str]] = []
     for name, layer in layers.items():
-        described = _describe_layer(layer, name, plan, forwards)
-        like = next((other for each, other in first if each == described), None)
-        if like is None:
-            first.append((described, name))
-        found[name] = like or name
-    return found
+        description = _describe_layer(layer, name, plan, forwards)
+        first = next((first for kind, first in kinds if kind == description), None)
+        if first is None:
+            kinds.append((description, name))
+        alike[name] = first or name
+    return alike
 
 
 def _describe_layer(
@@ -391,17 +386,18 @@ _COPIES = frozenset(
 
 def _find_gathered_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return what forward gathers, with its views and copies."""
-    found: dict[fx.Node, None] = {}
+    gathered: dict[fx.Node, None] = {}
     of_backward: set[fx.Node] = set()
     for node in graph.nodes:
         read = node.all_input_nodes
-        if (node.op == "placeholder" and "tangents" in node.name) or of_backward.intersection(read):
+        is_tangent = node.op == "placeholder" and "tangents" in node.name
+        if is_tangent or of_backward.intersection(read):
             of_backward.add(node)
         elif node.target is _GATHER or (
-            node.target in _COPIES and any(each in found for each in read)
+            node.target in _COPIES and not gathered.keys().isdisjoint(read)
         ):
-            found[node] = None
-    return list(found)
+            gathered[node] = None
+    return list(gathered)
 
 
 class RegatheringPartitioner(CustomPartitionerFn):

@@ -43,8 +43,10 @@ class _Node:
         self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]
     ) -> None:
         self.held: Tensor | None = held
-        self.made_by, self.parents = made_by, parents
-        self.version, self.dtype = held._version, held.dtype
+        self.made_by = made_by
+        self.parents = parents
+        self.version = held._version
+        self.dtype = held.dtype
         self.bytes = held.untyped_storage().nbytes()
         self.waiting = 0
 
@@ -157,30 +159,28 @@ class KeptTensors:
     def _choose(self) -> None:
         """Let go of all that can be made again of the fewest bytes."""
         nodes = list(self._nodes.values())
-        place = {node: at for at, node in enumerate(nodes)}
-        wanted = [
-            (kept, self._nodes[found])
+        numbers = {node: number for number, node in enumerate(nodes)}
+        saved = [
+            (kept, self._nodes[_get_storage(kept)])
             for kept in self._kept
-            if (found := _get_storage(kept)) in self._nodes
+            if _get_storage(kept) in self._nodes
         ]
         if any(node.held is not None and node.held._version != node.version for node in nodes):
             return  # something was written into since
-        if any(
-            kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in wanted
-        ):
+        if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in saved):
             return  # read as another type
-        edges = tuple(tuple(place[parent] for parent in node.parents) for node in nodes)
+        edges = tuple(tuple(numbers[parent] for parent in node.parents) for node in nodes)
         settings = (
             tuple(node.bytes for node in nodes),
             tuple(node.made_by is None for node in nodes),
             edges,
         )
-        targets = frozenset(place[node] for _, node in wanted)
+        targets = frozenset(numbers[node] for _, node in saved)
         key = (*settings, targets)
-        if key not in self._chosen:
+        if key not in self._chosen:  # layers are mostly alike
             self._chosen[key] = minimum_cut(*settings, targets)
         stays = {nodes[at] for at in self._chosen[key]}
-        for kept, node in wanted:
+        for kept, node in saved:
             assert kept.tensor is not None
             if node in stays:
                 continue
@@ -201,14 +201,14 @@ def _get_storage(kept: _SavedTensor) -> int:
 
 def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
     """List all nodes that have to be made again for one, itself included."""
-    found: dict[_Node, None] = {}
+    recomputed: dict[_Node, None] = {}
     queue = [node]
     while queue:
-        each = queue.pop()
-        if each not in stays and each not in found:
-            found[each] = None
-            queue += each.parents
-    return list(found)
+        source = queue.pop()
+        if source not in stays and source not in recomputed:
+            recomputed[source] = None
+            queue += source.parents
+    return list(recomputed)
 
 
 def _unpack(kept: Any) -> Tensor:
@@ -217,12 +217,12 @@ def _unpack(kept: Any) -> Tensor:
     if kept.view is None:
         return kept.tensor
     with torch.no_grad():
-        found = kept.view.view_of(_recompute(kept.view.node))
+        tensor = kept.view.view_of(_recompute(kept.view.node))
     for node in kept.cone:
         node.waiting -= 1
         if node.waiting <= 0:
             node.held = None
-    return found
+    return tensor
 
 
 def _recompute(node: _Node) -> Tensor:

@@ -58,24 +58,22 @@ _SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}
 
 
 class _RunningForward:
-    """A forward that runs: of which module, how many calls it has made, and at how many boundaries
-    it was.
-    """
+    """A module's forward that runs."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.calls, self.reached = path, 0, 0
+        self.path = path
+        self.calls = 0  # that it has made
+        self.reached = 0  # boundaries that it came to
 
 
 class _Running(threading.local):
-    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see
-    `Exchanges`.
-
-    alone: rank and length of rows of a layer that is traced by itself.
-    """
+    """What runs in one thread."""
 
     def __init__(self) -> None:
+        # The forwards that run, the outermost first; None for what hooks do around one.
         self.frames: list[_RunningForward | None] = []
-        self.entered: Entered = {}
+        self.entered: Entered = {}  # see `Exchanges`
+        # Rank and length of rows of a layer that is traced by itself.
         self.alone: tuple[Rank, int] | None = None
         self.ran: set[str] = set()  # patterns of the paths of modules, in the forward of a layer
         self.is_partly_off = False  # an adapter
@@ -120,7 +118,9 @@ class _Execution(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.gathers_again = gathers_again
-        self.model, self.plan, self.ranks = model, plan, ranks
+        self.model = model
+        self.plan = plan
+        self.ranks = ranks
         self.running = _Running()
         self.hooked = False
         self.length = 0  # of the rows of the forward that runs
@@ -145,12 +145,14 @@ class _Execution(TorchFunctionMode):
             outside=self.outside,
             gathers_again=gathers_again,
         )
-        self.boundaries: dict[
-            tuple[str, int], list[Boundary]
-        ] = {}  # by their module, and the number of a call there
-        for each in plan.boundaries:
-            if each.kind != "assemble":
-                self.boundaries.setdefault((each.module, each.call), []).append(each)
+        # By their module, and the number of a call there.
+        self.boundaries: dict[tuple[str, int], list[Boundary]] = {}
+        for boundary in plan.boundaries:
+            # Parameters are assembled wherever they are used: a forward that trains may do so
+            # otherwise than the one that was traced.
+            if boundary.kind != "assemble":
+                key = (boundary.module, boundary.call)
+                self.boundaries.setdefault(key, []).append(boundary)
         self.expected = Counter(module for module, _ in self.boundaries)
         layers = list_layer_names(model)
         self.must_run = {
@@ -194,7 +196,8 @@ class _Execution(TorchFunctionMode):
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            running, frame = self.running, _RunningForward(path)
+            running = self.running
+            frame = _RunningForward(path)
             outermost = not running.frames
             self._note_length(
                 path, next(list_tensors((args, kwargs)), None), outermost, ends_sharing
@@ -240,16 +243,17 @@ class _Execution(TorchFunctionMode):
 
     def _check(self, frame: _RunningForward, is_off: bool) -> None:
         """Check, at the end of a forward, that it came to all exchanges."""
-        running, path = self.running, frame.path
+        running = self.running
+        path = frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
             raise self._make_other_way_error(
                 path, f"{frame.reached} of {self.expected[path]} exchanges were reached"
             )
         running.ran.add(make_pattern(path))
-        if missing := (
-            set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran
-        ):
+        # What a kernel does in the place of a module has none of the module's exchanges.
+        missing = self.must_run.get(path, set()) - running.ran
+        if missing and not running.is_partly_off:
             raise self._make_other_way_error(min(missing), f"it was not run within {path}")
 
     @contextmanager
@@ -315,45 +319,45 @@ class _Execution(TorchFunctionMode):
         reads = name in ("__get__", "size")
         # What compiled code reads are plain tensors, of which one may have to be assembled.
         compiled = self.running.alone is not None and bool(self.assembled)
-        held = [
+        parameters = [
             value
             for value in list_tensors((args, kwargs))
             if compiled or isinstance(value, (DTensor, nn.Parameter))
         ]
-        if held:
+        if parameters:
             if self.running.alone is None:
-                self.kept.note_parameters([get_local(value) for value in held])
-            whole = {
-                id(value): parts
-                for value in held
-                if (parts := self._find_assembled_plan(value, frame.path)) is not None
-            }
-            given = args, kwargs
-            args, kwargs = self._take_local(given, {} if reads else whole)
-            if reads and whole and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
-                args, kwargs = self._take_local(given, whole)
+                self.kept.note_parameters([get_local(value) for value in parameters])
+            plans = {}
+            for value in parameters:
+                plan = self._find_assembled_plan(value, frame.path)
+                if plan is not None:
+                    plans[id(value)] = plan
+            arguments = (args, kwargs)
+            args, kwargs = self._take_local(arguments, {} if reads else plans)
+            if reads and plans and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
+                args, kwargs = self._take_local(arguments, plans)
         if reads:
             return function(*args, **kwargs)
-        here = self.boundaries.get((frame.path, frame.calls))
-        if here is None or name.startswith("_set_"):  # of autograd's state, as tracing sets
+        boundaries = self.boundaries.get((frame.path, frame.calls))
+        if boundaries is None or name.startswith("_set_"):  # of autograd's state, as tracing sets
             result = function(*args, **kwargs)
             self.kept.note(function, args, kwargs, result)
         else:
-            if name != here[0].function:
+            if name != boundaries[0].function:
                 raise self._make_other_way_error(
-                    frame.path, f"call {frame.calls} is {name}, expected {here[0].function}"
+                    frame.path, f"call {frame.calls} is {name}, expected {boundaries[0].function}"
                 )
             frame.reached += 1
-            result = self.exchanges.call(here, function, args, kwargs)
+            result = self.exchanges.call(boundaries, function, args, kwargs)
         if next(list_tensors(result), None) is not None:
             frame.calls += 1
         return result
 
-    def _make_other_way_error(self, path: str, found: str) -> SetupError:
+    def _make_other_way_error(self, path: str, reason: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"
-            f" tensor-parallel plan was made of ({found}); set {compiled}parallel.tensor=1"
+            f" tensor-parallel plan was made of ({reason}); set {compiled}parallel.tensor=1"
         )
 
     def _find_assembled_plan(self, parameter: Tensor, path: str) -> ParameterPlan | None:
@@ -363,28 +367,28 @@ class _Execution(TorchFunctionMode):
         if not self.assembled:
             return None
         if path not in self.assembled_within:
-            found = [
-                each for each in self.assembled if not path or each.name.startswith(f"{path}.")
-            ]
-            names = [(each.name.rpartition("."), each) for each in found]
-            self.assembled_within[path] = [
-                (self.model.get_submodule(owner), name, each) for (owner, _, name), each in names
-            ]
-        held = self.assembled_within[path]
-        return next(
-            (parts for owner, name, parts in held if owner._parameters.get(name) is parameter), None
-        )
+            within: list[tuple[nn.Module, str, ParameterPlan]] = []
+            for plan in self.assembled:
+                if not path or plan.name.startswith(f"{path}."):
+                    owner_path, _, name = plan.name.rpartition(".")
+                    within.append((self.model.get_submodule(owner_path), name, plan))
+            self.assembled_within[path] = within
+        for owner, name, plan in self.assembled_within[path]:
+            if owner._parameters.get(name) is parameter:
+                return plan
+        return None
 
-    def _take_local(self, given: Any, whole: dict[int, ParameterPlan]) -> Any:
-        """Replace parameters among arguments by this rank's part. whole: how to assemble those that
+    def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan]) -> Any:
+        """Replace parameters among arguments by this rank's part. plans: how to assemble those that
         are to be, by id.
         """
 
         def take_own(tensor: Tensor) -> Tensor:
-            parts, own = whole.get(id(tensor)), get_local(tensor)
-            return own if parts is None else self.exchanges.assemble(own, parts)
+            plan = plans.get(id(tensor))
+            local = get_local(tensor)
+            return local if plan is None else self.exchanges.assemble(local, plan)
 
-        return pytree.tree_map_only(Tensor, take_own, given)
+        return pytree.tree_map_only(Tensor, take_own, arguments)
 
 
 def build_ranks(group: Group) -> Ranks:

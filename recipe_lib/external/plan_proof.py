@@ -35,10 +35,13 @@ def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
     """Find what one of the plans does with a kind of parameter, or at a call, and the other does
     not; empty: nothing.
     """
-    found, there = _describe_treatments(large), _describe_treatments(small)
-    for name in sorted(found.keys() | there.keys()):
-        if found.get(name) != there.get(name):
-            return f"{name} has {sorted(found.get(name, ()))}, there {sorted(there.get(name, ()))}"
+    of_large = _describe_treatments(large)
+    of_small = _describe_treatments(small)
+    for name in sorted(of_large.keys() | of_small.keys()):
+        here = sorted(of_large.get(name, ()))
+        there = sorted(of_small.get(name, ()))
+        if here != there:
+            return f"{name} has {here}, there {there}"
     return ""
 
 
@@ -77,10 +80,10 @@ _OUTPUT = "output "  # and its number: a name that no parameter has
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """What was proven. checked: comparisons. failures: one line each."""
+    """What was proven."""
 
-    checked: int
-    failures: tuple[str, ...]
+    checked: int  # comparisons
+    failures: tuple[str, ...]  # a line each
 
 
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:

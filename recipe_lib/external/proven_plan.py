@@ -46,13 +46,10 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
     Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot
     be traced.
     """
-    held = list_all_modules(model).values()
-    lengths = [
-        module for module in held if getattr(module, "lora_magnitude_vector", None) is not None
-    ]
-    plan = infer_model_plan(
-        model, parallel.tensor, tokens=not lengths
-    )  # which DoRA's calls are none of
+    modules = list_all_modules(model).values()
+    has_dora = any(getattr(each, "lora_magnitude_vector", None) is not None for each in modules)
+    # What DoRA adds is computed beside the calls that the plan counts, of all tokens.
+    plan = infer_model_plan(model, parallel.tensor, tokens=not has_dora)
     if world.pipeline is not None:
         # What layers give has to be a rank's tokens after each of them, or after none; the last
         # gives to the head.
@@ -108,7 +105,8 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
         traced = _rebuild_on_meta(model)
         for inputs in build_example_inputs(model, "meta"):
             try:
-                return infer_plan(traced, inputs, size, tokens, _build_other_inputs(model, inputs))
+                others = _build_other_inputs(model, inputs)
+                return infer_plan(traced, inputs, size, tokens=tokens, others=others)
             except SetupError as error:
                 first = first or error
     assert first is not None
@@ -161,24 +159,25 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
 
     Raises SetupError on every rank if it is not right.
     """
-    said = ["", ""]
+    success = ""
+    failure = ""
     if world.is_main:
         size = world.mesh["tensor"].size()
         try:
-            said[0] = prove_on_small_model(model, plan, size)
+            success = prove_on_small_model(model, plan, size)
         except SetupError as error:
-            said[1] = str(error)
+            failure = str(error)
         except Exception as error:  # noqa: BLE001
             # Of the class' own code: the other ranks wait to hear of it.
             line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            said[1] = (
+            failure = (
                 f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a"
                 f" small model ({line}); set parallel.tensor=1"
             )
-    said = world.gather_json(said)[0]
-    if said[1]:
-        raise SetupError(said[1])
-    return str(said[0])
+    success, failure = world.gather_json([success, failure])[0]
+    if failure:
+        raise SetupError(failure)
+    return str(success)
 
 
 def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
