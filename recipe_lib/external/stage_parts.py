@@ -63,11 +63,11 @@ class _OfOtherStage(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(vars(self)["held"][0], name)
-            if not isinstance(found, Tensor):
-                return found
+            value = getattr(vars(self)["held"][0], name)
+            if not isinstance(value, Tensor):
+                return value
             with torch._C.DisableTorchFunction():  # it is no call of the forward's
-                return torch.empty(found.shape, dtype=found.dtype, device="meta")
+                return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what it was given to return."""
@@ -134,8 +134,8 @@ def run_only(
 
 def _get_held_module(model: Any, name: str) -> nn.Module:
     """Return a module, also one that another rank has."""
-    found: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
-    return found
+    module: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
+    return module
 
 
 def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -152,7 +152,8 @@ def keep_parts(
 
     Returns what is left out, by name, and the names of all modules in it.
     """
-    tied, kept = model.spec.tied, set(layers)
+    tied = model.spec.tied
+    kept = set(layers)
     embedding = model.get_submodule(parts.embedding)
     if tied and first and last and type(embedding) is not nn.Embedding:
         raise make_refusal(
@@ -185,11 +186,10 @@ _TOKENS = (2, 12)  # rows and length of what a small model reads
 @lru_cache(maxsize=8)
 def find_parts(spec: "ModuleSpec") -> StageParts:
     """Find the parts of a pipeline, and prove them; see `ExternalSpec.find_stage_parts`."""
-    small, elements = spec, sum(map(prod, spec.layout().shapes.values()))
-    with (
-        _disable_current_modes(),
-        torch.random.fork_rng(devices=[]),
-    ):  # a simulation's: this is none of it
+    small = spec
+    elements = sum(map(prod, spec.layout().shapes.values()))
+    # A simulation's modes: this is none of it.
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         try:
             if elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
                 small = spec.build_shrunk(layers=spec.num_layers)
@@ -267,12 +267,11 @@ def _find_small_parts(model: Any) -> StageParts:
         raise make_refusal(
             model.spec.family, "its forward does not call each layer once, in the order of the list"
         )
-    begin, end = order.index(layers[0]), order.index(layers[-1])
-    before, between, last = (
-        set(order[:begin]),
-        set(order[begin:end]) - set(layers),
-        set(order[end + 1 :]),
-    )
+    begin = order.index(layers[0])
+    end = order.index(layers[-1])
+    before = set(order[:begin])
+    between = set(order[begin:end]) - set(layers)
+    last = set(order[end + 1 :])
     if between or before & last:
         raise make_refusal(
             model.spec.family, f"{min(between or before & last)} runs with layers of several stages"
@@ -287,14 +286,14 @@ def _find_small_parts(model: Any) -> StageParts:
         raise make_refusal(
             model.spec.family, "a layer returns something else than hidden states [b, s, d]"
         )
-    last |= {names[id(head)]}
-    first = (*(name for name in owners if name not in last), *elsewhere)
-    behind = tuple(
-        dict.fromkeys([name for name in order[end + 1 :] if name in last] + [names[id(head)]])
-    )
-    returned = len(output) if isinstance(output, tuple) else 0
+    behind = dict.fromkeys([*order[end + 1 :], names[id(head)]])
     return StageParts(
-        first, tuple(layers), behind, names[id(embedding)], hidden.shape[-1], returned
+        first=(*(name for name in owners if name not in behind), *elsewhere),
+        layers=tuple(layers),
+        last=tuple(behind),
+        embedding=names[id(embedding)],
+        width=hidden.shape[-1],
+        returned=len(output) if isinstance(output, tuple) else 0,
     )
 
 
@@ -307,14 +306,15 @@ def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> l
             tuple(f"{owner}." for owner in owners)
         ):
             continue
-        own = next((f"{name}.{each}" for each, _ in module.named_parameters(recurse=False)), None)
-        if own is not None and any(
-            layer.startswith(f"{name}." if name else "") for layer in layers
-        ):
+        own = next((each for each, _ in module.named_parameters(recurse=False)), None)
+        if own is None:
+            continue
+        if any(layer.startswith(f"{name}." if name else "") for layer in layers):
+            path = f"{name}.{own}".lstrip(".")
             raise make_refusal(
-                model.spec.family, f"{own.lstrip('.')} is in no module that one stage could have"
+                model.spec.family, f"{path} is in no module that one stage could have"
             )
-        owners += [name] if own is not None else []
+        owners.append(name)
     return owners
 
 
@@ -345,28 +345,29 @@ def _prove(model: Any, parts: StageParts) -> None:
     """Cut a model at each of its layers, and compare what each gives with what it gave in the whole
     model.
 
-    What a forward leaves in the model must not help: another one runs before, and the last layers
-    are first.
+    What a forward leaves in the model must not help.
     """
-    family, tokens = model.spec.family, _make_tokens(model, 0)
-    whole, called = _run_whole(model, tokens, parts.layers)
-    given = [_get_hidden_states(output) for _, output in called]
+    family = model.spec.family
+    tokens = _make_tokens(model, 0)
+    logits, called = _run_whole(model, tokens, parts.layers)
+    hidden_states = [_get_hidden_states(output) for _, output in called]
+    # Another forward runs before, and the last layers are first: no cache of the model helps.
     _run_whole(model, _make_tokens(model, 1))
-    with run_only(model, parts, given[-1], tokens, None):
-        if not torch.equal(_run_whole(model, tokens)[0], whole):
+    with run_only(model, parts, hidden_states[-1], tokens, None):
+        if not torch.equal(_run_whole(model, tokens)[0], logits):
             raise make_refusal(
                 family, "what is behind its layers takes more from them than hidden states"
             )
     for number in reversed(range(len(parts.layers))):
-        received = given[number - 1] if number else None
+        received = hidden_states[number - 1] if number else None
         try:
-            found = run_alone(model, parts, received, model.build_inputs(tokens), [number])
+            hidden = run_alone(model, parts, received, model.build_inputs(tokens), [number])
         except Exception as error:  # of the class' own code
             line = f"{type(error).__name__}: {format_one_line(error)}"
             raise make_refusal(
                 family, f"{parts.layers[number]} does not run by itself ({line})"
             ) from error
-        if not torch.equal(found, given[number]):
+        if not torch.equal(hidden, hidden_states[number]):
             reason = (
                 f"{parts.layers[number]} takes more from the layers before it than hidden states"
             )
@@ -379,11 +380,12 @@ def get_logits(output: Any) -> Tensor:
     """
     if isinstance(output, Tensor):
         return output
-    found = getattr(output, "logits", None)
-    found = output[0] if found is None and isinstance(output, (tuple, list)) else found
-    if not isinstance(found, Tensor):
+    logits = getattr(output, "logits", None)
+    if logits is None and isinstance(output, (tuple, list)):
+        logits = output[0]
+    if not isinstance(logits, Tensor):
         raise SetupError(
             f"model.implementation: forward returned {type(output).__name__}, expected logits or"
             " .logits"
         )
-    return found
+    return logits

@@ -41,9 +41,8 @@ from recipe_lib.parallel.tensor import as_placed
 from recipe_lib.parallel.world import World
 
 _LENGTHS = "lora_magnitude_vector"
-_CALLS = (
-    3  # of an adapted linear, before DoRA does anything else: the product, and the adapter's two
-)
+# Of an adapted linear, before DoRA does anything else: the product, and the adapter's two.
+_CALLS = 3
 
 
 def shard_module(
@@ -65,7 +64,8 @@ def shard_module(
     )
     rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
     plan = replace(plan, parameters=parameters, rewrites=rewrites)
-    head, columns = model.output_head(), 0
+    head = model.output_head()
+    columns = 0
     if head is not None:
         plan, columns = exclude_head_exchanges(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
@@ -85,11 +85,11 @@ def shard_module(
     run_by_plan(
         model, plan, build_ranks(group), head, parallel.tensor_regather_in_backward != "false"
     )
-    own = {name for name, _ in model.named_parameters()}
-    gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
-    return gradients | {
-        name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()
-    }
+    names = {name for name, _ in model.named_parameters()}
+    gradients = {each.name: each.gradient for each in plan.parameters if each.name in names}
+    for name, placement in stored.items():
+        gradients[name] = "full" if placement.is_replicate() else "sharded"
+    return gradients
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
@@ -98,36 +98,39 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
 
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
     """
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
             continue
-        each = plan.parameter(f"{name}.weight")
-        outputs, inputs, by_columns = module.out_features, module.in_features, each.dim == 1
-        storage: tuple[Placement, Placement] = (Replicate(), Replicate())
-        if each.dim >= 0:
-            whole = len(each.segments) == 1
-            if not whole or not can_cut(
+        weight = plan.parameter(f"{name}.weight")
+        outputs = module.out_features
+        inputs = module.in_features
+        by_columns = weight.dim == 1
+        codes: Placement = Replicate()
+        factors: Placement = Replicate()
+        if weight.dim >= 0:
+            is_one = len(weight.segments) == 1
+            if not is_one or not can_cut(
                 inputs, outputs, module.kind, group.size, by_columns=by_columns
             ):
-                reason = (
-                    "holds several matrices"
-                    if not whole
-                    else "has no whole blocks of 64 numbers for each rank"
-                )
+                reason = "has no whole blocks of 64 numbers for each rank"
+                if not is_one:
+                    reason = "holds several matrices"
                 raise ConfigError(
                     f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
                     f" in blocks, and it {reason}; set lora.quantize_base=none,"
-                    f" {'' if not whole else 'int8, '}or parallel.tensor=1"
+                    f" {'int8, ' if is_one else ''}or parallel.tensor=1"
                 )
-            (part,) = compute_bounds(each.segments, group.rank, group.size)
+            (part,) = compute_bounds(weight.segments, group.rank, group.size)
             module.take_part(*((0, outputs), part) if by_columns else (part, (0, inputs)))
-            of_factors = Replicate() if by_columns or module.kind == "nf4" else Shard(0)
-            storage = (Shard(each.dim), of_factors)
-        found |= {f"{name}.weight_codes": storage[0], f"{name}.weight_factors": storage[1]}
+            codes = Shard(weight.dim)
+            if not by_columns and module.kind != "nf4":
+                factors = Shard(0)
+        placements[f"{name}.weight_codes"] = codes
+        placements[f"{name}.weight_factors"] = factors
         if module.weight_scales is not None:
-            found[f"{name}.weight_scales"] = storage[0]
-    return found
+            placements[f"{name}.weight_scales"] = codes
+    return placements
 
 
 def exclude_head_exchanges(
@@ -246,7 +249,8 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     """Gather logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that
     of the same loss.
     """
-    columns, held = -(-vocabulary // group.size), logits.shape[-1]
+    columns = -(-vocabulary // group.size)
+    held = logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
         padded = F.pad(part, (0, columns - held)).flatten(0, -2)
@@ -265,14 +269,12 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
     Raises ConfigError where ranks would exchange what DoRA changes, or cut an adapter by its rank.
     """
     late = {each.module for each in plan.boundaries if each.call >= _CALLS}
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, AdaptedMatrix) or module.lora_magnitude_vector is None:
             continue
-        first, second = (
-            plan.parameter(f"{name}.lora_A.weight"),
-            plan.parameter(f"{name}.lora_B.weight"),
-        )
+        first = plan.parameter(f"{name}.lora_A.weight")
+        second = plan.parameter(f"{name}.lora_B.weight")
         if first.dim == 0 or name in late:
             raise ConfigError(
                 f"parallel.tensor={group.size}: lora.dora: the plan exchanges what the adapter of"
@@ -284,8 +286,8 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
         module.compute_relative_lengths = partial(
             _compute_relative_lengths, module, group, first.dim
         )  # type: ignore[method-assign]
-        found[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
-    return found
+        placements[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
+    return placements
 
 
 def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
