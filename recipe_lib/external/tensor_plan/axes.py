@@ -73,26 +73,25 @@ def list_parts(node: AxisNode) -> list[AxisNode]:
 
 def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
     """Make one dimension of several, the outermost first."""
-    found = [factor for node in nodes for factor in list_factors(node)]
-    if len(found) == 1:
-        return found[0]
-    return (
-        AxisNode(prod(factor.size for factor in found), "product", found) if found else AxisNode(1)
-    )
+    factors = [factor for node in nodes for factor in list_factors(node)]
+    if len(factors) == 1:
+        return factors[0]
+    size = prod(factor.size for factor in factors)
+    return AxisNode(size, "product", factors) if factors else AxisNode(1)
 
 
 def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
     """Make one dimension of several, one after the other."""
-    found = [part for node in nodes for part in list_parts(node) if part.size]
-    if len(found) == 1:
-        return found[0]
-    return AxisNode(sum(part.size for part in found), "parts", found) if found else AxisNode(0)
+    joined = [part for node in nodes for part in list_parts(node) if part.size]
+    if len(joined) == 1:
+        return joined[0]
+    return AxisNode(sum(part.size for part in joined), "parts", joined) if joined else AxisNode(0)
 
 
 def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
     """Return the same elements under other sizes, as a view has it; block what does not line up."""
     queue = [factor for node in nodes for factor in list_factors(node)]
-    found: list[AxisNode] = []
+    regrouped: list[AxisNode] = []
     for size in sizes:
         taken: list[AxisNode] = []
         need = size
@@ -110,8 +109,8 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
                 need = 0
         if need != 1:
             return _make_opaque(nodes, sizes, reason)
-        found.append(make_product(taken))
-    return found
+        regrouped.append(make_product(taken))
+    return regrouped
 
 
 def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
@@ -125,19 +124,19 @@ def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
         root.kind = "parts"
         return list(root.children)
     if root.kind == "product":
-        found = list_factors(root)
-        inner = prod(factor.size for factor in found[1:])
+        factors = list_factors(root)
+        inner = prod(factor.size for factor in factors[1:])
         if any(length % inner for length in lengths):
             return _make_opaque([root], lengths, reason)
-        outer = cut(found[0], [length // inner for length in lengths], reason)
-        return [make_product([piece, *found[1:]]) for piece in outer]
+        outer = cut(factors[0], [length // inner for length in lengths], reason)
+        return [make_product([piece, *factors[1:]]) for piece in outer]
     return _cut_parts(root, lengths, reason)
 
 
 def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
     queue = list_parts(root)
     pieces: list[AxisNode] = []  # what the concatenation consists of from now on
-    found = []
+    cuts = []
     for length in lengths:
         taken: list[AxisNode] = []
         need = length
@@ -150,9 +149,9 @@ def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[Axis
             taken.append(first)
             need -= first.size
         pieces += taken
-        found.append(make_concatenation(taken))
+        cuts.append(make_concatenation(taken))
     root.children = pieces
-    return found
+    return cuts
 
 
 def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
@@ -171,12 +170,12 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
         if _align(left, right, reason) and find(left) is not find(right):
             left.parent = right
     else:
-        whole, pieces = (left, right) if left.kind == "product" else (right, left)
-        inner = list_factors(whole)[-1].size
-        if _refine(pieces, pieces.size // inner, reason):
-            unify(whole, pieces, reason)
+        product, parts = (left, right) if left.kind == "product" else (right, left)
+        inner = list_factors(product)[-1].size
+        if _refine(parts, parts.size // inner, reason):
+            unify(product, parts, reason)
         else:
-            block(whole, reason)
+            block(product, reason)
 
 
 def _link(leaf: AxisNode, other: AxisNode) -> None:
@@ -270,19 +269,17 @@ def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | No
             find_segments(part, axis) if has_axis(part, axis) else [(part.size, True)]
             for part in list_parts(root)
         ]
-        return (
-            None
-            if any(piece is None for piece in pieces)
-            else [each for piece in pieces for each in piece or ()]
-        )
-    if root.kind == "product":
-        within = list_factors(root)
-        having = [place for place, factor in enumerate(within) if has_axis(factor, axis)]
-        if len(having) != 1:
+        if any(piece is None for piece in pieces):
             return None
-        inner = prod(factor.size for factor in within[having[0] + 1 :])
-        outer = prod(factor.size for factor in within[: having[0]])
-        segments = find_segments(within[having[0]], axis) or []
+        return [segment for piece in pieces for segment in piece or ()]
+    if root.kind == "product":
+        factors = list_factors(root)
+        with_axis = [number for number, factor in enumerate(factors) if has_axis(factor, axis)]
+        if len(with_axis) != 1:
+            return None
+        inner = prod(factor.size for factor in factors[with_axis[0] + 1 :])
+        outer = prod(factor.size for factor in factors[: with_axis[0]])
+        segments = find_segments(factors[with_axis[0]], axis) or []
         return [(length * inner, whole) for length, whole in segments] * outer or None
     return None
 

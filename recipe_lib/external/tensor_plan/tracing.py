@@ -37,11 +37,10 @@ from recipe_lib.models.language_model import list_layer_names
 
 
 class _Watch(TorchFunctionMode):
-    """Remembers every torch function call that a model makes, by the module whose forward makes it.
+    """Every torch function call that a model makes, by the module whose forward makes it.
 
     A call counts if it gives a tensor; what a torch function calls on its own account does not
-    count. The executor (`recipe_lib.external.plan_executor`) counts the same calls. current: the
-    number of the call that is running.
+    count. The executor (`recipe_lib.external.plan_executor`) counts the same calls.
     """
 
     def __init__(
@@ -54,12 +53,11 @@ class _Watch(TorchFunctionMode):
         self.model = model
         self.trace = trace
         self.known = known
-        self.current = -1
+        self.current = -1  # number of the call that is running
         self.last = ""  # path of the module that made the latest call
         self.inside = tuple(f"{name}." for name in list_layer_names(model))
-        self._open: list[list[Any]] = [
-            ["", 0]
-        ]  # path and number of calls, of the forwards that are running
+        # Path and number of calls, of the forwards that are running.
+        self._open: list[list[Any]] = [["", 0]]
         self._hooks: list[Any] = []
 
     @property
@@ -94,9 +92,8 @@ class _Watch(TorchFunctionMode):
     def _close_frame(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         first = next(list_tensors(output), None)
         if first is not None and not self.module.startswith(self.inside):
-            with (
-                torch._C.DisableTorchFunction()
-            ):  # it reads a shape, which is none of the model's reads
+            # It reads a shape, which is none of the model's reads.
+            with torch._C.DisableTorchFunction():
                 self.trace.given[self.module] = self.known(first)
         self._open.pop()
 
@@ -133,10 +130,9 @@ class _Watch(TorchFunctionMode):
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
-            noted = self.trace.size_decisions.append
-            return torch.Size(
-                [Sourced(size, Size(traced, number), noted) for number, size in enumerate(value)]
-            )
+            note = self.trace.size_decisions.append
+            sizes = [Sourced(size, Size(traced, at), note) for at, size in enumerate(value)]
+            return torch.Size(sizes)
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
             size = Size(self.known(args[0]), dimension % args[0].dim())
@@ -145,16 +141,15 @@ class _Watch(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Applies the rule of each operator."""
+    """The rule of each operator, applied as it runs."""
 
     def __init__(self, trace: ForwardTrace, find_rule: Callable[[Any], Rule | None]):
         super().__init__()
         self.trace = trace
         self.find_rule = find_rule
         self.watch: _Watch | None = None
-        self._known: dict[
-            int, tuple[TracedTensor, torch.Tensor]
-        ] = {}  # the tensor is held, so that its id stays its own
+        # By id; the tensor is held, so that its id stays its own.
+        self._known: dict[int, tuple[TracedTensor, torch.Tensor]] = {}
 
     def known(self, tensor: torch.Tensor) -> TracedTensor:
         """Return what is known of a tensor; one that nothing has made so far is a constant."""
@@ -193,9 +188,9 @@ class _Operators(TorchDispatchMode):
             step.picked = self.trace.calls[step.call].numbers
         step.rule = self.find_rule(function)
         dims = step.rule(step) if step.rule is not None else None
-        if dims is None or [[node.size for node in each] for each in dims] != [
-            list(out.shape) for out in outputs
-        ]:
+        sizes = [[node.size for node in nodes] for nodes in dims or ()]
+        # A rule whose dimensions are not as long as what came out is none, either.
+        if dims is None or sizes != [list(output.shape) for output in outputs]:
             self.trace.unknown[step.name] = place
             for node in (node for traced in step.inputs for node in traced.dims):
                 block(node, f"{step.name}, for which there is no rule, in {place}")
@@ -205,31 +200,29 @@ class _Operators(TorchDispatchMode):
 
     def _record(self, step: OperatorCall, dims: list[Any]) -> None:
         activation = any(each.root.activation for each in step.inputs)
-        names = (
-            frozenset[str]().union(*(each.parameters for each in step.inputs))
-            if not activation
-            else frozenset()
-        )
+        names = frozenset[str]()
+        if not activation:
+            names = names.union(*(each.parameters for each in step.inputs))
         views = any(each.alias_info is not None for each in step.function._schema.returns)
         for tensor, sizes in zip(step.results, dims, strict=True):
-            if (
-                id(tensor) in step.held
-            ):  # in place: what is written into a tensor is written into its memory
+            if id(tensor) in step.held:
+                # In place: what is written into a tensor is written into its memory.
                 traced = self.known(tensor)
                 traced.root.activation |= activation
                 traced.activation |= activation
                 traced.parameters = traced.parameters | names
             else:
-                counts = (
-                    tensor.dtype in (torch.int64, torch.int32)
-                    and not step.values
-                    and not step.ordered
+                is_integer = tensor.dtype in (torch.int64, torch.int32)
+                is_by_one = is_integer and not step.values and not step.ordered
+                fresh = TracedTensor(
+                    sizes,
+                    names,
+                    activation,
+                    identifiers=is_by_one and any(each.identifiers for each in step.inputs),
+                    base=step.inputs[0] if views and step.inputs else None,
+                    call=step.call,
                 )
-                identifiers = counts and any(each.identifiers for each in step.inputs)
-                base = step.inputs[0] if views and step.inputs else None
-                traced = self.remember(
-                    tensor, TracedTensor(sizes, names, activation, identifiers, base, step.call)
-                )
+                traced = self.remember(tensor, fresh)
             step.outputs.append(traced)
         self.trace.records.append(step)
         if step.call >= 0:
@@ -245,23 +238,23 @@ def trace(
     forward asks a meta tensor for are made up. Every floating parameter is taken as trained. Raises
     SetupError where the forward fails.
     """
-    found = ForwardTrace()
-    operators = _Operators(found, find_rule)
-    watch = operators.watch = _Watch(model, found, operators.known)
+    forward = ForwardTrace()
+    operators = _Operators(forward, find_rule)
+    watch = operators.watch = _Watch(model, forward, operators.known)
     frozen = [
         each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
     ]
     for name, parameter in model.named_parameters():
         sizes = [AxisNode(size) for size in parameter.shape]
-        found.parameters[name] = operators.remember(
+        forward.parameters[name] = operators.remember(
             parameter, TracedTensor(sizes, frozenset([name]))
         )
     for number, tensor in enumerate(list_tensors(inputs)):
         first = not number and not tensor.is_floating_point()
-        found.tokens = tensor.numel() if first else found.tokens
+        forward.tokens = tensor.numel() if first else forward.tokens
         sizes = [AxisNode(size) for size in tensor.shape]
         known = operators.remember(tensor, TracedTensor(sizes, activation=True, identifiers=first))
-        found.ids = known if first and tensor.dim() == 2 else found.ids
+        forward.ids = known if first and tensor.dim() == 2 else forward.ids
     training = model.training
     try:
         for parameter in frozen:
@@ -280,8 +273,10 @@ def trace(
         model.train(training)
         for parameter in frozen:
             parameter.requires_grad_(False)
-    found.outputs = [operators.known(tensor) for tensor in list_tensors(get_output_values(output))]
-    return found
+    forward.outputs = [
+        operators.known(tensor) for tensor in list_tensors(get_output_values(output))
+    ]
+    return forward
 
 
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
