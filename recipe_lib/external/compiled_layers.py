@@ -157,12 +157,12 @@ class CompiledLayers:
                 else path
             )
             key = self._get_key(traced_as, layer, leaves, spec, given[0])
-            found = self._run(key, given, held)
+            output_tensors = self._run(key, given, held)
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
             key = self._get_key(path, layer, leaves, spec, given[0])
-            found = self._run(key, given, held)
-        call, tensors = self.calls[key], iter(found)
+            output_tensors = self._run(key, given, held)
+        call, tensors = self.calls[key], iter(output_tensors)
         assert call.outputs_spec is not None
         made = [next(tensors) if each is _TENSOR else each for each in call.outputs]
         return pytree.tree_unflatten(made, call.outputs_spec)
@@ -176,8 +176,8 @@ class CompiledLayers:
         if device not in self.ranks:
             self.ranks[device] = torch.tensor(self.rank, device=device)
         try:
-            found: list[Tensor] = self.compiled[path](key, self.ranks[device], *held, *given)
-            return found
+            tensors: list[Tensor] = self.compiled[path](key, self.ranks[device], *held, *given)
+            return tensors
         except torch._dynamo.exc.TorchDynamoException as error:
             chain: list[BaseException] = [error]
             while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -233,11 +233,11 @@ class CompiledLayers:
                 (held, name, _NoNumber()) for held in attributes for name in NUMBERS if name in held
             ]
         with replace_entries(entries), self.alone(rank, length):
-            found, call.outputs_spec = pytree.tree_flatten(
+            outputs, call.outputs_spec = pytree.tree_flatten(
                 self.forwards[call.path](*args, **kwargs)
             )
-        call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
-        return [each for each in found if isinstance(each, Tensor)]
+        call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in outputs]
+        return [each for each in outputs if isinstance(each, Tensor)]
 
 
 class _LayerNumberIsReadError(UserError):

@@ -144,24 +144,26 @@ class ModuleSpec(ExternalSpec):
         buffer that a file lacks keeps its first value.
         """
         held = self.layout()
-        found, prefix = frozenset(file_names), held.prefix
-        bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
-        read = find_reading(self.source, found) if found else None
+        in_file, prefix = frozenset(file_names), held.prefix
+        bare = bool(in_file and prefix) and not any(name.startswith(prefix) for name in in_file)
+        read = find_reading(self.source, in_file) if in_file else None
         entries = []
         for name in held.shapes:
             names = held.names.get(name, (name,))
             spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
-            written = next((spelling for spelling in spellings if spelling in found), spellings[0])
+            written = next(
+                (spelling for spelling in spellings if spelling in in_file), spellings[0]
+            )
             made = None
             if read is not None:
                 written = next(
                     (read.renamed[other] for other in names if other in read.renamed), written
                 )
-                if written not in found:
+                if written not in in_file:
                     made = next((read.made[other] for other in names if other in read.made), None)
             if made is not None:
                 entries.append(WeightEntry(name, made.names()[0], made=made))
-            elif not (found and name in held.buffers and written not in found):
+            elif not (in_file and name in held.buffers and written not in in_file):
                 entries.append(WeightEntry(name, written))
         return entries
 
@@ -232,14 +234,14 @@ def read_spec(
             " learn to copy them, expected a causal language model; set is_decoder to true in"
             " config.json if it was trained so"
         )
-    found = find_embedding_and_head(model)
-    if found is None:
+    embedding_and_head = find_embedding_and_head(model)
+    if embedding_and_head is None:
         raise CheckpointError(
             f"{where}: {type(model).__name__} has no embedding and output projection that could be"
             " found; expected get_input_embeddings and get_output_embeddings, or nn.Embedding and"
             " nn.Linear outside the layers"
         )
-    embedding, head = found
+    embedding, head = embedding_and_head
     number = _make_number_reader(model, source.config)
     return ModuleSpec(
         family=family,
@@ -450,20 +452,20 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
     renamed: dict[str, str] = {}
     made: dict[str, TensorConversion] = {}
     for name in sorted(file_names, key=loading.dot_natural_key):
-        found, pattern = loading.rename_source_key(
+        parameter, pattern = loading.rename_source_key(
             name, renamings, converters, module.base_model_prefix, own
         )
-        if found not in own and name in own:
-            found, pattern = loading.rename_source_key(
+        if parameter not in own and name in own:
+            parameter, pattern = loading.rename_source_key(
                 name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=own
             )
-        if found not in own:
+        if parameter not in own:
             continue
         if pattern is None:
-            renamed.setdefault(found, name)
+            renamed.setdefault(parameter, name)
         else:
             conversion = made.setdefault(
-                found, TensorConversion(found, by_pattern[pattern], module, module.config)
+                parameter, TensorConversion(parameter, by_pattern[pattern], module, module.config)
             )
             conversion.sources.setdefault(pattern, []).append(name)
     for conversion in list(made.values()):  # one may make several parameters
@@ -499,12 +501,12 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
         renamed: dict[str, str] = {}
         groups: dict[str, TensorConversion] = {}
         for name in sorted(held.shapes, key=loading.dot_natural_key):
-            found, pattern = loading.apply_converters(name, converters)
+            first, pattern = loading.apply_converters(name, converters)
             if pattern is None:
                 renamed[loading.apply_renamings(name, renamings)] = name
             else:
                 group = groups.setdefault(
-                    found, TensorConversion(found, by_pattern[pattern], module, module.config)
+                    first, TensorConversion(first, by_pattern[pattern], module, module.config)
                 )
                 group.sources.setdefault(pattern, []).append(name)
         shapes = {name: held.shapes[own] for name, own in renamed.items()}
@@ -558,8 +560,8 @@ def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # of a release before 5
         return None
-    found: list[Any] = get_model_conversion_mapping(module, add_legacy=legacy)
-    return found
+    table: list[Any] = get_model_conversion_mapping(module, add_legacy=legacy)
+    return table
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -55,10 +55,10 @@ def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
 
 def _ask_model(model: nn.Module, method: str) -> Any:
     try:
-        found = getattr(model, method)()
+        module = getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(getattr(found, "weight", None), Tensor) else None
+    return module if isinstance(getattr(module, "weight", None), Tensor) else None
 
 
 def list_layer_linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -75,17 +75,17 @@ def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
     descendants), and a class derived from nn.Linear whose forward returns something else (routers
     of mixtures). Plain and meta models.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, module in _list_inner_linears(model).items():
         owner, _, child = name.rpartition(".")
         layer: Any = type(model.get_submodule(owner))
         if is_weight_read(layer, child):
-            found[name] = "its layer reads the weight without calling the linear"
+            reasons[name] = "its layer reads the weight without calling the linear"
         elif not _is_called_as_linear(module):
-            found[name] = (
+            reasons[name] = (
                 f"a {type(module).__name__} returns something else than a linear's outputs"
             )
-    return found
+    return reasons
 
 
 def list_other_parts(model: Any) -> list[str]:
@@ -108,13 +108,13 @@ def list_other_parts(model: Any) -> list[str]:
     }
     if decoder is None or decoder is model:
         return []
-    found: list[str] = []
+    parts: list[str] = []
     for name, module in model.named_modules():
-        outer = any(name.startswith(f"{part}.") for part in found)
+        outer = any(name.startswith(f"{part}.") for part in parts)
         parameters = [] if outer or not name else list(module.parameters())
         if parameters and not any(id(parameter) in run for parameter in parameters):
-            found.append(name)
-    return found
+            parts.append(name)
+    return parts
 
 
 def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -150,12 +150,12 @@ def _is_called_as_linear(module: Any) -> bool:
     outputs, inputs = get_linear_shape(module)
     try:
         with torch.no_grad():
-            found = module(
+            output = module(
                 torch.empty(2, inputs, device=module.weight.device, dtype=module.weight.dtype)
             )
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False
-    return isinstance(found, Tensor) and tuple(found.shape) == (2, outputs)
+    return isinstance(output, Tensor) and tuple(output.shape) == (2, outputs)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -49,7 +49,7 @@ def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
     """Describe how a plan holds each kind of parameter, and what it exchanges in each kind of
     module.
     """
-    found: dict[str, set[str]] = {}
+    treatments: dict[str, set[str]] = {}
     for each in plan.parameters:
         once = find_period(
             list(each.segments)
@@ -58,7 +58,7 @@ def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
         said = (
             f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
         )
-        found.setdefault(make_pattern(each.name), set()).add(said)
+        treatments.setdefault(make_pattern(each.name), set()).add(said)
     for boundary in plan.boundaries:
         call = (
             f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
@@ -67,8 +67,8 @@ def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
             f"{call} {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean}"
             f" {boundary.whole}"
         )
-        found.setdefault(make_pattern(boundary.module), set()).add(said)
-    return found
+        treatments.setdefault(make_pattern(boundary.module), set()).add(said)
+    return treatments
 
 
 # Relative error above which it is not rounding; some forwards compute in float32 whatever they are
@@ -129,15 +129,15 @@ def measure_rank_errors(
         models[size], models[size], inputs=inputs, gather=lambda tensor: tensor
     )
     group = _RankGroup(size)
-    found: list[Any] = [None] * size
+    by_rank: list[Any] = [None] * size
 
     def work(rank: int) -> None:
         try:
-            found[rank] = _compute_rank_results(
+            by_rank[rank] = _compute_rank_results(
                 models[rank], plan, group=group, rank=rank, inputs=inputs
             )
         except Exception as error:  # noqa: BLE001  (a thread hands on what it raises)
-            found[rank] = error
+            by_rank[rank] = error
             group.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
@@ -145,7 +145,7 @@ def measure_rank_errors(
         thread.start()
     for thread in threads:
         thread.join()
-    failed = [each for each in found if isinstance(each, Exception)]
+    failed = [each for each in by_rank if isinstance(each, Exception)]
     if failed:
         first = next(
             (each for each in failed if not isinstance(each, threading.BrokenBarrierError)),
@@ -159,7 +159,7 @@ def measure_rank_errors(
         float(each.norm()) for name, each in whole.items() if not name.startswith(_OUTPUT)
     )
     return {
-        name: _measure_error(plan, name, expected=whole[name], found=found, least=least)
+        name: _measure_error(plan, name, expected=whole[name], by_rank=by_rank, least=least)
         for name in whole
     }
 
@@ -175,9 +175,9 @@ class _RankGroup:
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self._slots[rank] = tensor.detach()
         self.barrier.wait()
-        found = list(self._slots)
+        tensors = list(self._slots)
         self.barrier.wait()
-        return found
+        return tensors
 
     def ranks(self, rank: int) -> Ranks:
         """Return one of them."""
@@ -240,25 +240,25 @@ def _compute_results(
     )
     generator = torch.Generator().manual_seed(1)
     loss: Any = 0.0
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for number, tensor in enumerate(list_tensors(get_output_values(output))):
         if tensor.requires_grad:
             whole = gather(tensor)
-            found[f"{_OUTPUT}{number}"] = whole.detach()
+            results[f"{_OUTPUT}{number}"] = whole.detach()
             loss = (
                 loss
                 + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
             )
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        found[name] = torch.zeros_like(parameter) if gradient is None else gradient
-    return found
+        results[name] = torch.zeros_like(parameter) if gradient is None else gradient
+    return results
 
 
 def _measure_error(
-    plan: ShardingPlan, name: str, expected: Tensor, found: list[dict[str, Tensor]], least: float
+    plan: ShardingPlan, name: str, expected: Tensor, by_rank: list[dict[str, Tensor]], least: float
 ) -> float:
-    ours = [each[name] for each in found]
+    ours = [results[name] for results in by_rank]
     if name.startswith(_OUTPUT):
         pairs = [(one, expected) for one in ours]
         least = 0.0

@@ -281,11 +281,10 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        gather_norms = partial(_gather_norms, module, group, first.dim, second.dim)
-        module.compute_weight_norms = gather_norms  # type: ignore[method-assign]
-        module.compute_relative_lengths = partial(
-            _compute_relative_lengths, module, group, first.dim
-        )  # type: ignore[method-assign]
+        gather = partial(_gather_norms, module, group, first.dim, second.dim)
+        compute = partial(_compute_relative_lengths, module, group, first.dim)
+        module.compute_weight_norms = gather  # type: ignore[method-assign]
+        module.compute_relative_lengths = compute  # type: ignore[method-assign]
         placements[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
     return placements
 

@@ -39,17 +39,17 @@ def register_rule(*names: str) -> Callable[[Rule], Rule]:
 
 def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> Dims:
     """Return the dimensions of tensors that come together element by element."""
-    found: Dims = [AxisNode(1) for _ in shape]
+    joined: Dims = [AxisNode(1) for _ in shape]
     for tensor in tensors:
         dims = step.get_dims(tensor)
         offset = len(shape) - len(dims)
         for number, node in enumerate(dims):
             if shape[offset + number] == node.size:
-                found[offset + number] = step.join(found[offset + number], node)
+                joined[offset + number] = step.join(joined[offset + number], node)
     for number, size in enumerate(shape):
-        if found[number].size != size:  # no input has it
-            found[number] = AxisNode(size)
-    return found
+        if joined[number].size != size:  # no input has it
+            joined[number] = AxisNode(size)
+    return joined
 
 
 def find_rule(function: Any) -> Rule | None:
@@ -139,12 +139,12 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
         else:
             block(dims[number], step.reason)
     kept = len(step.get_shape()) == len(dims)
-    found = [
+    kept_dims = [
         AxisNode(1) if number in gone else node
         for number, node in enumerate(dims)
         if kept or number not in gone
     ]
-    return [list(found) for _ in step.results]
+    return [list(kept_dims) for _ in step.results]
 
 
 @register_rule(
@@ -218,17 +218,17 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
     batch = [step.join(one, other) for one, other in zip(ours[:-2], theirs[:-2], strict=False)]
     longer = ours if len(ours) >= len(theirs) else theirs
     batch = batch if len(batch) == len(longer) - 2 else longer[: max(len(longer) - 2, 0)]
-    found = [
+    product_dims = [
         *batch,
         *(ours[-2:-1] if len(ours) > 1 else []),
         *(theirs[-1:] if len(theirs) > 1 else []),
     ]
     step.added = None if added is None else step.known(added)
-    if added is not None and [node.size for node in found] == step.get_shape():
-        offset = len(found) - added.dim()
+    if added is not None and [node.size for node in product_dims] == step.get_shape():
+        offset = len(product_dims) - added.dim()
         for number, node in enumerate(step.get_dims(added)):
-            step.join(found[offset + number], node)
-    return [found]
+            step.join(product_dims[offset + number], node)
+    return [product_dims]
 
 
 @register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
@@ -408,13 +408,13 @@ def trace_cat(step: OperatorCall) -> list[Dims]:
             dims.insert(number, joined)
     else:
         joined = make_concatenation(dims[number] for dims in held)
-    found = held[0]
+    dims_of_all = held[0]
     for dims in held[1:]:
         for place, node in enumerate(dims):
             if place != number:
-                unify(found[place], node, step.reason)
-    found[number] = joined
-    return [found]
+                unify(dims_of_all[place], node, step.reason)
+    dims_of_all[number] = joined
+    return [dims_of_all]
 
 
 @register_rule("repeat")
@@ -432,10 +432,8 @@ def trace_repeat(step: OperatorCall) -> list[Dims]:
     *"unfold as_strided diagonal view_as_real view_as_complex diagonal_copy diag_embed".split()
 )
 @register_rule(
-    "native_group_norm",
-    "native_batch_norm",
-    "_native_batch_norm_legit_no_training",
-    "_native_batch_norm_legit",
+    *"native_group_norm native_batch_norm _native_batch_norm_legit_no_training"
+    " _native_batch_norm_legit".split()
 )
 def trace_opaque(step: OperatorCall) -> list[Dims]:
     """Keep dimensions of a view whose sizes stay in front; block all others."""
@@ -590,12 +588,12 @@ def trace_attention(step: OperatorCall) -> list[Dims]:
         offset = len(ours) - mask.dim()
         for place, node in enumerate(step.get_dims(mask)[:-2]):
             step.join(ours[offset + place], node)
-    found: list[Dims] = [[*ours[:-1], held[-1]]]
+    output_dims: list[Dims] = [[*ours[:-1], held[-1]]]
     for out in step.results[1:]:
         same = out.dim() == 3 and out.shape[:2] == query.shape[:2]
-        found.append(
+        output_dims.append(
             [*ours[:2], *step.make_dims(out.shape[2:], True)]
             if same
             else step.make_dims(out.shape, True)
         )
-    return found
+    return output_dims
