@@ -144,7 +144,8 @@ class ModuleSpec(ExternalSpec):
         buffer that a file lacks keeps its first value.
         """
         held = self.layout()
-        in_file, prefix = frozenset(file_names), held.prefix
+        in_file = frozenset(file_names)
+        prefix = held.prefix
         bare = bool(in_file and prefix) and not any(name.startswith(prefix) for name in in_file)
         read = find_reading(self.source, in_file) if in_file else None
         entries = []
@@ -322,17 +323,17 @@ _FAULTS = (
 
 
 class TensorConversion:
-    """Tensors that one of transformers' operations makes of others.
-
-    first: the name that it is known by. sources: pattern of the converter -> names of the tensors
-    that it takes, in their order. written: what it makes -> that tensor's name in the file that it
-    is made for, where it has another one.
-    """
+    """Tensors that one of transformers' operations makes of others."""
 
     def __init__(self, first: str, converter: Any, module: Any, config: Any) -> None:
-        self.first, self.sources = first, dict[str, list[str]]()
+        self.first = first  # the name that it is known by
+        # Pattern of the converter -> names of the tensors that it takes, in their order.
+        self.sources = dict[str, list[str]]()
+        # What it makes -> that tensor's name in the file that it is made for, if it has another.
         self.written: dict[str, str] = {}
-        self._converter, self._module, self._config = converter, module, config
+        self._converter = converter
+        self._module = module
+        self._config = config
 
     def names(self) -> list[str]:
         """Return the names of all tensors that it takes."""
@@ -423,12 +424,10 @@ def build_layout(source: ModuleSource) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """Which tensors of a file make a model's parameters: by another name alone, or by a conversion;
-    name -> either.
-    """
+    """How the tensors of a file become a model's parameters, by the parameter's name."""
 
-    renamed: Mapping[str, str]
-    made: Mapping[str, TensorConversion]
+    renamed: Mapping[str, str]  # those that have another name in the file -> that name
+    made: Mapping[str, TensorConversion]  # those that a conversion makes
 
 
 @lru_cache(maxsize=4)
@@ -482,7 +481,8 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
     """
     if source.implementation != TRANSFORMERS:
         return None
-    module, held = _build_module(source), build_layout(source)
+    module = _build_module(source)
+    held = build_layout(source)
     table = _get_conversion_table(module, legacy=False)
     if not table:
         return None
@@ -529,7 +529,8 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
     """Return True if files of these tensors would be read as the parameters that they were made
     of.
     """
-    held, read = build_layout(source), find_reading(source, frozenset(written.shapes))
+    held = build_layout(source)
+    read = find_reading(source, frozenset(written.shapes))
     if read is None:
         return False
     for name, shape in held.shapes.items():

@@ -245,9 +245,7 @@ class TokenFlow:
         return self._run[key]
 
     def spread(self) -> None:
-        """Follow the tokens through the calls, then back from where whole tensors have to be
-        cut.
-        """
+        """Follow the tokens through the calls, then back from where whole tensors are cut."""
         assert self.trace.ids is not None
         self.made: Layouts = {}  # tensors of which the call that makes them gives a rank's tokens
         # Whole ones, of which it is known where the tokens are.
@@ -276,9 +274,7 @@ class TokenFlow:
                 self._slice_output(number, output, token_wise.outputs[output])
 
     def _slice_output(self, number: int, output: TracedTensor, layout: TokenDim) -> None:
-        """Make a whole tensor that a call makes a rank's tokens there, unless it has to be
-        whole.
-        """
+        """Make a call's whole output a rank's tokens there, unless it has to be whole."""
         if output in self.whole:
             self.aligned[output] = layout
             return
