@@ -162,7 +162,8 @@ class CompiledLayers:
             self.like = {name: name for name in self.like}
             key = self._get_key(path, layer, leaves, spec, given[0])
             output_tensors = self._run(key, given, held)
-        call, tensors = self.calls[key], iter(output_tensors)
+        call = self.calls[key]
+        tensors = iter(output_tensors)
         assert call.outputs_spec is not None
         made = [next(tensors) if each is _TENSOR else each for each in call.outputs]
         return pytree.tree_unflatten(made, call.outputs_spec)

@@ -405,7 +405,8 @@ def build_layout(source: ModuleSource) -> TensorLayout:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    parameters, linears = dict(model.named_parameters()), list_layer_linears(model)
+    parameters = dict(model.named_parameters())
+    linears = list_layer_linears(model)
     buffers = list_persistent_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
     return TensorLayout(

@@ -203,7 +203,8 @@ class _Execution(TorchFunctionMode):
                 path, next(list_tensors((args, kwargs)), None), outermost, ends_sharing
             )
             if ends_sharing:
-                running.ran, running.is_partly_off = set(), False
+                running.ran = set()
+                running.is_partly_off = False
             running.frames.append(frame)
             try:
                 with ExitStack() as stack:

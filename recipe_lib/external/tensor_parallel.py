@@ -14,7 +14,7 @@ over the ranks.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -186,7 +186,8 @@ def _take_parameter_part(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
     whole = parameter.detach()
-    part, placement = whole, cast(Placement, Replicate())
+    part = whole
+    placement: Placement = Replicate()
     if plan.dim >= 0:
         part = take_own_part(
             whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()
