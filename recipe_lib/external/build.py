@@ -56,7 +56,7 @@ _COPIES = frozenset(
 
 @dataclass
 class _Division:
-    """How a model is called: its trunk, and its output projection apart from it."""
+    """A model as it is called: its trunk, and its output projection apart from it."""
 
     # The projection, and where it hangs: the module that has it, under this name.
     head: Any
@@ -109,8 +109,8 @@ class ExternalModel(LanguageModel):
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         class_forward = model.forward
         own = type(model)
-        # No wrapper around it: names of parameters stay those of the checkpoint, and the class' code
-        # finds itself where it is. `forward` of the mixin comes before the class' own.
+        # No wrapper around it: its parameters keep the names that the checkpoint has. `forward` of
+        # this class comes before its own.
         model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
         model.spec = spec
         model.class_forward = class_forward
@@ -471,7 +471,7 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """What a model's module is made of."""
+    """The sources of a model's module."""
 
     implementation: str  # `transformers`, or the name that a plugin registered
     config: dict[str, Any] = field(hash=False)  # what config.json holds

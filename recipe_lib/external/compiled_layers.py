@@ -67,9 +67,9 @@ class _Call:
 
 
 class CompiledLayers:
-    """Of one model. length: of the rows of the forward that runs. alone, outside: contexts of a
-    layer that is traced, and of one that is called. gathers_again: gathered tokens are not kept for
-    backward.
+    """The compiled layers of one model. length: of the rows of the forward that runs. alone,
+    outside: contexts of a layer that is traced, and of one that is called. gathers_again: gathered
+    tokens are not kept for backward.
     """
 
     def __init__(

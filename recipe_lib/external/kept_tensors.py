@@ -1,5 +1,4 @@
-"""What a layer keeps for backward, where its forward is run by an inferred plan: what the rest can
-be made of.
+"""Keep for backward, of a layer that an inferred plan runs, only what the rest can be made of.
 
 autograd keeps what each operator asks for: of a norm the tokens in another type, their scale and
 the normed ones; of a gated MLP four tensors; and every gathered copy of the tokens. Most of that
@@ -65,7 +64,7 @@ class _View:
 
 @dataclass(eq=False)
 class _SavedTensor:
-    """What stands for a tensor that autograd keeps: the tensor, or how to make it."""
+    """A stand-in for a tensor that autograd keeps: the tensor, or how to make it."""
 
     tensor: Tensor | None
     view: _View | None = None
@@ -73,8 +72,8 @@ class _SavedTensor:
 
 
 class KeptTensors:
-    """Of one thread's forward. `layer` is entered around each layer, `around` around the whole
-    model's forward.
+    """The saved tensors of one thread's forward. `layer` is entered around each layer, `around`
+    around the whole model's forward.
     """
 
     def __init__(self) -> None:

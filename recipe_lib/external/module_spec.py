@@ -425,7 +425,7 @@ def build_layout(source: ModuleSource) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the tensors of a file become a model's parameters, by the parameter's name."""
+    """A map of how the tensors of a file become a model's parameters, by the parameter's name."""
 
     renamed: Mapping[str, str]  # those that have another name in the file -> that name
     made: Mapping[str, TensorConversion]  # those that a conversion makes

@@ -67,7 +67,7 @@ class _RunningForward:
 
 
 class _Running(threading.local):
-    """What runs in one thread."""
+    """The state of one thread."""
 
     def __init__(self) -> None:
         # The forwards that run, the outermost first; None for what hooks do around one.

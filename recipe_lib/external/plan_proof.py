@@ -80,7 +80,7 @@ _OUTPUT = "output "  # and its number: a name that no parameter has
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """What was proven."""
+    """The result of a proof."""
 
     checked: int  # comparisons
     failures: tuple[str, ...]  # a line each

@@ -1,5 +1,4 @@
-"""Where a class of another library is cut into the stages of a pipeline, the proof that it can be,
-and running one.
+"""Cut a class of another library into the stages of a pipeline, prove that it can be, and run one.
 
 It is cut at its list of layers. Each stage runs the class' own forward from its tokens, which makes
 masks and rotations for itself. What has weights before the layers gives zeros where another stage

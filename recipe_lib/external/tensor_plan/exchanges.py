@@ -42,7 +42,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What one of the ranks does at the boundaries of a plan."""
+    """The exchanges of one rank at the boundaries of a plan."""
 
     plan: ShardingPlan
     ranks: Ranks

@@ -33,7 +33,7 @@ _SHAPES = frozenset(
 
 @dataclasses.dataclass(eq=False)
 class TracedTensor:
-    """What is known of one tensor of a traced forward."""
+    """One tensor of a traced forward, by what is known of it."""
 
     dims: list[AxisNode]
     # Names of the parameters it is made of; empty as soon as an input is among its sources.
@@ -177,7 +177,7 @@ class FunctionCall:
 
 @dataclasses.dataclass(eq=False)
 class ForwardTrace:
-    """What one forward did, in its order."""
+    """One forward: all that it did, in its order."""
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)
     # The operators of all calls, and those that no call makes.

@@ -21,7 +21,7 @@ from recipe_lib.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class ParameterPlan:
-    """How one parameter is held."""
+    """One parameter, as ranks hold it."""
 
     name: str
     shape: tuple[int, ...]  # of the whole

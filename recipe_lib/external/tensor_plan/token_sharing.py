@@ -44,7 +44,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
 
 
 class TokenDim(NamedTuple):
-    """Where a tensor has its tokens."""
+    """The dimension in which a tensor has its tokens."""
 
     dim: int
     # With other things in the dimension, the tokens are the outermost there, not the innermost.
@@ -58,7 +58,7 @@ OF_ANOTHER_TYPE = frozenset(("type_as", "to"))  # an argument says no more than 
 
 
 class TokenWise(NamedTuple):
-    """What a call does that gets a rank's tokens alone."""
+    """A call that gets a rank's tokens alone."""
 
     outputs: Layouts  # where what comes out has a rank's tokens
     demands: Layouts  # further inputs, of which all tokens have to be cut, and where
@@ -443,7 +443,7 @@ _RANKS = 2  # of which sizes are computed
 
 @dataclasses.dataclass(eq=False)
 class SharedTokens:
-    """Where tokens are exchanged, and what ranks have of them in between."""
+    """The exchanges of tokens, and what ranks have of them in between."""
 
     # Where tokens are put together again, and where they are cut.
     gathers: TokenExchanges = dataclasses.field(default_factory=dict)
