@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from recipe_lib.checkpoint.huggingface import export_model, load_weights
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.external.module_spec import read_spec
-from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
+from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ModelSpec

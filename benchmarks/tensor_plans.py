@@ -25,14 +25,13 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import UserError
-from recipe_lib.external.plan_proof import WRONG, rank_errors
+from recipe_lib.external.plan_proof import WRONG, measure_rank_errors
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
+from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
-    example_inputs,
-    plan_and_mask,
-    randomize,
-    shrink,
-    transformers_model,
+    build_example_inputs,
+    build_transformers_model,
+    infer_plan_and_mask,
 )
 
 COMMAND = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
@@ -131,13 +130,13 @@ def _examined(name: str, tokens: bool) -> Row:
 
     try:
         config = shrink(AutoConfig.for_model(name))
-        model = transformers_model(config, "cpu")
+        model = build_transformers_model(config, "cpu")
     except Exception as error:  # noqa: BLE001  (any config may fail in any way)
         return Row(name, "not built", note=_line(error))
     try:
-        plan, mask = plan_and_mask(config, tokens=tokens)
+        plan, mask = infer_plan_and_mask(config, tokens=tokens)
         randomize(model)
-        inputs = example_inputs(config, device="cpu", mask=mask)
+        inputs = build_example_inputs(config, device="cpu", mask=mask)
         with torch.no_grad():
             model(**inputs)
     except UserError as error:
@@ -183,9 +182,9 @@ def errors_of(
     more.
     """
     try:
-        return rank_errors(model.double(), plan, SIZE, inputs)
+        return measure_rank_errors(model.double(), plan, SIZE, inputs)
     except (RuntimeError, ValueError, TypeError):
-        return rank_errors(model.float(), plan, SIZE, inputs)
+        return measure_rank_errors(model.float(), plan, SIZE, inputs)
 
 
 def cut_share(plan: ShardingPlan) -> float:

@@ -18,7 +18,7 @@ from recipe_lib.config.local_files import format_install_line, has_package, is_h
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
-from recipe_lib.external.transformers_config import transformers_config
+from recipe_lib.external.transformers_config import build_transformers_config
 from recipe_lib.logs import silence_torchao
 
 NOT_CERTIFIED = 3  # exit code
@@ -79,7 +79,7 @@ def run(words: list[str]) -> int:
 
         # How weights are stored is no part of the model.
         shape = {key: value for key, value in held.items() if key not in STORED}
-        config = transformers_config(shape, show(arguments.model))
+        config = build_transformers_config(shape, show(arguments.model))
         whole, plans, illegal = plans_for(config, arguments.tensor)
         proofs = certificates(config, plans) if arguments.certify else []
         if any(proof["failures"] for proof in proofs) and any(

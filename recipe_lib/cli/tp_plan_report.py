@@ -9,21 +9,21 @@ from typing import Any
 from rich.console import Console
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.plan_proof import certify, plan_differences
+from recipe_lib.external.plan_proof import certify, find_plan_difference
 from recipe_lib.external.tensor_plan import transformers_models
 from recipe_lib.external.tensor_plan.sharding_plan import (
     BYTES,
     ShardingPlan,
-    boundary_counts,
-    collectives,
-    cut_share,
-    held_elements,
-    parameter_groups,
-    pattern_of,
-    step_bytes,
+    compute_cut_share,
+    count_boundaries,
+    count_held_elements,
+    count_step_bytes,
+    group_parameters,
+    list_collectives,
+    make_pattern,
     why_not,
 )
-from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.report import terminal
 from recipe_lib.report.view import Table, show_table
 from recipe_lib.units import Bytes, Count, pluralize
@@ -47,14 +47,14 @@ def plans_for(
 
     Raises ConfigError if no size has a plan.
     """
-    whole = transformers_models.plan_for_config(config, 0, tokens)
+    whole = transformers_models.infer_config_plan(config, 0, tokens)
     plans: dict[int, ShardingPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
         plan = (
             whole
             if size in whole.legal_sizes
-            else transformers_models.plan_for_config(config, size, tokens)
+            else transformers_models.infer_config_plan(config, size, tokens)
         )
         if size in plan.legal_sizes:
             plans[size] = plan
@@ -79,18 +79,20 @@ def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, 
     The copy has a plan of its own, which has to hold every parameter as the model's does. ranks:
     fewer than size where it has fewer heads.
     """
-    elements = held_elements(next(iter(plans.values())), 1)
+    elements = count_held_elements(next(iter(plans.values())), 1)
     small = config if elements <= SMALL_MODEL else shrink(config)
-    model = transformers_models.transformers_model(small, "cpu")
+    model = transformers_models.build_transformers_model(small, "cpu")
     randomize(model)
     tokens = any(plan.shared_tokens for plan in plans.values())
-    whole, mask = transformers_models.plan_and_mask(small, 0, tokens)
-    inputs = transformers_models.example_inputs(small, device="cpu", mask=mask)
+    whole, mask = transformers_models.infer_plan_and_mask(small, 0, tokens)
+    inputs = transformers_models.build_example_inputs(small, device="cpu", mask=mask)
     found: list[dict[str, Any]] = []
     for size, plan in plans.items():
-        unlike = plan_differences(plan, whole)
-        copied = transformers_models.plan_and_mask(small, size, tokens)[0] if unlike else whole
-        difference = plan_differences(plan, copied)
+        unlike = find_plan_difference(plan, whole)
+        copied = (
+            transformers_models.infer_plan_and_mask(small, size, tokens)[0] if unlike else whole
+        )
+        difference = find_plan_difference(plan, copied)
         failures = [f"the small copy has another plan: {difference}"] if difference else []
         ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
         if not ranks:
@@ -123,9 +125,9 @@ def as_json(
     sizes = {
         str(size): {
             "plan": plan.hash(),
-            "parameter_bytes": BYTES * held_elements(plan, size),
-            "cut_share": cut_share(plan),
-            "sent_bytes": step_bytes(plan, size, arguments.tokens),
+            "parameter_bytes": BYTES * count_held_elements(plan, size),
+            "cut_share": compute_cut_share(plan),
+            "sent_bytes": count_step_bytes(plan, size, arguments.tokens),
         }
         for size, plan in plans.items()
     }
@@ -166,7 +168,7 @@ def report(
             if table.rows:
                 terminal.put_section(console, show_table(table))
         _line(console, "")
-        for reason in dict.fromkeys(map(pattern_of, plan.refused)):
+        for reason in dict.fromkeys(map(make_pattern, plan.refused)):
             _line(console, f"note: {reason}")
         if set(sizes) <= set(whole.legal_sizes):
             shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
@@ -205,7 +207,7 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
     once a step.
     """
     cut, whole = [], []
-    groups = parameter_groups(plan)
+    groups = group_parameters(plan)
     for each, names in groups.items():
         shape = " x ".join(map(str, each.shape))
         if each.dim < 0:
@@ -225,7 +227,7 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
 
 def _boundaries(plan: ShardingPlan) -> Table:
     rows = []
-    for each, count in boundary_counts(plan).items():
+    for each, count in count_boundaries(plan).items():
         cut = f", dim {each.dim}" if each.kind in ("leave", "cut", "gather", "slice") else ""
         bias = f", {each.bias} added after" if each.bias else ""
         what = f"{each.function} {each.place}{cut}{bias}"
@@ -236,8 +238,8 @@ def _boundaries(plan: ShardingPlan) -> Table:
 def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
     """Return bytes that a rank sends for a step of one micro-batch, by what they are for."""
     rows: list[list[Any]] = []
-    counts = Counter((phase, name) for phase, name, _ in collectives(plan))
-    totals = {size: step_bytes(plan, size, tokens) for size in sizes}
+    counts = Counter((phase, name) for phase, name, _ in list_collectives(plan))
+    totals = {size: count_step_bytes(plan, size, tokens) for size in sizes}
     for phase, title in _PHASES.items():
         if any(total[phase] for total in totals.values()):
             what = ", ".join(
@@ -259,9 +261,9 @@ _PHASES = {
 
 
 def _held(plan: ShardingPlan, sizes: list[int]) -> Table:
-    held = {size: held_elements(plan, size) for size in (1, *sizes)}
+    held = {size: count_held_elements(plan, size) for size in (1, *sizes)}
     rows = [[size, Count(elements), Bytes(BYTES * elements)] for size, elements in held.items()]
-    title = f"parameters of a rank; {cut_share(plan):.2%} of the elements are cut"
+    title = f"parameters of a rank; {compute_cut_share(plan):.2%} of the elements are cut"
     return _table(title, ["t", "parameters", "bf16"], rows, 3)
 
 

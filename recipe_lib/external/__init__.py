@@ -1,3 +1,14 @@
-"""Models that transformers, or a plugin, implements: read, called, adapted and sharded as our
-decoder is.
+"""Models that transformers, or a plugin, implements: trained, adapted and sharded as our decoder
+is.
+
+In comes a checkpoint's config.json and the class that it names. Out go a spec (`ModuleSpec`: its
+tensors, its adapters, its stages), a model on meta with the class' own forward, and, for tensor
+parallelism, a plan that nobody wrote: inferred of one forward, proven on a small model, then run.
+
+Read in this order:
+1. module_spec.py: the spec that recipes build a model by, and all that it delegates to.
+2. build.py: how an object of the class becomes a model with our call signature.
+3. tensor_plan/infer.py: from a traced forward (forward_trace.py) to a plan (sharding_plan.py).
+4. proven_plan.py and plan_proof.py: the plan of a model, and the proof that ranks run it right.
+5. plan_executor.py: the exchanges between ranks, while the class' forward runs.
 """

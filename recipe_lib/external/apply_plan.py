@@ -27,20 +27,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import embedding_and_head
-from recipe_lib.external.plan_executor import framed_forward, ranks_of
-from recipe_lib.external.plan_proof import certify, plan_differences
+from recipe_lib.external.modules import find_embedding_and_head
+from recipe_lib.external.plan_executor import build_ranks, frame_forward
+from recipe_lib.external.plan_proof import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
+    exclude_head_exchanges,
+    list_runs,
     place_parameters,
-    plan_runs,
     project,
-    with_loss_of_parts,
 )
 from recipe_lib.external.tensor_plan import sharding_plan
-from recipe_lib.external.tensor_plan.exchanges import own_part
+from recipe_lib.external.tensor_plan.exchanges import take_own_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
-from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.models.language_model import restore_file_order
 from recipe_lib.ops.gathered import Group, all_reduce
 
@@ -51,7 +51,7 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def infer_tensor_plan(
     model: nn.Module, inputs: Mapping[str, Any] | Tensor, size: int = 0, tokens: bool = False
 ) -> "TensorPlan":
-    """How ranks can share a model, found in one forward of it; the model is not changed.
+    """Infer how ranks can share a model from one forward of it; the model is not changed.
 
     inputs: what training calls its forward with, token ids first, such as a batch of two short
     rows, or these ids alone; labels are left out. Another set of arguments may go another way
@@ -68,24 +68,22 @@ def infer_tensor_plan(
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor-parallel plan of one model.
+    """A tensor-parallel plan of one model."""
 
-    sharding: which parameter is cut how, and where ranks exchange what. inputs, model, size: what
-    it was inferred with.
-    """
-
+    # Which parameter is cut how, and where ranks exchange what.
     sharding: sharding_plan.ShardingPlan
+    # What it was inferred with, as `infer_tensor_plan` got it.
     inputs: dict[str, Any] = field(repr=False, compare=False)
     model: nn.Module = field(repr=False, compare=False)
     size: int = 0
 
     @property
     def legal_sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks that can share the model, above 1."""
+        """The numbers of ranks that can share the model, above 1."""
         return self.sharding.legal_sizes
 
     def certify(self, model: nn.Module | None = None, size: int | None = None) -> int:
-        """Proves the plan for so many ranks, in this process and on the CPU; returns the number of
+        """Prove the plan for so many ranks, in this process and on the CPU. Returns the number of
         comparisons.
 
         model: None: the one that it was inferred of, before `apply`. size: None: what it was
@@ -96,20 +94,19 @@ class TensorPlan:
         copy of its class and its kinds of layers, whose plan has to be this one; adapters are added
         afterwards. Raises SetupError.
         """
-        model, size = model or self.model, size or self.size or min(self.legal_sizes, default=0)
+        model = model or self.model
+        size = size or self.size or min(self.legal_sizes, default=0)
         if not size:
             raise SetupError(
                 f"tensor plan of {type(model).__name__}: no number of ranks can share the model"
             )
-        small, plan, inputs, ranks = (
-            copy.deepcopy(model).cpu().float(),
-            self.sharding,
-            self.inputs,
-            size,
-        )
+        small = copy.deepcopy(model).cpu().float()
+        plan = self.sharding
+        inputs = self.inputs
+        ranks = size
         if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL:
-            small, inputs = _small_copy(model, self.inputs)
-            plan, ranks = _plan_of_copy(small, inputs, size, self.sharding)
+            small, inputs = _build_small_copy(model, self.inputs)
+            plan, ranks = _infer_plan_of_copy(small, inputs, size, self.sharding)
         randomize(small)
         inputs = {
             name: value.cpu() if isinstance(value, Tensor) else value
@@ -124,15 +121,16 @@ class TensorPlan:
         return proof.checked
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Makes the model that of one rank of a mesh of one dimension, in place. Every rank has the
-        whole model.
+        """Make the model that of one rank of a mesh of one dimension, in place. Every rank has
+        loaded it whole.
 
         Parameters become DTensors, those of transposed or fused matrices in an order of their own;
         the optimizer is made afterwards. A gradient of which each rank has a part is summed in
         backward. Logits are whole on every rank. Raises ConfigError for a number of ranks that the
         plan does not allow.
         """
-        size, plan = mesh.size(), self.sharding
+        size = mesh.size()
+        plan = self.sharding
         if mesh.ndim != 1 or size not in plan.legal_sizes:
             raise ConfigError(
                 f"tensor plan of {type(model).__name__}: found a mesh of {tuple(mesh.shape)},"
@@ -140,10 +138,10 @@ class TensorPlan:
                 f" {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
             )
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
-        found = embedding_and_head(model)
-        head = None if found is None else found[1]
+        embedding_and_head = find_embedding_and_head(model)
+        head = None if embedding_and_head is None else embedding_and_head[1]
         if head is not None:
-            plan, columns = with_loss_of_parts(plan, model, head)
+            plan, columns = exclude_head_exchanges(plan, model, head)
         if head is None or (not columns and any(axis.output for axis in plan.axes)):
             raise ConfigError(
                 f"tensor plan of {type(model).__name__}: its logits come of no output projection;"
@@ -152,9 +150,12 @@ class TensorPlan:
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
         partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
-        whole = model.forward
-        shared = framed_forward(model, plan, ranks_of(group), head)
-        model.forward = wraps(whole)(_summing(model, partial_names, shared, mesh, group))
+        framed = frame_forward(model, plan, build_ranks(group), head)
+        summing = _sum_partial_gradients(
+            model, partial_names, forward=framed, mesh=mesh, group=group
+        )
+        # transformers' Trainer reads the signature of the forward for the columns of a data set.
+        model.forward = wraps(model.forward)(summing)
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             # As it was inferred; what a class keeps for generating takes calls of its own
@@ -162,66 +163,68 @@ class TensorPlan:
 
     @torch.no_grad()
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's `state_dict()` on the host, on the mesh's first rank; empty on the
-        others. A collective.
+        """Gather the whole model's `state_dict()` on the mesh's first rank's host; others get an
+        empty one. A collective.
         """
-        runs = self._runs(model)
-        found, first = {}, _mesh_of(model).get_local_rank() == 0
+        runs = self._list_runs(model)
+        is_first = _get_mesh(model).get_local_rank() == 0
+        state = {}
         for name, value in model.state_dict().items():
-            whole = (
-                restore_file_order(value.full_tensor(), runs.get(name))
-                if isinstance(value, DTensor)
-                else value
-            )
-            if first:
-                found[name] = torch.empty_like(whole, device="cpu").copy_(whole)
-        return found
+            if isinstance(value, DTensor):
+                value = restore_file_order(value.full_tensor(), runs.get(name))
+            if is_first:
+                state[name] = torch.empty_like(value, device="cpu").copy_(value)
+        return state
 
     @torch.no_grad()
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Reads a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
+        """Read a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
         that is missing.
         """
-        mesh, plans = _mesh_of(model), self._plans(model)
+        mesh = _get_mesh(model)
+        plans = self._list_parameter_plans(model)
         for name, value in model.state_dict().items():
             if name not in state:
                 raise ConfigError(
                     f"load_full_state_dict: found no {name}, expected every tensor of the model's"
                     " state"
                 )
-            whole, each = state[name], plans.get(name)
-            if isinstance(value, DTensor) and each is not None and each.dim >= 0:
-                whole = own_part(whole, each.dim, each.segments, mesh.get_local_rank(), mesh.size())
+            whole = state[name]
+            plan = plans.get(name)
+            if isinstance(value, DTensor) and plan is not None and plan.dim >= 0:
+                whole = take_own_part(
+                    whole, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
+                )
             (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
 
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
-        """Writes what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
+        """Write what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
         collective.
         """
         state = self.full_state_dict(model)
-        mesh = _mesh_of(model)
+        mesh = _get_mesh(model)
         if mesh.get_local_rank() == 0:
             model.save_pretrained(folder, state_dict=state, **more)
         torch.distributed.barrier(mesh.get_group())
 
-    def _plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
-        """By every name that a parameter has."""
+    def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
+        """Return the plans of all parameters, by every name that one has."""
         ids = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         return {name: self.sharding.parameter(ids[id(parameter)]) for name, parameter in every}
 
-    def _runs(self, model: nn.Module) -> dict[str, Any]:
-        size = _mesh_of(model).size()
-        found = {
-            name: (each.dim, plan_runs(each, size)) for name, each in self._plans(model).items()
-        }
-        return {name: runs for name, runs in found.items() if runs[1]}
+    def _list_runs(self, model: nn.Module) -> dict[str, Any]:
+        size = _get_mesh(model).size()
+        runs = {}
+        for name, plan in self._list_parameter_plans(model).items():
+            if list_runs(plan, size):
+                runs[name] = (plan.dim, list_runs(plan, size))
+        return runs
 
 
 @contextmanager
 def seen_as_one_process() -> Iterator[None]:
-    """Inside the block no variable of torchrun is in the environment, while the process group stays
-    what it is.
+    """Hide the variables of torchrun inside the block, while the process group stays what it is.
 
     So transformers' Trainer, which asks them, leaves out DistributedDataParallel, gives all ranks
     the same batches, and counts each once.
@@ -233,23 +236,21 @@ def seen_as_one_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _summing(
+def _sum_partial_gradients(
     model: nn.Module, names: list[str], forward: Callable[..., Any], mesh: DeviceMesh, group: Group
 ) -> Callable[..., Any]:
-    """The forward, after which backward sums the gradients of these parameters over ranks, before
-    it adds them up.
-
-    The hooks are put on anew each time: `model.to` takes parameters' hooks away.
+    """Wrap a forward: backward then sums the gradients of these parameters over ranks, before it
+    adds them up.
     """
     handles: list[Any] = []
 
     def add(gradient: Tensor) -> Tensor:
-        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        return DTensor.from_local(
-            all_reduce(own, "sum", group), mesh, [Replicate()], run_check=False
-        )
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        total = all_reduce(part, "sum", group)
+        return DTensor.from_local(total, mesh, [Replicate()], run_check=False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # The hooks are put on anew each time: `model.to` takes parameters' hooks away.
         while handles:
             handles.pop().remove()
         parameters = [model.get_parameter(name) for name in names]
@@ -259,19 +260,17 @@ def _summing(
     return run
 
 
-def _mesh_of(model: nn.Module) -> DeviceMesh:
-    found = next(
-        (each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None
+def _get_mesh(model: nn.Module) -> DeviceMesh:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh
+    raise SetupError(
+        f"{type(model).__name__}: its parameters are not shared by ranks yet; call apply first"
     )
-    if found is None:
-        raise SetupError(
-            f"{type(model).__name__}: its parameters are not shared by ranks yet; call apply first"
-        )
-    return found
 
 
-def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model of the same class with random weights, and two short rows of the same kind of
+def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Build a small model of the same class with random weights, and two short rows of such
     inputs.
     """
     config = getattr(model, "config", None)
@@ -295,18 +294,18 @@ def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str
     return small.eval(), cut
 
 
-def _plan_of_copy(
+def _infer_plan_of_copy(
     small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.ShardingPlan
 ) -> tuple[sharding_plan.ShardingPlan, int]:
-    """The plan of a small copy, and for how many ranks it is: as many as can share it, as it may
-    have fewer heads.
+    """Infer the plan of a small copy, for as many ranks as can share it: it may have fewer
+    heads.
     """
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
-    other = plan_differences(large, plan)
-    if other or not ranks:
+    difference = find_plan_difference(large, plan)
+    if difference or not ranks:
         raise SetupError(
             f"tensor plan of {type(small).__name__}: could not be proven on a small model:"
-            f" {other or 'no legal size'}"
+            f" {difference or 'no legal size'}"
         )
     return plan, ranks

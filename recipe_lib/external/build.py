@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.config.registry import get_registered, register
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import (
-    embedding_and_head,
-    other_parts,
+    find_embedding_and_head,
+    list_other_parts,
 )
-from recipe_lib.external.stage_parts import keep_parts, logits_of, only, run_alone
-from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
+from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
+from recipe_lib.external.transformers_config import TRANSFORMERS, build_transformers_config
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LinearHead, LogitTransform
 from recipe_lib.models.families import build_spec
@@ -46,40 +46,44 @@ from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 
 # What changes a tensor's type or who owns it, not its values' meaning.
-_COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::slice",
-                     "aten::detach", "aten::expand", "aten::lift_fresh", "aten::reshape"})  # fmt: skip
+_COPIES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_to_copy clone alias view _unsafe_view slice detach expand lift_fresh reshape".split()
+    )
+)
 
 
 @dataclass
 class _Division:
-    """How a model is called. head, owner, name: the projection and where it hangs. whole: it makes
-    all logits.
+    """A model as it is called: its trunk, and its output projection apart from it."""
 
-    accepted: the names that its forward takes. windows: some layers see a window, which a mask of
-    ours would undo. packs: it has run with several documents in a row. dtype: of its weights, where
-    it is noted.
-    """
-
+    # The projection, and where it hangs: the module that has it, under this name.
     head: Any
     owner: nn.Module
     name: str
+    # The names that its forward takes.
     accepted: frozenset[str]
+    # Some layers see a window, which a mask of ours would undo.
     windows: bool
+    # It cannot be divided: it makes all logits at once.
     whole: bool
+    # It has run with several documents in a row.
     packs: bool = False
+    # Of its weights, where the parameter that says so may be left out.
     dtype: torch.dtype | None = None
 
 
 class ExternalModel(LanguageModel):
     """Mixed into the class of a model of another library, which then has our call signature
     (`Decoder.forward`).
-
-    class_forward: the forward of its class, or what tensor parallel makes of it. elsewhere: modules
-    that other ranks of a pipeline have, by name. ranks, local_outputs: see `run_class_forward_by`.
     """
 
+    # The forward of its class, or what tensor parallel makes of it.
     class_forward: Callable[..., Any]
+    # Modules that other ranks of a pipeline have, by name.
     elsewhere: Mapping[str, nn.Module] = MappingProxyType({})
+    # See `run_class_forward_by`.
     ranks: int = 1
     local_outputs: frozenset[str] = frozenset()
     _division: _Division
@@ -88,28 +92,32 @@ class ExternalModel(LanguageModel):
     def adopt(
         cls, model: Any, spec: ExternalSpec, config: dict[str, Any], buffers: dict[str, Tensor]
     ) -> "ExternalModel":
-        """The module itself, made one of these in place. buffers: what its class computed.
+        """Make a module one of these, in place. buffers: what its class computed.
 
         The projection gets the signature of `OutputHead.forward`.
         """
-        found = embedding_and_head(model)
-        if found is None:
+        embedding_and_head = find_embedding_and_head(model)
+        if embedding_and_head is None:
             raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
-        head = found[1]
-        place = next((path for path, module in model.named_modules() if module is head), None)
-        if place is None:
+        head = embedding_and_head[1]
+        head_path = next((path for path, module in model.named_modules() if module is head), None)
+        if head_path is None:
             raise SetupError(f"{type(model).__name__}: its output projection is no module of it")
-        path, _, name = place.rpartition(".")
+        path, _, name = head_path.rpartition(".")
         owner = model.get_submodule(path)
         accepted = frozenset(inspect.signature(model.forward).parameters)
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        class_forward, own = model.forward, type(model)
+        class_forward = model.forward
+        own = type(model)
+        # No wrapper around it: its parameters keep the names that the checkpoint has. `forward` of
+        # this class comes before its own.
         model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
-        model.spec, model.class_forward = spec, class_forward
-        model.other_parts = tuple(other_parts(model))
+        model.spec = spec
+        model.class_forward = class_forward
+        model.other_parts = tuple(list_other_parts(model))
         model.computed_buffers = {**model.computed_buffers, **buffers}
         model._division = _Division(
-            head, owner, name, accepted, _has_windows(config), whole=not plain
+            head, owner, name, accepted=accepted, windows=_has_windows(config), whole=not plain
         )
         if plain:
             LinearHead.adopt(head)
@@ -122,9 +130,11 @@ class ExternalModel(LanguageModel):
         return parts
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        self._division.dtype = _dtype(self)  # the parameter that says so may be left out
-        found = keep_parts(self, self.find_stage_parts(), layers, first=first, last=last)
-        self.elsewhere, self.modules_elsewhere = found
+        self._division.dtype = _get_dtype(self)  # the parameter that says so may be left out
+        parts = self.find_stage_parts()
+        self.elsewhere, self.modules_elsewhere = keep_parts(
+            self, parts, layers, first=first, last=last
+        )
 
     def run_stage(
         self,
@@ -134,11 +144,12 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        inputs = self.inputs_of(tokens, positions, attention)
+        inputs = self.build_inputs(tokens, positions, attention)
         run = partial(run_alone, self, self.find_stage_parts(), hidden, inputs, list(layers))
         # With gradients if they are wanted: without, hidden states are of another shape where ranks
         # share tokens.
-        output, dtype = self._run_packed(attention, run), _dtype(self)
+        output = self._run_packed(attention, run)
+        dtype = _get_dtype(self)
         if output.dtype != dtype:
             raise ConfigError(
                 f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of"
@@ -155,11 +166,11 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        with only(self, self.find_stage_parts(), hidden, tokens, None):
+        with run_only(self, self.find_stage_parts(), hidden, tokens, None):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
     def output_head(self) -> nn.Module | None:
-        """The output projection; None where another rank of a pipeline has it."""
+        """Return the output projection; None where another rank of a pipeline has it."""
         division = self._division
         return (
             division.head if division.owner._modules.get(division.name) is division.head else None
@@ -167,29 +178,30 @@ class ExternalModel(LanguageModel):
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         parts = self.find_stage_parts()
-        return self.output_shape(parts.layers[0], tokens, parts.width)
+        return self.compute_output_shape(parts.layers[0], tokens, parts.width)
 
-    def output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
-        """The shape of what a module at `name`, a layer or outside of them, gives on this rank of
-        tokens `[b, s]`.
+    def compute_output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
+        """Return the shape of what a module at `name`, a layer or outside of them, gives on this
+        rank of tokens `[b, s]`.
         """
         shared = torch.is_grad_enabled() and name in self.local_outputs
         return tokens[0], tokens[1] // (self.ranks if shared else 1), width
 
-    def inputs_of(
+    def build_inputs(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
         attention: AttentionInfo | None = None,
     ) -> dict[str, Any]:
-        """What its class' forward is called with.
+        """Build the arguments of its class' forward.
 
         Rows are padded on the right, so that causality alone hides the padding. Documents are kept
         apart by a mask `[b, 1, s, s]`; in a model with windows by the positions alone, of which
         transformers makes masks that keep the windows. What does not come of it is noticed by
         `check_packing_isolation`.
         """
-        accepted, inputs = self._division.accepted, dict[str, Any](input_ids=tokens)
+        accepted = self._division.accepted
+        inputs = dict[str, Any](input_ids=tokens)
         if "use_cache" in accepted:
             inputs["use_cache"] = False
         is_packed = attention is not None and attention.documents is not None
@@ -198,7 +210,8 @@ class ExternalModel(LanguageModel):
         if attention is None or attention.documents is None or self._division.windows:
             return inputs
         if "attention_mask" in accepted:
-            documents, dtype = attention.documents, _dtype(self)
+            documents = attention.documents
+            dtype = _get_dtype(self)
             order = torch.arange(tokens.shape[1], device=tokens.device)
             seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
             mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
@@ -206,8 +219,8 @@ class ExternalModel(LanguageModel):
         return inputs
 
     def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
-        """Raises SetupError for a model whose forward fails where documents share a row: it takes
-        no mask for them.
+        """Run a forward whose rows hold documents. Raises SetupError if it fails: it takes no mask
+        for them.
         """
         if attention is None or attention.documents is None or self._division.packs:
             return run()
@@ -227,7 +240,7 @@ class ExternalModel(LanguageModel):
     def run_class_forward_by(
         self, forward: Callable[..., Any], ranks: int, local_outputs: frozenset[str]
     ) -> None:
-        """Replaces the forward of its class, with the same inputs and outputs, by that of one of
+        """Replace the forward of its class, with the same inputs and outputs, by that of one of
         `ranks`.
 
         local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers
@@ -237,14 +250,14 @@ class ExternalModel(LanguageModel):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether prompts of different lengths can be read together: its class takes a mask of what
-        is padding.
+        """True if prompts of different lengths can be read together: its class takes a mask of
+        padding.
         """
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b,
-        v]` after them.
+        """Return a function for generating, of tokens `[b, s]` that follow one another, to the
+        logits `[b, v]` after them.
 
         Keys and values are kept in the cache that the class makes; a class that returns none reads
         everything again. padding: int64 `[b]`, how many tokens each row begins with that are none;
@@ -256,7 +269,8 @@ class ExternalModel(LanguageModel):
                 f"{self.spec.family}: its forward takes no attention_mask; read one prompt at a"
                 " time"
             )
-        cache, seen = None, None
+        cache = None
+        seen = None
 
         def read(unread: Tensor) -> Tensor:
             nonlocal cache, seen
@@ -276,7 +290,7 @@ class ExternalModel(LanguageModel):
                 inputs["logits_to_keep"] = 1
             output = self.class_forward(**inputs)
             cache = getattr(output, "past_key_values", None)
-            return logits_of(output)[:, -1]
+            return get_logits(output)[:, -1]
 
         return read
 
@@ -297,12 +311,12 @@ class ExternalModel(LanguageModel):
                 f"{self.spec.family}: found a cache, expected none: only our own families generate"
                 " with one"
             )
-        inputs = self.inputs_of(tokens, positions, attention)
+        inputs = self.build_inputs(tokens, positions, attention)
         if attention is not None and attention.documents is not None and not division.packs:
             with torch.no_grad():
                 self._run_packed(attention, partial(self.class_forward, **inputs))
         if labels is None:
-            return logits_of(self.class_forward(**inputs))
+            return get_logits(self.class_forward(**inputs))
         if not division.whole:
             hidden, after = run_trunk(self, division, inputs)
             if hidden is not None:
@@ -311,7 +325,7 @@ class ExternalModel(LanguageModel):
             _say_whole(
                 self, "what follows its output projection is not done to each logit by itself"
             )
-        logits = logits_of(self.class_forward(**inputs))
+        logits = get_logits(self.class_forward(**inputs))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # To the chunked head all logits are hidden states, of which the projection is done.
         projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
@@ -319,14 +333,14 @@ class ExternalModel(LanguageModel):
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
-    """Whether a config speaks of layers that do not see everything before them."""
+    """Return True if a config speaks of layers that do not see everything before them."""
     kinds = config.get("layer_types") or []
     return any(
         "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
     ) or any(kind != "full_attention" for kind in kinds)
 
 
-def _dtype(model: ExternalModel) -> torch.dtype:
+def _get_dtype(model: ExternalModel) -> torch.dtype:
     return model._division.dtype or next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
@@ -339,8 +353,8 @@ def _say_whole(model: nn.Module, reason: str) -> None:
 def run_trunk(
     model: Any, division: _Division, inputs: dict[str, Any]
 ) -> tuple[Tensor | None, LogitTransform]:
-    """The forward without its projection: what that would read `[b, s, d]`, and what would be done
-    to the logits.
+    """Run the forward without its projection: return what that would read `[b, s, d]`, and what
+    would be done to the logits.
 
     None in place of the tensor where the forward cannot be divided.
     """
@@ -353,7 +367,7 @@ def run_trunk(
         division.owner._modules[division.name] = division.head
         if stand_in.calls:
             steps.__exit__(None, None, None)
-    after = steps.found(logits_of(output)) if stand_in.calls == 1 else None
+    after = steps.found(get_logits(output)) if stand_in.calls == 1 else None
     return (None, LogitTransform()) if after is None else (stand_in.hidden, after)
 
 
@@ -370,11 +384,11 @@ class _StandIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Of the projection: some forwards read its type."""
+        """The weight of the projection: some forwards read its type."""
         return self.held[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., d]` to a column `[..., 1]`."""
+        """Map hidden `[..., d]` to a column `[..., 1]`."""
         self.calls += 1
         self.hidden = hidden
         column = hidden.detach().new_zeros(*hidden.shape[:-1], 1)
@@ -424,7 +438,7 @@ class _Steps(TorchDispatchMode):
         return result
 
     def found(self, logits: Tensor) -> LogitTransform | None:
-        """What was written down; None if the logits are something else than what came of the
+        """Return what was written down; None if the logits are something else than what came of the
         column.
         """
         if not self.divided or logits is not self.last:
@@ -447,7 +461,7 @@ _HERE = object()  # where the tensor stood among an operator's arguments
 
 
 def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) -> Tensor:
-    """Does to logits what was done to the column."""
+    """Do to logits what was done to the column."""
     if any(operator._schema.is_mutable for operator, _, _ in steps):
         logits = logits.clone()
     for operator, args, kwargs in steps:
@@ -457,7 +471,7 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """What a model's module is made of."""
+    """The sources of a model's module."""
 
     implementation: str  # `transformers`, or the name that a plugin registered
     config: dict[str, Any] = field(hash=False)  # what config.json holds
@@ -465,11 +479,12 @@ class ModuleSource:
 
 
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The module as its class makes it, parameters on meta, with the class' own forward."""
-    with parameters_on_meta():
-        make, config = get_registered("model", source.implementation), dict(source.config)
-        own = source.implementation == TRANSFORMERS
-        model = make(config, source.attention, dtype) if own else make(config)
+    """Make the module as its class does, parameters on meta, with the class' own forward."""
+    with put_parameters_on_meta():
+        make = get_registered("model", source.implementation)
+        config = dict(source.config)
+        is_ours = source.implementation == TRANSFORMERS  # a plugin is asked for the module alone
+        model = make(config, source.attention, dtype) if is_ours else make(config)
     if not isinstance(model, nn.Module):
         raise SetupError(
             f"model.implementation={source.implementation}: found {type(model).__name__}, expected"
@@ -485,9 +500,9 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Inside the block every parameter that a module registers goes to the meta device; buffers do
-    not.
+def put_parameters_on_meta() -> Iterator[None]:
+    """Put every parameter that a module registers inside the block on the meta device; buffers keep
+    theirs.
     """
     register = nn.Module.register_parameter
 
@@ -497,9 +512,8 @@ def parameters_on_meta() -> Iterator[None]:
             placed = nn.Parameter(
                 torch.empty_like(parameter, device="meta"), parameter.requires_grad
             )
-            placed.__dict__.update(
-                parameter.__dict__ | placed.__dict__
-            )  # a class may mark its parameters
+            # A class may mark its parameters.
+            placed.__dict__.update(parameter.__dict__ | placed.__dict__)
             module._parameters[name] = placed
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
@@ -510,21 +524,21 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 @register("model", "native")
-def native_module(config: dict[str, Any]) -> nn.Module:
-    """Our own decoder of a config.json, on meta."""
+def build_native_module(config: dict[str, Any]) -> nn.Module:
+    """Build our own decoder of a config.json, on meta."""
     return build_meta(build_spec(config, "config.json"), torch.float32)
 
 
 @register("model", "transformers")
-def transformers_module(
+def build_transformers_module(
     config: dict[str, Any], attention: str = "sdpa", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The causal language model that transformers has for a config.json; attention: its word for an
-    implementation.
+    """Build the causal language model that transformers has for a config.json; attention: its word
+    for an implementation.
     """
     from transformers import AutoModelForCausalLM
 
-    made = transformers_config(config, str(config.get("model_type")))
+    made = build_transformers_config(config, str(config.get("model_type")))
     made.use_cache = False
     model: Any = AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
     model.tie_weights()

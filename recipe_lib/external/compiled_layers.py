@@ -8,15 +8,20 @@ buffers, which FSDP exchanges, and the number of the rank. As a tensor, so that 
 same graph: inductor orders collectives, and ranks that do so in different ways wait for each other
 forever. Activation checkpointing is around that call, and compiled with it.
 
-Layers that are alike (`alike_layers`) are traced as the first of them, with their own tensors,
+Layers that are alike (`find_alike_layers`) are traced as the first of them, with their own tensors,
 unless its forward reads which layer it is: layers of the same code with the same settings, and
 exchanges at the same calls.
 
 What one of them does to its tensors is then what another one does to its own, so that a compiler
 has to look at one alone. Only what compares equal counts: settings that are objects of a layer's
 own make it one of a kind.
+
+What a compiled layer keeps for backward holds no gathered tokens (`RegatheringPartitioner`):
+torch's partitioner takes the second gather of the same tokens, which backward makes, for the first
+one, and keeps what that gave: as many tokens as all ranks have, where each could keep its own.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -25,10 +30,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
 
 from recipe_lib.errors import SetupError, UserError
-from recipe_lib.external.tensor_plan.exchanges import Ranks
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.dtensor_shards import get_local
@@ -44,52 +52,49 @@ _OF_ALL = frozenset(vars(nn.Module())) | {"forward", *NUMBERS}
 
 @dataclass
 class _Call:
-    """One way in which a layer is called. leaves: its arguments, put together by spec, with
-    `_TENSOR` for each tensor.
-
-    length, times: of rows, and how many times those that the layer reads; 0: length alone is known.
-    outputs: what it gives, which is known when it has been traced.
-    """
+    """One way in which a layer is called."""
 
     path: str
+    # Its arguments, put together by spec, with `_TENSOR` for each tensor.
     leaves: list[Any]
     spec: pytree.TreeSpec
+    # Tokens in a row, and how many times those that the layer reads; 0: length alone is known.
     length: int
     times: int
+    # What it gives, which is known when it has been traced.
     outputs: list[Any] = field(default_factory=list)
     outputs_spec: pytree.TreeSpec | None = None
 
 
 class CompiledLayers:
-    """Of one model. length: of the rows of the forward that runs. alone, outside: contexts of a
-    layer that is traced, and of one that is called. gathers_again: gathered tokens are not kept for
-    backward.
+    """The compiled layers of one model. length: of the rows of the forward that runs. alone,
+    outside: contexts of a layer that is traced, and of one that is called. gathers_again: gathered
+    tokens are not kept for backward.
     """
 
     def __init__(
         self,
         model: nn.Module,
         plan: ShardingPlan,
-        ranks: Ranks,
+        rank: int,
+        *,
         length: Callable[[], int],
         alone: _Alone,
         outside: Callable[[], AbstractContextManager[None]],
         gathers_again: bool,
     ) -> None:
-        self.model, self.plan, self.rank, self.gathers_again = (
-            model,
-            plan,
-            ranks.rank,
-            gathers_again,
-        )
-        self.length, self.alone, self.outside = length, alone, outside
+        self.model = model
+        self.plan = plan
+        self.rank = rank
+        self.gathers_again = gathers_again
+        self.length = length
+        self.alone = alone
+        self.outside = outside
         self.forwards: dict[str, Callable[..., Any]] = {}
-        self.originals: dict[
-            str, Callable[..., Any]
-        ] = {}  # of all modules, before the plan ran them
-        self.layers: dict[
-            str, nn.Module
-        ] = {}  # those that are compiled; the stages of a pipeline swap modules
+        # Of all modules, before the plan ran them.
+        self.originals: dict[str, Callable[..., Any]] = {}
+        # Those that are compiled; the stages of a pipeline swap modules.
+        self.layers: dict[str, nn.Module] = {}
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.like: dict[str, str] = {}
         self.places: dict[str, list[_Place]] = {}
@@ -98,37 +103,30 @@ class CompiledLayers:
         self.ranks: dict[torch.device, Tensor] = {}
         self.traced: Callable[..., Any] = self._trace
 
-    def traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-        """A layer's forward, which also takes what `compile` calls it with: a text, the rank's
-        number, and tensors.
+    def make_traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+        """Make a layer's forward take what `compile` calls it with, too: a text, the rank's number,
+        and tensors.
         """
         self.forwards[path] = forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (
-                self.traced(*args)
-                if args and isinstance(args[0], str)
-                else forward(*args, **kwargs)
-            )
+            is_traced = bool(args) and isinstance(args[0], str)
+            return self.traced(*args) if is_traced else forward(*args, **kwargs)
 
         return run
 
     def compile(self, path: str, backend: Any) -> None:
-        """Compiles a layer's forward, checkpointing included if it is there. backend: of
+        """Compile a layer's forward, checkpointing included if it is there. backend: of
         torch.compile.
         """
-        from recipe_lib.external.gathers_again import GathersAgain
-
         if self.traced == self._trace:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
         self.layers[path] = layer
-        options = (
-            {"custom_partitioner_fn": GathersAgain()}
-            if backend == "inductor" and self.gathers_again
-            else None
-        )
-        own = _with_own_code(layer.forward, path)
+        options = None
+        if backend == "inductor" and self.gathers_again:
+            options = {"custom_partitioner_fn": RegatheringPartitioner()}
+        own = _copy_with_own_code(layer.forward, path)
         self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
         held = [
             tensors
@@ -147,33 +145,40 @@ class CompiledLayers:
 
     def _call(self, path: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.like:
-            self.like = alike_layers(self.layers, self.plan, self.originals)
+            self.like = find_alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
         held = [get_local(tensors[name]) for tensors, name in self.places[path]]
         try:
             like = self.like[path]
-            traced_as = like if _state_of(self.layers[like]) == _state_of(layer) else path
-            key = self._key_of(traced_as, layer, leaves, spec, given[0])
-            found = self._run(key, given, held)
+            traced_as = (
+                like
+                if _list_module_states(self.layers[like]) == _list_module_states(layer)
+                else path
+            )
+            key = self._get_key(traced_as, layer, leaves, spec, given[0])
+            output_tensors = self._run(key, given, held)
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
-            key = self._key_of(path, layer, leaves, spec, given[0])
-            found = self._run(key, given, held)
-        call, tensors = self.calls[key], iter(found)
+            key = self._get_key(path, layer, leaves, spec, given[0])
+            output_tensors = self._run(key, given, held)
+        call = self.calls[key]
+        tensors = iter(output_tensors)
         assert call.outputs_spec is not None
         made = [next(tensors) if each is _TENSOR else each for each in call.outputs]
         return pytree.tree_unflatten(made, call.outputs_spec)
 
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
-        """Raises SetupError for a layer that cannot be traced, with what is wrong with it."""
+        """Run a compiled layer. Raises SetupError for one that cannot be traced, with what is wrong
+        with it.
+        """
         path = self.calls[key].path
         device = given[0].device
         if device not in self.ranks:
             self.ranks[device] = torch.tensor(self.rank, device=device)
         try:
-            found: list[Tensor] = self.compiled[path](key, self.ranks[device], *held, *given)
-            return found
+            tensors: list[Tensor] = self.compiled[path](key, self.ranks[device], *held, *given)
+            return tensors
         except torch._dynamo.exc.TorchDynamoException as error:
             chain: list[BaseException] = [error]
             while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -188,11 +193,11 @@ class CompiledLayers:
                 " set compile=false or parallel.tensor=1"
             ) from error
 
-    def _key_of(
+    def _get_key(
         self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor
     ) -> str:
-        """Of a call with other arguments, rows of another kind or adapters switched off, which is
-        another graph.
+        """Return the key of the graph of a call: other arguments, rows of another kind or adapters
+        switched off have another.
         """
         length = self.length()
         # Rows are as long as those that the layer reads, or have all ranks' tokens.
@@ -203,8 +208,8 @@ class CompiledLayers:
             str(spec),
             times or -length,
             torch.is_grad_enabled(),
-            *_state_of(layer),
-            *map(_comparable, others),
+            *_list_module_states(layer),
+            *map(_make_comparable, others),
         )
         key = self.keys.setdefault(said, f"{path} {len(self.keys)}")
         if key not in self.calls:
@@ -212,7 +217,9 @@ class CompiledLayers:
         return key
 
     def _trace(self, key: str, rank: Tensor, *tensors: Tensor) -> list[Tensor]:
-        """The forward of a layer. tensors: what it holds, and what it is called with."""
+        """Run the forward of a layer while it is traced. tensors: what it holds, and what it is
+        called with.
+        """
         call = self.calls[key]
         places = self.places[call.path]
         own = tensors[: len(places)]
@@ -227,11 +234,11 @@ class CompiledLayers:
                 (held, name, _NoNumber()) for held in attributes for name in NUMBERS if name in held
             ]
         with replace_entries(entries), self.alone(rank, length):
-            found, call.outputs_spec = pytree.tree_flatten(
+            outputs, call.outputs_spec = pytree.tree_flatten(
                 self.forwards[call.path](*args, **kwargs)
             )
-        call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
-        return [each for each in found if isinstance(each, Tensor)]
+        call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in outputs]
+        return [each for each in outputs if isinstance(each, Tensor)]
 
 
 class _LayerNumberIsReadError(UserError):
@@ -257,9 +264,9 @@ class _NoNumber:
     ) = _read
 
 
-def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """A function that is not compiled together with others: torch counts compilations, and shapes,
-    by code and name.
+def _copy_with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+    """Copy a function so that it is not compiled together with others: torch counts compilations,
+    and shapes, by code and name.
     """
 
     def run(*args: Any) -> Any:
@@ -269,37 +276,39 @@ def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]
     return FunctionType(code, globals(), code.co_name, closure=run.__closure__)
 
 
-def _state_of(layer: nn.Module) -> list[tuple[bool, bool]]:
-    """What changes in modules between calls."""
+def _list_module_states(layer: nn.Module) -> list[tuple[bool, bool]]:
+    """List what changes in modules between calls."""
     return [(module.training, getattr(module, "is_off", False)) for module in layer.modules()]
 
 
-def alike_layers(
+def find_alike_layers(
     layers: Mapping[str, nn.Module], plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
-    """For each layer the first one that it is like, by name. forwards: of modules by name, before a
-    plan ran them.
+    """Find for each layer the first one that it is like, by name. forwards: of modules by name,
+    before a plan ran them.
     """
-    found: dict[str, str] = {}
-    first: list[tuple[Any, str]] = []
+    alike: dict[str, str] = {}
+    kinds: list[tuple[Any, str]] = []
     for name, layer in layers.items():
-        described = _described(layer, name, plan, forwards)
-        like = next((other for each, other in first if each == described), None)
-        if like is None:
-            first.append((described, name))
-        found[name] = like or name
-    return found
+        description = _describe_layer(layer, name, plan, forwards)
+        first = next((first for kind, first in kinds if kind == description), None)
+        if first is None:
+            kinds.append((description, name))
+        alike[name] = first or name
+    return alike
 
 
-def _described(
+def _describe_layer(
     layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> Any:
-    """All that a layer's forward depends on apart from its tensors."""
+    """Return all that a layer's forward depends on apart from its tensors."""
     modules = []
     for name, module in layer.named_modules():
         forward = forwards.get(f"{path}.{name}" if name else path)
         settings = {
-            key: _comparable(value) for key, value in vars(module).items() if key not in _OF_ALL
+            key: _make_comparable(value)
+            for key, value in vars(module).items()
+            if key not in _OF_ALL
         }
         held = [
             key
@@ -313,37 +322,101 @@ def _described(
         modules.append(
             (name, type(module), getattr(forward, "__func__", forward), settings, held, hooks)
         )
-    return modules, _exchanges(path, plan)
+    return modules, _list_exchanges(path, plan)
 
 
-def _comparable(value: Any) -> Any:
-    """What compares equal only to the same setting: containers by what is in them, tensors and
-    others by identity.
+def _make_comparable(value: Any) -> Any:
+    """Return what compares equal only to the same setting: containers by what is in them, tensors
+    and others by identity.
     """
     if isinstance(value, (list, tuple)):
-        return type(value), [_comparable(each) for each in value]
+        return type(value), [_make_comparable(each) for each in value]
     if isinstance(value, dict):
-        return {key: _comparable(each) for key, each in value.items()}
+        return {key: _make_comparable(each) for key, each in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return type(value), value
     return id(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value
 
 
-def _exchanges(path: str, plan: ShardingPlan) -> Any:
-    """The plan's boundaries, parameters to assemble and rewrites in a layer, by names within it."""
-    inside, numbers = f"{path}.", {-1: -1}
+def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
+    """Return the plan's boundaries, parameters to assemble and rewrites in a layer, by names within
+    it.
+    """
+    inside = f"{path}."
+    activations = {-1: -1}  # numbered anew within the layer
     boundaries = []
-    for each in plan.boundaries:
-        if each.module == path or each.module.startswith(inside):
-            own, named = (
-                numbers.setdefault(each.activation, len(numbers)),
-                each.module.removeprefix(path),
-            )
-            boundaries.append(
-                replace(each, module=named, activation=own, axes=(), parameters=(), source="")
-            )
-    whole = [replace(each, name=each.name.removeprefix(inside), axis=0, reason="") for each in plan.parameters
-             if each.whole and each.name.startswith(inside)]  # fmt: skip
-    divided = [replace(each, module=each.module.removeprefix(path), axes=()) for each in plan.rewrites
-               if each.module == path or each.module.startswith(inside)]  # fmt: skip
-    return boundaries, whole, divided
+    for boundary in plan.boundaries:
+        if boundary.module == path or boundary.module.startswith(inside):
+            activation = activations.setdefault(boundary.activation, len(activations))
+            module = boundary.module.removeprefix(path)
+            local = replace(boundary, module=module, activation=activation)
+            boundaries.append(replace(local, axes=(), parameters=(), source=""))
+    assembled = [
+        replace(each, name=each.name.removeprefix(inside), axis=0, reason="")
+        for each in plan.parameters
+        if each.whole and each.name.startswith(inside)
+    ]
+    divided = [
+        replace(each, module=each.module.removeprefix(path), axes=())
+        for each in plan.rewrites
+        if each.module == path or each.module.startswith(inside)
+    ]
+    return boundaries, assembled, divided
+
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_ATEN = torch.ops.aten
+# What makes gathered tokens of what a gather gives: wait, views and copies.
+_COPIES = frozenset(
+    {
+        torch.ops._c10d_functional.wait_tensor.default,
+        _ATEN.view.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.reshape.default,
+        _ATEN.clone.default,
+        _ATEN.alias.default,
+        _ATEN.permute.default,
+        _ATEN.transpose.int,
+        _ATEN.expand.default,
+        _ATEN.unsqueeze.default,
+        _ATEN.squeeze.dim,
+        operator.getitem,
+    }
+)
+
+
+def _find_gathered_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return what forward gathers, with its views and copies."""
+    gathered: dict[fx.Node, None] = {}
+    of_backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        is_tangent = node.op == "placeholder" and "tangents" in node.name
+        if is_tangent or of_backward.intersection(read):
+            of_backward.add(node)
+        elif node.target is _GATHER or (
+            node.target in _COPIES and not gathered.keys().isdisjoint(read)
+        ):
+            gathered[node] = None
+    return list(gathered)
+
+
+class RegatheringPartitioner(CustomPartitionerFn):
+    """torch's partitioner, as inductor's setting `custom_partitioner_fn` takes one; what is
+    gathered is not kept.
+    """
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split a layer's joint graph into its forward and its backward."""
+        again = _find_gathered_nodes(gm.graph)
+        for node in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+        with functorch_config.patch(ban_recompute_materialized_backward=not again):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """Return what inductor's cache of graphs knows it by."""
+        return get_hash_for_files((__file__,))

@@ -1,5 +1,4 @@
-"""What a layer keeps for backward, where its forward is run by an inferred plan: what the rest can
-be made of.
+"""Keep for backward, of a layer that an inferred plan runs, only what the rest can be made of.
 
 autograd keeps what each operator asks for: of a norm the tokens in another type, their scale and
 the normed ones; of a gated MLP four tensors; and every gathered copy of the tokens. Most of that
@@ -18,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 
 # Functions that are cheaper than the memory of what they give: element by element, norms,
 # conversions and copies.
@@ -43,8 +42,10 @@ class _Node:
         self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]
     ) -> None:
         self.held: Tensor | None = held
-        self.made_by, self.parents = made_by, parents
-        self.version, self.dtype = held._version, held.dtype
+        self.made_by = made_by
+        self.parents = parents
+        self.version = held._version
+        self.dtype = held.dtype
         self.bytes = held.untyped_storage().nbytes()
         self.waiting = 0
 
@@ -56,14 +57,14 @@ class _View:
         self.node = node
         self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def of(self, made: Tensor) -> Tensor:
-        """The tensor, as it lies in what its node made."""
+    def view_of(self, made: Tensor) -> Tensor:
+        """Return the tensor, as it lies in what its node made."""
         return made.as_strided(*self.geometry)
 
 
 @dataclass(eq=False)
 class _SavedTensor:
-    """What stands for a tensor that autograd keeps: the tensor, or how to make it."""
+    """A stand-in for a tensor that autograd keeps: the tensor, or how to make it."""
 
     tensor: Tensor | None
     view: _View | None = None
@@ -71,8 +72,8 @@ class _SavedTensor:
 
 
 class KeptTensors:
-    """Of one thread's forward. `layer` is entered around each layer, `around` around the whole
-    model's forward.
+    """The saved tensors of one thread's forward. `layer` is entered around each layer, `around`
+    around the whole model's forward.
     """
 
     def __init__(self) -> None:
@@ -83,13 +84,13 @@ class KeptTensors:
         self._free: set[int] = set()
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward of the model."""
+        """Hook the saved tensors of the forward of the model, which runs inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
-        """Around the forward of a layer. A layer that is checkpointed keeps nothing by itself, and
-        is left alone.
+        """Record the forward of a layer, which runs inside. One that is checkpointed keeps nothing
+        by itself, and is left alone.
         """
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if self._recording or top is None or top[0] != self._pack:
@@ -106,14 +107,16 @@ class KeptTensors:
             self._free.clear()
 
     def note_parameters(self, parameters: Any) -> None:
-        """Tensors that are there anyway."""
-        for tensor in tensors_in(parameters):
+        """Note tensors that are there anyway."""
+        for tensor in list_tensors(parameters):
             self._free.add(tensor.untyped_storage()._cdata)
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
     ) -> None:
-        """A call that was made; it counts within a layer. cheap: None asks the function's name."""
+        """Note a call that was made; it counts within a layer. cheap: None asks the function's
+        name.
+        """
         if not self._recording:
             return
         name = getattr(function, "__name__", "")
@@ -122,19 +125,19 @@ class KeptTensors:
         if not (name.strip("_") in CHEAP if cheap is None else cheap) or "out" in kwargs:
             return
         parents: list[_Node] = []
-        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        for at, tensor in enumerate(tensors_in(result)):
+        known = {tensor.untyped_storage()._cdata for tensor in list_tensors((args, kwargs))}
+        for at, tensor in enumerate(list_tensors(result)):
             storage = tensor.untyped_storage()._cdata
             if storage in known or storage in self._nodes:
                 continue  # a view
             if not parents:
                 args, kwargs = pytree.tree_map(
-                    lambda value: self._with_node(value, parents), (args, kwargs)
+                    lambda value: self._link_node(value, parents), (args, kwargs)
                 )
             self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, at), parents)
 
-    def _with_node(self, value: Any, parents: list[_Node]) -> Any:
-        """An argument, a tensor as a view of its node, which is noted among the parents."""
+    def _link_node(self, value: Any, parents: list[_Node]) -> Any:
+        """Return an argument, a tensor as a view of its node, which becomes one of the parents."""
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()._cdata
@@ -153,38 +156,36 @@ class KeptTensors:
         return kept
 
     def _choose(self) -> None:
-        """Lets go of all that can be made again of the fewest bytes."""
+        """Let go of all that can be made again of the fewest bytes."""
         nodes = list(self._nodes.values())
-        place = {node: at for at, node in enumerate(nodes)}
-        wanted = [
-            (kept, self._nodes[found])
+        numbers = {node: number for number, node in enumerate(nodes)}
+        saved = [
+            (kept, self._nodes[_get_storage(kept)])
             for kept in self._kept
-            if (found := _storage(kept)) in self._nodes
+            if _get_storage(kept) in self._nodes
         ]
         if any(node.held is not None and node.held._version != node.version for node in nodes):
             return  # something was written into since
-        if any(
-            kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in wanted
-        ):
+        if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in saved):
             return  # read as another type
-        edges = tuple(tuple(place[parent] for parent in node.parents) for node in nodes)
+        edges = tuple(tuple(numbers[parent] for parent in node.parents) for node in nodes)
         settings = (
             tuple(node.bytes for node in nodes),
             tuple(node.made_by is None for node in nodes),
             edges,
         )
-        targets = frozenset(place[node] for _, node in wanted)
+        targets = frozenset(numbers[node] for _, node in saved)
         key = (*settings, targets)
-        if key not in self._chosen:
+        if key not in self._chosen:  # layers are mostly alike
             self._chosen[key] = minimum_cut(*settings, targets)
         stays = {nodes[at] for at in self._chosen[key]}
-        for kept, node in wanted:
+        for kept, node in saved:
             assert kept.tensor is not None
             if node in stays:
                 continue
             kept.view = _View(node, kept.tensor)
             kept.tensor = None
-            kept.cone = _cone(node, stays)
+            kept.cone = _list_recomputed_nodes(node, stays)
             for each in kept.cone:
                 each.waiting += 1
         for node in nodes:
@@ -192,21 +193,21 @@ class KeptTensors:
                 node.held = None
 
 
-def _storage(kept: _SavedTensor) -> int:
+def _get_storage(kept: _SavedTensor) -> int:
     assert kept.tensor is not None
     return int(kept.tensor.untyped_storage()._cdata)
 
 
-def _cone(node: _Node, stays: set[_Node]) -> list[_Node]:
-    """All that has to be made again for a node, itself included."""
-    found: dict[_Node, None] = {}
+def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
+    """List all nodes that have to be made again for one, itself included."""
+    recomputed: dict[_Node, None] = {}
     queue = [node]
     while queue:
-        each = queue.pop()
-        if each not in stays and each not in found:
-            found[each] = None
-            queue += each.parents
-    return list(found)
+        source = queue.pop()
+        if source not in stays and source not in recomputed:
+            recomputed[source] = None
+            queue += source.parents
+    return list(recomputed)
 
 
 def _unpack(kept: Any) -> Tensor:
@@ -215,23 +216,23 @@ def _unpack(kept: Any) -> Tensor:
     if kept.view is None:
         return kept.tensor
     with torch.no_grad():
-        found = kept.view.of(_made(kept.view.node))
+        tensor = kept.view.view_of(_recompute(kept.view.node))
     for node in kept.cone:
         node.waiting -= 1
         if node.waiting <= 0:
             node.held = None
-    return found
+    return tensor
 
 
-def _made(node: _Node) -> Tensor:
-    """What a node was, made again; it is held as long as others wait for it."""
+def _recompute(node: _Node) -> Tensor:
+    """Make the tensor of a node again; it is held as long as others wait for it."""
     if node.held is None:
         assert node.made_by is not None
         function, args, kwargs, at = node.made_by
         args, kwargs = pytree.tree_map_only(
-            _View, lambda view: view.of(_made(view.node)), (args, kwargs)
+            _View, lambda view: view.view_of(_recompute(view.node)), (args, kwargs)
         )
-        node.held = list(tensors_in(function(*args, **kwargs)))[at]
+        node.held = list(list_tensors(function(*args, **kwargs)))[at]
     return node.held
 
 
@@ -241,8 +242,8 @@ def minimum_cut(
     parents: tuple[tuple[int, ...], ...],
     targets: frozenset[int],
 ) -> frozenset[int]:
-    """The nodes of the fewest bytes from which all targets can be made; of equal ones those nearest
-    to the targets.
+    """Return the nodes of the fewest bytes from which all targets can be made; of equal ones those
+    nearest to the targets.
 
     roots: nodes that cannot be made of others. parents: what each of the others is made of.
     """

@@ -19,23 +19,24 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.external import stage_parts
 from recipe_lib.external.build import ExternalModel, ModuleSource, make_module
 from recipe_lib.external.modules import (
-    adapter_targets,
     add_adapters,
-    embedding_and_head,
+    find_embedding_and_head,
+    find_uncalled_linears,
+    get_linear_shape,
     is_transposed,
-    layer_linears,
-    linear_shape,
-    uncalled_linears,
-    without_adapter,
+    list_layer_linears,
+    list_without_adapter,
+    select_adapter_targets,
 )
+from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.tensor_parallel import shard_module
-from recipe_lib.external.tensor_plan.transformers_models import shrink
+from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.external.transformers_config import (
     TRANSFORMERS,
-    looks_ahead,
-    one_line,
+    build_transformers_config,
+    format_one_line,
+    is_encoder,
     spell_config,
-    transformers_config,
 )
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import list_layer_names
@@ -68,11 +69,11 @@ class ModuleSpec(ExternalSpec):
     source: ModuleSource
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """The model on meta, with parameters of `dtype`, and with our call signature.
+        """Build the model on meta, with parameters of `dtype`, and with our call signature.
 
         What its class computed for the buffers is in `computed_buffers`; `materialize` puts it
         there. Floating point buffers keep the type that the class gives them. Of a multimodal model
-        `other_parts` have no gradient.
+        `list_other_parts` have no gradient.
         """
         model = make_module(self.source, dtype)
         buffers = dict(model.named_buffers())
@@ -116,7 +117,7 @@ class ModuleSpec(ExternalSpec):
         return vectors
 
     def list_layer_kinds(self) -> list[str]:
-        """What each layer is: equal texts stand for layers of the same parameters and the same kind
+        """List the kinds of the layers: equal texts stand for the same parameters and the same kind
         of attention.
         """
         model: Any = make_module(self.source)
@@ -133,34 +134,37 @@ class ModuleSpec(ExternalSpec):
         return kinds
 
     def layout(self) -> TensorLayout:
-        return layout(self.source)
+        return build_layout(self.source)
 
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """See `recipe_lib.models.weight_names.build_weight_map`.
+        """Build the map from the model's tensors to a file's; see `weight_names.build_weight_map`.
 
         The file has the model's own names, or lacks the prefix of those of its body; or it has
         those of which transformers makes the model's. A tied weight is under any of its names. A
         buffer that a file lacks keeps its first value.
         """
         held = self.layout()
-        found, prefix = frozenset(file_names), held.prefix
-        bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
-        read = reading(self.source, found) if found else None
+        in_file = frozenset(file_names)
+        prefix = held.prefix
+        bare = bool(in_file and prefix) and not any(name.startswith(prefix) for name in in_file)
+        read = find_reading(self.source, in_file) if in_file else None
         entries = []
         for name in held.shapes:
             names = held.names.get(name, (name,))
             spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
-            written = next((spelling for spelling in spellings if spelling in found), spellings[0])
+            written = next(
+                (spelling for spelling in spellings if spelling in in_file), spellings[0]
+            )
             made = None
             if read is not None:
                 written = next(
                     (read.renamed[other] for other in names if other in read.renamed), written
                 )
-                if written not in found:
+                if written not in in_file:
                     made = next((read.made[other] for other in names if other in read.made), None)
             if made is not None:
                 entries.append(WeightEntry(name, made.names()[0], made=made))
-            elif not (found and name in held.buffers and written not in found):
+            elif not (in_file and name in held.buffers and written not in in_file):
                 entries.append(WeightEntry(name, written))
         return entries
 
@@ -169,14 +173,14 @@ class ModuleSpec(ExternalSpec):
         renames them.
         """
         tied = self.layout().tied_names()
-        read = reading(self.source, frozenset(file_names))
+        read = find_reading(self.source, frozenset(file_names))
         renamed = {} if read is None else read.renamed
         return tied | {
             renamed[name]: parameter for name, parameter in tied.items() if name in renamed
         }
 
     def build_written_layout(self) -> WrittenLayout | None:
-        return writing(self.source)
+        return find_written_layout(self.source)
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if self.source.implementation != TRANSFORMERS:
@@ -185,30 +189,31 @@ class ModuleSpec(ExternalSpec):
 
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
         held = self.layout()
-        left = without_adapter(held.linears, held.uncalled, self.family)
-        return adapter_targets(held.linears, cfg.target_modules, left)
+        left = list_without_adapter(held.linears, held.uncalled, self.family)
+        return select_adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
-        return shard_module(model, parallel, world)
+        plan = infer_proven_plan(model, parallel, world)
+        return shard_module(model, plan, parallel, world)
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
 
-    def shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
-        """Of a small model of the same class of transformers, with so many layers at least; keys:
-        as in `shrink`.
+    def build_shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
+        """Build the spec of a small model of the same class of transformers, with so many layers at
+        least; keys: as in `shrink`.
         """
-        config = shrink(transformers_config(self.source.config, self.family), layers, keys)
+        config = shrink(build_transformers_config(self.source.config, self.family), layers, keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
 
 
 def read_spec(
     config: Mapping[str, Any], where: str, implementation: str = TRANSFORMERS
 ) -> ModuleSpec:
-    """The spec of a model that is not native; its class is made once, without memory for
+    """Read the spec of a model that is not native; its class is made once, without memory for
     parameters.
 
     where: the file, folder or preset, named in errors. implementation: `transformers`, or a name
@@ -222,23 +227,23 @@ def read_spec(
     check_sizes(config, where)
     family = str(config.get("model_type", implementation))
     if implementation == TRANSFORMERS:
-        transformers_config(config, where)
-    source, model = _made(dict(config), where, implementation, family)
-    if implementation == TRANSFORMERS and looks_ahead(model.config):
+        build_transformers_config(config, where)
+    source, model = _build_source(dict(config), where, implementation, family)
+    if implementation == TRANSFORMERS and is_encoder(model.config):
         raise CheckpointError(
             f"{where}: config.json: model_type {family!r} lets each token see later ones, and would"
             " learn to copy them, expected a causal language model; set is_decoder to true in"
             " config.json if it was trained so"
         )
-    found = embedding_and_head(model)
-    if found is None:
+    embedding_and_head = find_embedding_and_head(model)
+    if embedding_and_head is None:
         raise CheckpointError(
             f"{where}: {type(model).__name__} has no embedding and output projection that could be"
             " found; expected get_input_embeddings and get_output_embeddings, or nn.Embedding and"
             " nn.Linear outside the layers"
         )
-    embedding, head = found
-    number = _numbers(model, source.config)
+    embedding, head = embedding_and_head
+    number = _make_number_reader(model, source.config)
     return ModuleSpec(
         family=family,
         vocab_size=embedding.weight.shape[0],
@@ -251,17 +256,17 @@ def read_spec(
     )
 
 
-def _made(
+def _build_source(
     config: dict[str, Any], where: str, implementation: str, family: str
 ) -> tuple[ModuleSource, Any]:
-    """The model's module, with transformers' fused attention if its class has that."""
+    """Build the model's module, with transformers' fused attention if its class has that."""
     first = ""
     for attention in ("sdpa", "eager"):
         source = ModuleSource(implementation, config, attention)
         try:
             return source, make_module(source)
         except (ValueError, ImportError) as error:  # a class without sdpa says so by one of these
-            first = first or one_line(error)
+            first = first or format_one_line(error)
         except (
             TypeError,
             AttributeError,
@@ -271,14 +276,14 @@ def _made(
             AssertionError,
         ) as error:
             raise CheckpointError(
-                f"{where}: {family} cannot be built from config.json ({one_line(error)})"
+                f"{where}: {family} cannot be built from config.json ({format_one_line(error)})"
             ) from error
     raise CheckpointError(f"{where}: {family} cannot be built ({first})")
 
 
-def _numbers(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
-    """A number of the config by its key, with the defaults of the class; None where there is
-    none.
+def _make_number_reader(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
+    """Return a reader of numbers of the config by their keys, with the defaults of the class; None
+    where there is none.
     """
     made: Any = getattr(model, "config", None)
     made = made.get_text_config() if hasattr(made, "get_text_config") else made
@@ -318,32 +323,32 @@ _FAULTS = (
 
 
 class TensorConversion:
-    """Tensors that one of transformers' operations makes of others.
-
-    first: the name that it is known by. sources: pattern of the converter -> names of the tensors
-    that it takes, in their order. written: what it makes -> that tensor's name in the file that it
-    is made for, where it has another one.
-    """
+    """Tensors that one of transformers' operations makes of others."""
 
     def __init__(self, first: str, converter: Any, module: Any, config: Any) -> None:
-        self.first, self.sources = first, dict[str, list[str]]()
+        self.first = first  # the name that it is known by
+        # Pattern of the converter -> names of the tensors that it takes, in their order.
+        self.sources = dict[str, list[str]]()
+        # What it makes -> that tensor's name in the file that it is made for, if it has another.
         self.written: dict[str, str] = {}
-        self._converter, self._module, self._config = converter, module, config
+        self._converter = converter
+        self._module = module
+        self._config = config
 
     def names(self) -> list[str]:
-        """The names of all tensors that it takes."""
+        """Return the names of all tensors that it takes."""
         return [name for names in self.sources.values() for name in names]
 
     def makes(self) -> list[str]:
-        """The names of all tensors that it makes, of several the first is `first`."""
+        """Return the names of all tensors that it makes, of several the first is `first`."""
         patterns = self._converter.target_patterns
         return [self.first.replace(patterns[0], other) for other in patterns]
 
     def convert(
         self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
     ) -> dict[str, Tensor]:
-        """What is made of the tensors, by name. read: a tensor by its name. names: of `sources`,
-        those to take.
+        """Make tensors of those of the file, by name. read: a tensor by its name. names: of
+        `sources`, those to take.
         """
         converter = deepcopy(self._converter)
         for pattern, taken in (names or self.sources).items():
@@ -358,7 +363,7 @@ class TensorConversion:
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]] | None:
-        """The shapes of what is made; None where the tensors do not go together."""
+        """Return the shapes of what is made; None where the tensors do not go together."""
         try:
             made = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
         except _FAULTS:
@@ -366,21 +371,21 @@ class TensorConversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """(first row, row after the last or None: all, tensors to take) of parts that can be made
-        by themselves.
+        """Yield parts that can be made by themselves: first row, row after the last or None for
+        all, tensors to take.
 
         Experts that are stacked, one by one; else everything at once.
         """
         counts = {len(names) for names in self.sources.values()}
-        if len(counts) != 1 or not _stacks(self._converter.operations):
+        if len(counts) != 1 or not _is_stacking(self._converter.operations):
             yield 0, None, self.sources
             return
         for at in range(counts.pop()):
             yield at, at + 1, {pattern: [names[at]] for pattern, names in self.sources.items()}
 
 
-def _stacks(operations: list[Any]) -> bool:
-    """Whether operations stack tensors along the first dimension, and leave that alone
+def _is_stacking(operations: list[Any]) -> bool:
+    """Return True if operations stack tensors along the first dimension, and leave that alone
     afterwards.
     """
     first, *others = operations
@@ -394,13 +399,14 @@ def _stacks(operations: list[Any]) -> bool:
 
 
 @lru_cache(maxsize=8)
-def layout(source: ModuleSource) -> TensorLayout:
-    """What the files of a model hold, by one build of its class."""
+def build_layout(source: ModuleSource) -> TensorLayout:
+    """Build what the files of a model hold, by one build of its class."""
     model = make_module(source)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    parameters, linears = dict(model.named_parameters()), layer_linears(model)
+    parameters = dict(model.named_parameters())
+    linears = list_layer_linears(model)
     buffers = list_persistent_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
     return TensorLayout(
@@ -408,10 +414,10 @@ def layout(source: ModuleSource) -> TensorLayout:
         frozenset(buffers),
         names={name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
         prefix=f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
-        linears={name: linear_shape(module) for name, module in linears.items()},
+        linears={name: get_linear_shape(module) for name, module in linears.items()},
         transposed=frozenset(name for name, module in linears.items() if is_transposed(module)),
         plain=frozenset(name for name, module in linears.items() if type(module) is nn.Linear),
-        uncalled=uncalled_linears(model),
+        uncalled=find_uncalled_linears(model),
         modules=tuple(name for name, _ in model.named_modules() if name),
         unread=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
     )
@@ -419,28 +425,26 @@ def layout(source: ModuleSource) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """Which tensors of a file make a model's parameters: by another name alone, or by a conversion;
-    name -> either.
-    """
+    """A map of how the tensors of a file become a model's parameters, by the parameter's name."""
 
-    renamed: Mapping[str, str]
-    made: Mapping[str, TensorConversion]
+    renamed: Mapping[str, str]  # those that have another name in the file -> that name
+    made: Mapping[str, TensorConversion]  # those that a conversion makes
 
 
 @lru_cache(maxsize=4)
-def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
-    """How transformers would read these tensors; None for a model whose files it reads as they
+def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
+    """Find how transformers would read these tensors; None for a model whose files it reads as they
     are.
     """
     if source.implementation != TRANSFORMERS:
         return None
-    module = _module(source)
-    table = _table(module, legacy=True)
+    module = _build_module(source)
+    table = _get_conversion_table(module, legacy=True)
     if table is None:
         return None
     from transformers import core_model_loading as loading
 
-    renamings, converters = _kinds(table)
+    renamings, converters = _split_table(table)
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
@@ -448,20 +452,20 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
     renamed: dict[str, str] = {}
     made: dict[str, TensorConversion] = {}
     for name in sorted(file_names, key=loading.dot_natural_key):
-        found, pattern = loading.rename_source_key(
+        parameter, pattern = loading.rename_source_key(
             name, renamings, converters, module.base_model_prefix, own
         )
-        if found not in own and name in own:
-            found, pattern = loading.rename_source_key(
+        if parameter not in own and name in own:
+            parameter, pattern = loading.rename_source_key(
                 name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=own
             )
-        if found not in own:
+        if parameter not in own:
             continue
         if pattern is None:
-            renamed.setdefault(found, name)
+            renamed.setdefault(parameter, name)
         else:
             conversion = made.setdefault(
-                found, TensorConversion(found, by_pattern[pattern], module, module.config)
+                parameter, TensorConversion(parameter, by_pattern[pattern], module, module.config)
             )
             conversion.sources.setdefault(pattern, []).append(name)
     for conversion in list(made.values()):  # one may make several parameters
@@ -470,16 +474,17 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
 
 
 @lru_cache(maxsize=4)
-def writing(source: ModuleSource) -> WrittenLayout | None:
-    """How transformers writes the model, in the layout of the architecture's own checkpoints; None:
-    as it has it.
+def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
+    """Find how transformers writes the model, in the layout of the architecture's own checkpoints;
+    None: as it has it.
 
     Also None where that could not be read again as the same parameters.
     """
     if source.implementation != TRANSFORMERS:
         return None
-    module, held = _module(source), layout(source)
-    table = _table(module, legacy=False)
+    module = _build_module(source)
+    held = build_layout(source)
+    table = _get_conversion_table(module, legacy=False)
     if not table:
         return None
     from transformers import core_model_loading as loading
@@ -490,19 +495,19 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
             for entry in table
             if not isinstance(entry, loading.PrefixChange)
         ][::-1]
-        renamings, converters = _kinds(back)
+        renamings, converters = _split_table(back)
         by_pattern = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         renamed: dict[str, str] = {}
         groups: dict[str, TensorConversion] = {}
         for name in sorted(held.shapes, key=loading.dot_natural_key):
-            found, pattern = loading.apply_converters(name, converters)
+            first, pattern = loading.apply_converters(name, converters)
             if pattern is None:
                 renamed[loading.apply_renamings(name, renamings)] = name
             else:
                 group = groups.setdefault(
-                    found, TensorConversion(found, by_pattern[pattern], module, module.config)
+                    first, TensorConversion(first, by_pattern[pattern], module, module.config)
                 )
                 group.sources.setdefault(pattern, []).append(name)
         shapes = {name: held.shapes[own] for name, own in renamed.items()}
@@ -518,12 +523,15 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
     except _FAULTS:
         return None
     found_again = WrittenLayout(shapes, renamed, made)
-    return found_again if _reads_back(source, found_again) else None
+    return found_again if _can_read_back(source, found_again) else None
 
 
-def _reads_back(source: ModuleSource, written: WrittenLayout) -> bool:
-    """Whether files of these tensors would be read as the parameters that they were made of."""
-    held, read = layout(source), reading(source, frozenset(written.shapes))
+def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
+    """Return True if files of these tensors would be read as the parameters that they were made
+    of.
+    """
+    held = build_layout(source)
+    read = find_reading(source, frozenset(written.shapes))
     if read is None:
         return False
     for name, shape in held.shapes.items():
@@ -541,25 +549,27 @@ def _reads_back(source: ModuleSource, written: WrittenLayout) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _module(source: ModuleSource) -> nn.Module:
-    """The class' module without values: conversions ask it for shapes and its config."""
+def _build_module(source: ModuleSource) -> nn.Module:
+    """Build the class' module without values: conversions ask it for shapes and its config."""
     return make_module(source)
 
 
-def _table(module: Any, *, legacy: bool) -> list[Any] | None:
-    """transformers' conversions of a model's files, in the order in which they are read; None: it
-    has no such table.
+def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
+    """Return transformers' conversions of a model's files, in the order in which they are read;
+    None: it has no such table.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # of a release before 5
         return None
-    found: list[Any] = get_model_conversion_mapping(module, add_legacy=legacy)
-    return found
+    table: list[Any] = get_model_conversion_mapping(module, add_legacy=legacy)
+    return table
 
 
-def _kinds(table: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that give another name alone, and those that make other tensors."""
+def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Split a table into entries that give another name alone, and those that make other
+    tensors.
+    """
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     return (

@@ -23,14 +23,17 @@ from recipe_lib.models.language_model import get_built_tensors, list_layer_names
 _OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
 
 
-def embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
-    """The module of the token embedding and that of the output projection; None where either is not
-    found.
+def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
+    """Find the module of the token embedding and that of the output projection; None where either
+    is not found.
 
     Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the
     layers and the last nn.Linear there that has as many outputs as that has rows.
     """
-    embedding, head = _asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings")
+    embedding, head = (
+        _ask_model(model, "get_input_embeddings"),
+        _ask_model(model, "get_output_embeddings"),
+    )
     if embedding is not None and head is not None:
         return embedding, head
     inside = tuple(f"{name}." for name in list_layer_names(model))
@@ -50,43 +53,43 @@ def embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
     return None if head is None else (embedding, head)
 
 
-def _asked(model: nn.Module, method: str) -> Any:
+def _ask_model(model: nn.Module, method: str) -> Any:
     try:
-        found = getattr(model, method)()
+        module = getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(getattr(found, "weight", None), Tensor) else None
+    return module if isinstance(getattr(module, "weight", None), Tensor) else None
 
 
-def layer_linears(model: nn.Module) -> dict[str, nn.Module]:
-    """The linears inside the layers that the model calls as linears, by name."""
-    left = uncalled_linears(model)
-    return {name: module for name, module in _inside(model).items() if name not in left}
+def list_layer_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """List the linears inside the layers that the model calls as linears, by name."""
+    left = find_uncalled_linears(model)
+    return {name: module for name, module in _list_inner_linears(model).items() if name not in left}
 
 
-def uncalled_linears(model: nn.Module) -> dict[str, str]:
-    """Linears inside the layers that are not called as one, with the reason: an adapter there would
-    be passed by.
+def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
+    """Find linears inside the layers that are not called as one, with the reason: an adapter there
+    would be passed by.
 
     A class whose kernels read a linear's weight (the state-space layers of Mamba and its
     descendants), and a class derived from nn.Linear whose forward returns something else (routers
     of mixtures). Plain and meta models.
     """
-    found: dict[str, str] = {}
-    for name, module in _inside(model).items():
+    reasons: dict[str, str] = {}
+    for name, module in _list_inner_linears(model).items():
         owner, _, child = name.rpartition(".")
         layer: Any = type(model.get_submodule(owner))
-        if reads_weight(layer, child):
-            found[name] = "its layer reads the weight without calling the linear"
-        elif not _returns_outputs(module):
-            found[name] = (
+        if is_weight_read(layer, child):
+            reasons[name] = "its layer reads the weight without calling the linear"
+        elif not _is_called_as_linear(module):
+            reasons[name] = (
                 f"a {type(module).__name__} returns something else than a linear's outputs"
             )
-    return found
+    return reasons
 
 
-def other_parts(model: Any) -> list[str]:
-    """Modules of a multimodal model that text does not run through (vision, audio, their
+def list_other_parts(model: Any) -> list[str]:
+    """List modules of a multimodal model that text does not run through (vision, audio, their
     projector), by name.
     """
     made: Any = getattr(model, "config", None)
@@ -105,18 +108,18 @@ def other_parts(model: Any) -> list[str]:
     }
     if decoder is None or decoder is model:
         return []
-    found: list[str] = []
+    parts: list[str] = []
     for name, module in model.named_modules():
-        outer = any(name.startswith(f"{part}.") for part in found)
+        outer = any(name.startswith(f"{part}.") for part in parts)
         parameters = [] if outer or not name else list(module.parameters())
         if parameters and not any(id(parameter) in run for parameter in parameters):
-            found.append(name)
-    return found
+            parts.append(name)
+    return parts
 
 
-def _inside(model: nn.Module) -> dict[str, nn.Module]:
+def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
     inside = tuple(f"{name}." for name in list_layer_names(model))
-    other = tuple(f"{name}." for name in other_parts(model))
+    other = tuple(f"{name}." for name in list_other_parts(model))
     return {
         name: module
         for name, module in model.named_modules()
@@ -127,9 +130,9 @@ def _inside(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @lru_cache(maxsize=1024)
-def reads_weight(owner: type, child: str) -> bool:
-    """Whether a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its source
-    says.
+def is_weight_read(owner: type, child: str) -> bool:
+    """Return True if a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its
+    source says.
     """
     try:
         source = inspect.getsource(owner)
@@ -140,28 +143,28 @@ def reads_weight(owner: type, child: str) -> bool:
     )
 
 
-def _returns_outputs(module: Any) -> bool:
-    """Whether what a linear's forward makes of `[2, in]` is one tensor `[2, out]`."""
+def _is_called_as_linear(module: Any) -> bool:
+    """Return True if what a linear's forward makes of `[2, in]` is one tensor `[2, out]`."""
     if type(module).forward is nn.Linear.forward or is_transposed(module):
         return True
-    outputs, inputs = linear_shape(module)
+    outputs, inputs = get_linear_shape(module)
     try:
         with torch.no_grad():
-            found = module(
+            output = module(
                 torch.empty(2, inputs, device=module.weight.device, dtype=module.weight.dtype)
             )
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False
-    return isinstance(found, Tensor) and tuple(found.shape) == (2, outputs)
+    return isinstance(output, Tensor) and tuple(output.shape) == (2, outputs)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: a linear whose weight is `[in, out]`."""
+    """Return True if a module is transformers' Conv1D: a linear whose weight is `[in, out]`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
-def linear_shape(module: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear."""
+def get_linear_shape(module: Any) -> tuple[int, int]:
+    """Return (outputs, inputs) of a linear."""
     rows, columns = module.weight.shape
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
@@ -180,39 +183,39 @@ class AdaptedExternal(AdaptedMatrix):
     """
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
-        super().__init__(base, settings, linear_shape(base))
+        super().__init__(base, settings, get_linear_shape(base))
         self.kind = type(base)
         self.transposed = is_transposed(base)
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, in]`."""
+        """Return rows of W `[stop - start, in]`."""
         weight: Any = self.weight
         return weight[:, start:stop].t() if self.transposed else weight[start:stop]
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
+        """Map hidden `[..., in]` to `[..., out]` by the frozen part alone."""
         return self.kind.forward(self, hidden)
 
 
-def adapter_targets(
+def select_adapter_targets(
     linears: Collection[str], targets: Collection[str], left: Mapping[str, str]
 ) -> list[str]:
-    """The names of those linears that an adapter is for. targets: `lora.target_modules`, ends of
-    names or short names.
+    """Select the linears that an adapter is for. targets: `lora.target_modules`, ends of names or
+    short names.
 
-    left: names of modules that cannot have an adapter -> why, as `without_adapter` has them. Raises
-    ConfigError for an end that no linear's name has, or that one of them has.
+    left: names of modules that cannot have an adapter -> why, as `list_without_adapter` has them.
+    Raises ConfigError for an end that no linear's name has, or that one of them has.
     """
     ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
     for end in ends:
-        refused = next((name for name in left if ends_in(name, end)), None)
+        refused = next((name for name in left if has_end(name, end)), None)
         if refused is not None:
             raise ConfigError(
                 f"lora.target_modules: {end!r}: {refused} cannot have an adapter: {left[refused]};"
                 " remove it"
             )
-        if not any(ends_in(name, end) for name in linears):
-            leaves = sorted({leaf_of(name) for name in linears if name not in left})
+        if not any(has_end(name, end) for name in linears):
+            leaves = sorted({get_leaf_name(name) for name in linears if name not in left})
             raise ConfigError(
                 f"lora.target_modules: {end!r} is the end of no linear of this model; its linears"
                 f" end in {', '.join(leaves)}"
@@ -220,14 +223,14 @@ def adapter_targets(
     return [
         name
         for name in linears
-        if name not in left and (not ends or any(ends_in(name, end) for end in ends))
+        if name not in left and (not ends or any(has_end(name, end) for end in ends))
     ]
 
 
-def without_adapter(
+def list_without_adapter(
     linears: Collection[str], uncalled: Mapping[str, str], family: str
 ) -> dict[str, str]:
-    """Linears, and parameters that stand for some, that get no adapter: name -> why."""
+    """List linears, and parameters that stand for some, that get no adapter: name -> why."""
     kinds: dict[
         str, str
     ] = {}  # family -> the kind of mixture for whose fused experts PEFT takes names of linears
@@ -239,35 +242,37 @@ def without_adapter(
         )
     taken = _FUSED.get(kinds.get(family, ""), frozenset())
     why = f"PEFT takes the name for the experts of {family}, and would not open the adapter"
-    return dict(uncalled) | {name: why for name in linears if leaf_of(name) in taken}
+    return dict(uncalled) | {name: why for name in linears if get_leaf_name(name) in taken}
 
 
-def leaf_of(name: str) -> str:
-    """The last part of a module's name; with the one before it, where that is a number alone."""
+def get_leaf_name(name: str) -> str:
+    """Return the last part of a module's name; with the one before it, where that is a number
+    alone.
+    """
     *_, before, last = ("", *name.split("."))
     return f"{before}.{last}" if last.isdigit() and before else last
 
 
-def ends_in(name: str, end: str) -> bool:
-    """Whether a module's name has this end, in whole parts, as PEFT understands it."""
+def has_end(name: str, end: str) -> bool:
+    """Return True if a module's name has this end, in whole parts, as PEFT understands it."""
     return name == end or name.endswith(f".{end}")
 
 
 def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own
-    class if asked to.
+    """Put adapters on linears inside the layers, in place, and quantize those of torch's own class
+    if asked to.
 
-    Linears that a recipe added are left as they are. Raises ConfigError as `adapter_targets` does,
-    and for a model whose layers have no linears for an adapter.
+    Linears that a recipe added are left as they are. Raises ConfigError as `select_adapter_targets`
+    does, and for a model whose layers have no linears for an adapter.
     """
     built = get_built_tensors(model)
     linears = {
         name: base
-        for name, base in layer_linears(model).items()
+        for name, base in list_layer_linears(model).items()
         if built is None or f"{name}.weight" in built
     }
-    left = without_adapter(linears, uncalled_linears(model), model.spec.family)
-    wanted = set(adapter_targets(linears, cfg.target_modules, left))
+    left = list_without_adapter(linears, find_uncalled_linears(model), model.spec.family)
+    wanted = set(select_adapter_targets(linears, cfg.target_modules, left))
     if not wanted:
         raise ConfigError(
             "lora.target_modules: the model's layers have no linears that could have an adapter"

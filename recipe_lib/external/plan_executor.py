@@ -39,15 +39,15 @@ from recipe_lib.external.tensor_plan.exchanges import (
     Exchanges,
     Rank,
     Ranks,
-    rewritten,
-    trained_length,
+    divide_attributes,
+    get_trained_length,
 )
 from recipe_lib.external.tensor_plan.sharding_plan import (
     Boundary,
     ParameterPlan,
     ShardingPlan,
-    pattern_of,
-    tensors_in,
+    list_tensors,
+    make_pattern,
 )
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.dtensor_shards import get_local
@@ -58,24 +58,22 @@ _SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}
 
 
 class _RunningForward:
-    """A forward that runs: of which module, how many calls it has made, and at how many boundaries
-    it was.
-    """
+    """A module's forward that runs."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.calls, self.reached = path, 0, 0
+        self.path = path
+        self.calls = 0  # that it has made
+        self.reached = 0  # boundaries that it came to
 
 
 class _Running(threading.local):
-    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see
-    `Exchanges`.
-
-    alone: rank and length of rows of a layer that is traced by itself.
-    """
+    """The state of one thread."""
 
     def __init__(self) -> None:
+        # The forwards that run, the outermost first; None for what hooks do around one.
         self.frames: list[_RunningForward | None] = []
-        self.entered: Entered = {}
+        self.entered: Entered = {}  # see `Exchanges`
+        # Rank and length of rows of a layer that is traced by itself.
         self.alone: tuple[Rank, int] | None = None
         self.ran: set[str] = set()  # patterns of the paths of modules, in the forward of a layer
         self.is_partly_off = False  # an adapter
@@ -84,7 +82,7 @@ class _Running(threading.local):
 def run_by_plan(
     model: Any, plan: ShardingPlan, ranks: Ranks, head: nn.Module | None, gathers_again: bool = True
 ) -> None:
-    """Makes the forward of an external model's class that of one rank, in place; its parameters are
+    """Make the forward of an external model's class that of one rank, in place; its parameters are
     DTensors by then.
 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose
@@ -99,14 +97,14 @@ def run_by_plan(
     model.compile_layer = execution.compiled.compile
 
 
-def framed_forward(
+def frame_forward(
     model: nn.Module,
     plan: ShardingPlan,
     ranks: Ranks,
     head: nn.Module | None,
     gathers_again: bool = True,
 ) -> Callable[..., Any]:
-    """The model's forward as that of one rank; the modules within become so in place. See
+    """Return the model's forward as that of one rank; the modules within become so in place. See
     `run_by_plan`.
     """
     return _Execution(model, plan, ranks, gathers_again).frame_all(model.forward, head)
@@ -120,7 +118,9 @@ class _Execution(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.gathers_again = gathers_again
-        self.model, self.plan, self.ranks = model, plan, ranks
+        self.model = model
+        self.plan = plan
+        self.ranks = ranks
         self.running = _Running()
         self.hooked = False
         self.length = 0  # of the rows of the forward that runs
@@ -137,40 +137,50 @@ class _Execution(TorchFunctionMode):
             note=self.kept.note,
         )
         self.compiled = CompiledLayers(
-            model, plan, ranks, lambda: self.length, self.alone, self.outside, gathers_again
+            model,
+            plan,
+            ranks.rank,
+            length=lambda: self.length,
+            alone=self.alone,
+            outside=self.outside,
+            gathers_again=gathers_again,
         )
-        self.boundaries: dict[
-            tuple[str, int], list[Boundary]
-        ] = {}  # by their module, and the number of a call there
-        for each in plan.boundaries:
-            if each.kind != "assemble":
-                self.boundaries.setdefault((each.module, each.call), []).append(each)
+        # By their module, and the number of a call there.
+        self.boundaries: dict[tuple[str, int], list[Boundary]] = {}
+        for boundary in plan.boundaries:
+            # Parameters are assembled wherever they are used: a forward that trains may do so
+            # otherwise than the one that was traced.
+            if boundary.kind != "assemble":
+                key = (boundary.module, boundary.call)
+                self.boundaries.setdefault(key, []).append(boundary)
         self.expected = Counter(module for module, _ in self.boundaries)
         layers = list_layer_names(model)
         self.must_run = {
-            layer: {pattern_of(path) for path in self.expected if path.startswith(f"{layer}.")}
+            layer: {make_pattern(path) for path in self.expected if path.startswith(f"{layer}.")}
             for layer in layers
         }
         self.assembled = [each for each in plan.parameters if each.whole]
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
 
     def frame_all(self, forward: Callable[..., Any], head: nn.Module | None) -> Callable[..., Any]:
-        """The forward of the model as that of one rank; those of the modules within become so in
-        place.
+        """Return the forward of the model as that of one rank; those of the modules within become
+        so in place.
         """
         layers = set(list_layer_names(self.model))
         for path, module in self.model.named_modules():
             self.compiled.originals[path] = module.forward
             if path and module is not head:
-                framed = self.framed(
+                framed = self.frame(
                     module.forward, path, ends_sharing=path in layers, module=module
                 )
-                module.forward = self.compiled.traceable(framed, path) if path in layers else framed
+                module.forward = (
+                    self.compiled.make_traceable(framed, path) if path in layers else framed
+                )
         # At the first forward, so that they go around FSDP's.
         self.model.register_forward_pre_hook(self.add_hooks, prepend=True)
-        return self.framed(forward, "", ends_sharing=False)
+        return self.frame(forward, "", ends_sharing=False)
 
-    def framed(
+    def frame(
         self,
         forward: Callable[..., Any],
         path: str,
@@ -178,24 +188,30 @@ class _Execution(TorchFunctionMode):
         ends_sharing: bool,
         module: nn.Module | None = None,
     ) -> Callable[..., Any]:
-        """The forward of the module at `path`, its calls counted. ends_sharing: no later one enters
-        its tensors.
+        """Return the forward of the module at `path`, its calls counted. ends_sharing: no later one
+        enters its tensors.
 
         An adapter that is switched off makes the first of the calls alone, those of the frozen
         weight.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            running, frame = self.running, _RunningForward(path)
+            running = self.running
+            frame = _RunningForward(path)
             outermost = not running.frames
-            self._note_length(path, next(tensors_in((args, kwargs)), None), outermost, ends_sharing)
+            self._note_length(
+                path, next(list_tensors((args, kwargs)), None), outermost, ends_sharing
+            )
             if ends_sharing:
-                running.ran, running.is_partly_off = set(), False
+                running.ran = set()
+                running.is_partly_off = False
             running.frames.append(frame)
             try:
                 with ExitStack() as stack:
                     if outermost:
-                        stack.enter_context(rewritten(self.model, self.plan, self.ranks.size))
+                        stack.enter_context(
+                            divide_attributes(self.model, self.plan, self.ranks.size)
+                        )
                         stack.enter_context(self)
                     if not path and self.gathers_again:
                         stack.enter_context(self.kept.around())
@@ -212,11 +228,13 @@ class _Execution(TorchFunctionMode):
         return run
 
     def _note_length(self, path: str, first: Any, outermost: bool, is_layer: bool) -> None:
-        """Before a forward, whose first tensor is `first`: the length of the rows that it is of."""
+        """Note, before a forward whose first tensor is `first`, the length of the rows that it is
+        of.
+        """
         if self.running.alone is not None:
             return
         if not path:
-            self.length = trained_length(first, self.plan, self.ranks.size)
+            self.length = get_trained_length(first, self.plan, self.ranks.size)
         elif is_layer and first is not None and torch.is_grad_enabled():
             key = (path, tuple(first.shape))
             if outermost:
@@ -225,25 +243,24 @@ class _Execution(TorchFunctionMode):
                 self.lengths[key] = self.length
 
     def _check(self, frame: _RunningForward, is_off: bool) -> None:
-        """At the end of a forward. What a kernel does in the place of a module has none of the
-        module's exchanges.
-        """
-        running, path = self.running, frame.path
+        """Check, at the end of a forward, that it came to all exchanges."""
+        running = self.running
+        path = frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
-            raise self._other_way(
+            raise self._make_other_way_error(
                 path, f"{frame.reached} of {self.expected[path]} exchanges were reached"
             )
-        running.ran.add(pattern_of(path))
-        if missing := (
-            set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran
-        ):
-            raise self._other_way(min(missing), f"it was not run within {path}")
+        running.ran.add(make_pattern(path))
+        # What a kernel does in the place of a module has none of the module's exchanges.
+        missing = self.must_run.get(path, set()) - running.ran
+        if missing and not running.is_partly_off:
+            raise self._make_other_way_error(min(missing), f"it was not run within {path}")
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
-        """Around the forward of one layer of rows of a length, as that of a rank: nothing comes
-        from before it.
+        """Run the forward of one layer inside, of rows of a length, as that of a rank: nothing
+        comes from before it.
         """
         running = self.running
         before = vars(running).copy()
@@ -255,8 +272,8 @@ class _Execution(TorchFunctionMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Around a layer that does its own exchanges: no call is noted, and no later one enters its
-        tensors.
+        """Run a layer inside that does its own exchanges: no call is noted, and no later one enters
+        its tensors.
         """
         try:
             with ExitStack() as stack:
@@ -267,7 +284,7 @@ class _Execution(TorchFunctionMode):
             self.running.entered.clear()
 
     def add_hooks(self, model: nn.Module, args: Any) -> None:
-        """Puts `suspend` and `resume` around every other hook of every module within."""
+        """Put `suspend` and `resume` around every other hook of every module within."""
         if not self.hooked:
             self.hooked = True
             for path, module in model.named_modules():
@@ -276,12 +293,14 @@ class _Execution(TorchFunctionMode):
                     module.register_forward_hook(self.resume, always_call=True)
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Before a module's other hooks: what they do is none of the forward around it."""
+        """Stop counting before a module's other hooks: what they do is none of the forward around
+        it.
+        """
         if self.running.frames:
             self.running.frames.append(None)
 
     def resume(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After them."""
+        """Go on counting after them."""
         if self.running.frames:
             self.running.frames.pop()
 
@@ -301,89 +320,89 @@ class _Execution(TorchFunctionMode):
         reads = name in ("__get__", "size")
         # What compiled code reads are plain tensors, of which one may have to be assembled.
         compiled = self.running.alone is not None and bool(self.assembled)
-        held = [
+        parameters = [
             value
-            for value in tensors_in((args, kwargs))
+            for value in list_tensors((args, kwargs))
             if compiled or isinstance(value, (DTensor, nn.Parameter))
         ]
-        if held:
+        if parameters:
             if self.running.alone is None:
-                self.kept.note_parameters([get_local(value) for value in held])
-            whole = {
-                id(value): parts
-                for value in held
-                if (parts := self._parts_of(value, frame.path)) is not None
-            }
-            given = args, kwargs
-            args, kwargs = self._local(given, {} if reads else whole)
-            if reads and whole and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
-                args, kwargs = self._local(given, whole)
+                self.kept.note_parameters([get_local(value) for value in parameters])
+            plans = {}
+            for value in parameters:
+                plan = self._find_assembled_plan(value, frame.path)
+                if plan is not None:
+                    plans[id(value)] = plan
+            arguments = (args, kwargs)
+            args, kwargs = self._take_local(arguments, {} if reads else plans)
+            if reads and plans and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
+                args, kwargs = self._take_local(arguments, plans)
         if reads:
             return function(*args, **kwargs)
-        here = self.boundaries.get((frame.path, frame.calls))
-        if here is None or name.startswith("_set_"):  # of autograd's state, as tracing sets
+        boundaries = self.boundaries.get((frame.path, frame.calls))
+        if boundaries is None or name.startswith("_set_"):  # of autograd's state, as tracing sets
             result = function(*args, **kwargs)
             self.kept.note(function, args, kwargs, result)
         else:
-            if name != here[0].function:
-                raise self._other_way(
-                    frame.path, f"call {frame.calls} is {name}, expected {here[0].function}"
+            if name != boundaries[0].function:
+                raise self._make_other_way_error(
+                    frame.path, f"call {frame.calls} is {name}, expected {boundaries[0].function}"
                 )
             frame.reached += 1
-            result = self.exchanges.call(here, function, args, kwargs)
-        if next(tensors_in(result), None) is not None:
+            result = self.exchanges.call(boundaries, function, args, kwargs)
+        if next(list_tensors(result), None) is not None:
             frame.calls += 1
         return result
 
-    def _other_way(self, path: str, found: str) -> SetupError:
+    def _make_other_way_error(self, path: str, reason: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"
-            f" tensor-parallel plan was made of ({found}); set {compiled}parallel.tensor=1"
+            f" tensor-parallel plan was made of ({reason}); set {compiled}parallel.tensor=1"
         )
 
-    def _parts_of(self, parameter: Tensor, path: str) -> ParameterPlan | None:
-        """How to assemble a parameter that the forward of the module at `path` uses, if it is one
-        to be assembled.
+    def _find_assembled_plan(self, parameter: Tensor, path: str) -> ParameterPlan | None:
+        """Find how to assemble a parameter that the forward of the module at `path` uses, if it is
+        one to be assembled.
         """
         if not self.assembled:
             return None
         if path not in self.assembled_within:
-            found = [
-                each for each in self.assembled if not path or each.name.startswith(f"{path}.")
-            ]
-            names = [(each.name.rpartition("."), each) for each in found]
-            self.assembled_within[path] = [
-                (self.model.get_submodule(owner), name, each) for (owner, _, name), each in names
-            ]
-        held = self.assembled_within[path]
-        return next(
-            (parts for owner, name, parts in held if owner._parameters.get(name) is parameter), None
-        )
+            within: list[tuple[nn.Module, str, ParameterPlan]] = []
+            for plan in self.assembled:
+                if not path or plan.name.startswith(f"{path}."):
+                    owner_path, _, name = plan.name.rpartition(".")
+                    within.append((self.model.get_submodule(owner_path), name, plan))
+            self.assembled_within[path] = within
+        for owner, name, plan in self.assembled_within[path]:
+            if owner._parameters.get(name) is parameter:
+                return plan
+        return None
 
-    def _local(self, given: Any, whole: dict[int, ParameterPlan]) -> Any:
-        """Arguments with this rank's part of parameters. whole: how to assemble those that are to
-        be, by id.
+    def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan]) -> Any:
+        """Replace parameters among arguments by this rank's part. plans: how to assemble those that
+        are to be, by id.
         """
 
         def take_own(tensor: Tensor) -> Tensor:
-            parts, own = whole.get(id(tensor)), get_local(tensor)
-            return own if parts is None else self.exchanges.assemble(own, parts)
+            plan = plans.get(id(tensor))
+            local = get_local(tensor)
+            return local if plan is None else self.exchanges.assemble(local, plan)
 
-        return pytree.tree_map_only(Tensor, take_own, given)
+        return pytree.tree_map_only(Tensor, take_own, arguments)
 
 
-def ranks_of(group: Group) -> Ranks:
-    """This process among the ranks of a group."""
+def build_ranks(group: Group) -> Ranks:
+    """Build `Ranks` of this process among the ranks of a group."""
     return Ranks(
         group.rank,
         group.size,
-        total=total_over(group),
+        total=make_total(group),
         gather=lambda tensor: wait(start_gather(tensor, group)),
         scatter=lambda tensor: wait(start_scatter(tensor, group)),
     )
 
 
-def total_over(group: Group) -> Change:
-    """The sum of a tensor over a group's ranks."""
+def make_total(group: Group) -> Change:
+    """Return the function that sums a tensor over a group's ranks."""
     return partial(all_reduce, operation="sum", group=group)

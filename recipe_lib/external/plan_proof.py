@@ -1,12 +1,7 @@
-"""The proof that an inferred plan is right, before a rank's weights are read by it.
+"""The proof that an inferred plan is right, on a small model that has random weights on the host.
 
-A small model of the same class and with the same adapters gets random weights on the host and its
-own plan, which has to treat every parameter, and exchange at every call, as that of the large model
-does. A model that is small already is proven as it is. It takes a second or two, a tenth of what
-inferring the plan does.
-
-It is proven in one process, by a thread for each rank. A rank has its own, smaller parameters and
-nothing of the others', takes the attributes that the plan rewrites, and runs the forward that
+`certify` runs in one process, with a thread for each rank. A rank has its own, smaller parameters
+and nothing of the others', takes the attributes that the plan rewrites, and runs the forward that
 trains (`plan_executor`), whose exchanges are between threads. What the model gives has to be what
 the whole model gives, and so has the gradient of every parameter: a forward that is right says
 nothing of a boundary that is missing there, or of a whole parameter whose gradient is taken for
@@ -15,242 +10,55 @@ full.
 
 import copy
 import dataclasses
-import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
-from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.errors import SetupError
-from recipe_lib.external.modules import add_adapters
-from recipe_lib.external.plan_executor import framed_forward
-from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, own_part
-from recipe_lib.external.tensor_plan.infer import infer_plan
-from recipe_lib.external.tensor_plan.propagation import period
+from recipe_lib.external.plan_executor import frame_forward
+from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, take_own_part
 from recipe_lib.external.tensor_plan.sharding_plan import (
     ShardingPlan,
-    bounds,
-    pattern_of,
-    tensors_in,
+    compute_bounds,
+    find_period,
+    get_output_values,
+    list_tensors,
+    make_pattern,
 )
-from recipe_lib.external.tensor_plan.tracing import output_values
-from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
-from recipe_lib.external.transformers_config import TRANSFORMERS
-from recipe_lib.models import build_meta
-from recipe_lib.models.language_model import list_layer_names
-from recipe_lib.models.spec import ExternalSpec
-from recipe_lib.parallel.fsdp import materialize
-from recipe_lib.parallel.world import World
-
-LENGTH = 16  # tokens of a row that a forward is traced with; two rows
-_RANK = 4  # of a small model's adapters
-# Heads of keys of a small model, and the most ranks: either these divide them, or they are fewer.
-_SMALL_HEADS = ((4, 2**16), (2, 4))
 
 
-def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
-    """The plan of an external model as `build_meta` made it, adapters included, for `size` ranks.
-
-    It is traced without memory, and as training calls it: without a mask where the class does
-    without one. tokens: shares out tokens, too, but where the calls of a forward depend on whether
-    documents share its rows. Raises SetupError.
+def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
+    """Find what one of the plans does with a kind of parameter, or at a call, and the other does
+    not; empty: nothing.
     """
-    first: SetupError | None = None
-    with _disable_current_modes():  # a simulation's: the trace is none of it
-        traced = _on_meta(model)
-        for inputs in example_inputs(model, "meta"):
-            try:
-                return infer_plan(traced, inputs, size, tokens, _others(model, inputs))
-            except SetupError as error:
-                first = first or error
-    assert first is not None
-    raise first
-
-
-def _on_meta(model: Any) -> Any:
-    """The same model anew, with all that it holds on the meta device, and its class' own
-    forward.
-    """
-    made = _made_anew(model, model.spec)  # whole, whatever stages of it the model has
-    for module in made.modules():
-        held = vars(module) | module._buffers
-        for name, value in held.items():
-            if isinstance(value, torch.Tensor):
-                setattr(module, name, value.to("meta"))
-    made.forward = made.class_forward
-    return made
-
-
-def _others(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """What else a forward gets: rows that hold several documents, and longer ones."""
-    accepted = inspect.signature(model.class_forward).parameters
-    *_, masked = example_inputs(model, "meta")
-    rows = inputs["input_ids"]
-    positions = torch.arange(LENGTH, device=rows.device).expand(rows.shape)
-    packed = {
-        key: value
-        for key, value in (masked | {"position_ids": positions}).items()
-        if key in accepted
-    }
-    return [
-        packed,
-        *([inputs | {"input_ids": rows.repeat(1, 2)}] if "attention_mask" not in inputs else []),
-    ]
-
-
-def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
-    """What a forward may be called with: tokens alone, or with a mask `[b, 1, s, s]`."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.spec.vocab_size, (2, LENGTH), generator=generator).to(device)
-    cached = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
-    yield {"input_ids": tokens, **cached}
-    mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
-    yield {"input_ids": tokens, **cached, "attention_mask": mask.contiguous().to(device)}
-
-
-def prove(model: Any, plan: ShardingPlan, world: World) -> str:
-    """Proves the plan on the first rank; one line on how. A collective.
-
-    Raises SetupError on every rank if it is not right.
-    """
-    said = ["", ""]
-    if world.is_main:
-        size = world.mesh["tensor"].size()
-        try:
-            said[0] = proof(model, plan, size)
-        except SetupError as error:
-            said[1] = str(error)
-        except Exception as error:  # noqa: BLE001  (of the class' own code: the other ranks wait to hear of it)
-            line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            said[1] = (
-                f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a"
-                f" small model ({line}); set parallel.tensor=1"
-            )
-    said = world.gather_json(said)[0]
-    if said[1]:
-        raise SetupError(said[1])
-    return str(said[0])
-
-
-def proof(model: Any, plan: ShardingPlan, size: int) -> str:
-    """How the plan was proven for `size` ranks, in this process. Raises SetupError if it is not
-    right.
-    """
-    family = model.spec.family
-    differences: list[str] = []
-    for keys, most in _SMALL_HEADS:
-        small, ranks = _small_model(model, keys), min(size, most)
-        small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
-        if ranks not in small_plan.legal_sizes:  # it may have fewer heads
-            ranks = max((legal for legal in small_plan.legal_sizes if legal <= ranks), default=0)
-            small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
-        differences.append(plan_differences(plan, small_plan))
-        if ranks and not differences[-1]:
-            break
-    else:
-        reason = next(
-            filter(None, reversed(differences)), "no number of ranks can share the small one"
-        )
-        raise SetupError(
-            f"parallel.tensor={size}: the plan of {family} could not be proven on a small model:"
-            f" {reason}; set parallel.tensor=1"
-        )
-    materialize(small, MemoryConfig(), torch.device("cpu"))
-    randomize(small)
-    small.forward = small.class_forward
-    certificate = certify(small, small_plan, ranks, next(example_inputs(small, "cpu")))
-    if certificate.failures:
-        raise SetupError(
-            f"parallel.tensor: the plan of {family} for {ranks} ranks is wrong"
-            f" ({certificate.failures[0]}); set parallel.tensor=1"
-        )
-    elements = sum(parameter.numel() for parameter in small.parameters())
-    return f"proven on a model of {elements:,} parameters: {certificate.checked} comparisons"
-
-
-def _small_model(model: Any, keys: int) -> Any:
-    """A model of the same class, without memory yet; of the same shape if that is small. keys: as
-    in `shrink`.
-    """
-    of_transformers = model.spec.source.implementation == TRANSFORMERS
-    held = {
-        id(parameter): parameter.numel()
-        for module in all_modules(model).values()
-        for parameter in module.parameters()
-    }
-    large = sum(held.values()) > SMALL_MODEL
-    return _made_anew(
-        model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec
-    )
-
-
-def all_modules(model: Any) -> dict[str, nn.Module]:
-    """The modules of an external model by name, with those that other ranks of a pipeline have."""
-    found = dict(model.named_modules())
-    for path, module in model.elsewhere.items():
-        found |= {f"{path}.{name}" if name else path: each for name, each in module.named_modules()}
-    return found
-
-
-def _made_anew(model: Any, spec: ExternalSpec) -> Any:
-    """A model of the spec with adapters on the linears that have one in `model`, parameters on
-    meta.
-
-    In float32, whatever the model's weights are: the small one is, and some of what converts types
-    does nothing then.
-    """
-    made = build_meta(spec, torch.float32)
-    layers = [*list_layer_names(model), *model.elsewhere]
-    adapted = {
-        name: module
-        for name, module in all_modules(model).items()
-        if isinstance(module, AdaptedModule)
-    }
-    if adapted:
-        ends = {
-            name.removeprefix(f"{layer}.")
-            for layer in layers
-            for name in adapted
-            if name.startswith(f"{layer}.")
-        }
-        rank = next(iter(adapted.values())).settings.rank if spec == model.spec else _RANK
-        settings = AdapterSettings(
-            rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32
-        )
-        made.requires_grad_(False)
-        add_adapters(made, LoraConfig(target_modules=sorted(ends)), settings)
-    return made
-
-
-def plan_differences(large: ShardingPlan, small: ShardingPlan) -> str:
-    """What one of the plans does with a kind of parameter, or at a call, and the other does not;
-    empty: nothing.
-    """
-    found, there = _treatments(large), _treatments(small)
-    for name in sorted(found.keys() | there.keys()):
-        if found.get(name) != there.get(name):
-            return f"{name} has {sorted(found.get(name, ()))}, there {sorted(there.get(name, ()))}"
+    of_large = _describe_treatments(large)
+    of_small = _describe_treatments(small)
+    for name in sorted(of_large.keys() | of_small.keys()):
+        here = sorted(of_large.get(name, ()))
+        there = sorted(of_small.get(name, ()))
+        if here != there:
+            return f"{name} has {here}, there {there}"
     return ""
 
 
-def _treatments(plan: ShardingPlan) -> dict[str, set[str]]:
-    """How a plan holds each kind of parameter, and what it exchanges in each kind of module."""
-    found: dict[str, set[str]] = {}
+def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
+    """Describe how a plan holds each kind of parameter, and what it exchanges in each kind of
+    module.
+    """
+    treatments: dict[str, set[str]] = {}
     for each in plan.parameters:
-        once = period(
+        once = find_period(
             list(each.segments)
         )  # as often as there are groups of heads, which may be fewer
         segments = f"{len(once)} {len(each.segments) > len(once)}"
         said = (
             f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
         )
-        found.setdefault(pattern_of(each.name), set()).add(said)
+        treatments.setdefault(make_pattern(each.name), set()).add(said)
     for boundary in plan.boundaries:
         call = (
             f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
@@ -259,8 +67,8 @@ def _treatments(plan: ShardingPlan) -> dict[str, set[str]]:
             f"{call} {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean}"
             f" {boundary.whole}"
         )
-        found.setdefault(pattern_of(boundary.module), set()).add(said)
-    return found
+        treatments.setdefault(make_pattern(boundary.module), set()).add(said)
+    return treatments
 
 
 # Relative error above which it is not rounding; some forwards compute in float32 whatever they are
@@ -272,14 +80,14 @@ _OUTPUT = "output "  # and its number: a name that no parameter has
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """What was proven. checked: comparisons. failures: one line each."""
+    """The result of a proof."""
 
-    checked: int
-    failures: tuple[str, ...]
+    checked: int  # comparisons
+    failures: tuple[str, ...]  # a line each
 
 
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
-    """Runs a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it
+    """Run a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it
     takes no other.
 
     model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs:
@@ -291,10 +99,10 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
             f" {list(plan.legal_sizes)}"
         )
     try:
-        errors = rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
+        errors = measure_rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
     except (RuntimeError, ValueError, TypeError):
         try:
-            errors = rank_errors(copy.deepcopy(model).float(), plan, size, inputs)
+            errors = measure_rank_errors(copy.deepcopy(model).float(), plan, size, inputs)
         except (RuntimeError, ValueError, TypeError) as error:
             line = (str(error).splitlines() or [""])[0]
             return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
@@ -306,10 +114,10 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
     return Certificate(size * len(errors), tuple(failures))
 
 
-def rank_errors(
+def measure_rank_errors(
     model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """How far what ranks come to is from what the whole model does, relative to its norm.
+    """Measure how far what ranks come to is from what the whole model does, relative to its norm.
 
     By name for the gradient of each parameter, and for each of the model's outputs, of which the
     loss is a random combination. model: small, on the CPU; float64 tells rounding from mistakes.
@@ -317,17 +125,19 @@ def rank_errors(
     """
     # Copied before a forward, which some models keep the state of.
     models = [copy.deepcopy(model).eval() for _ in range(size + 1)]
-    whole = _results(models[size], models[size], inputs=inputs, gather=lambda tensor: tensor)
+    whole = _compute_results(
+        models[size], models[size], inputs=inputs, gather=lambda tensor: tensor
+    )
     group = _RankGroup(size)
-    found: list[Any] = [None] * size
+    by_rank: list[Any] = [None] * size
 
     def work(rank: int) -> None:
         try:
-            found[rank] = _results_of_rank(
+            by_rank[rank] = _compute_rank_results(
                 models[rank], plan, group=group, rank=rank, inputs=inputs
             )
         except Exception as error:  # noqa: BLE001  (a thread hands on what it raises)
-            found[rank] = error
+            by_rank[rank] = error
             group.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
@@ -335,7 +145,7 @@ def rank_errors(
         thread.start()
     for thread in threads:
         thread.join()
-    failed = [each for each in found if isinstance(each, Exception)]
+    failed = [each for each in by_rank if isinstance(each, Exception)]
     if failed:
         first = next(
             (each for each in failed if not isinstance(each, threading.BrokenBarrierError)),
@@ -349,7 +159,8 @@ def rank_errors(
         float(each.norm()) for name, each in whole.items() if not name.startswith(_OUTPUT)
     )
     return {
-        name: _error(plan, name, expected=whole[name], found=found, least=least) for name in whole
+        name: _measure_error(plan, name, expected=whole[name], by_rank=by_rank, least=least)
+        for name in whole
     }
 
 
@@ -364,12 +175,12 @@ class _RankGroup:
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self._slots[rank] = tensor.detach()
         self.barrier.wait()
-        found = list(self._slots)
+        tensors = list(self._slots)
         self.barrier.wait()
-        return found
+        return tensors
 
     def ranks(self, rank: int) -> Ranks:
-        """One of them."""
+        """Return one of them."""
 
         def total(tensor: Tensor) -> Tensor:
             return torch.stack(self.exchange(rank, tensor)).sum(0)
@@ -383,36 +194,40 @@ class _RankGroup:
         return Ranks(rank, self.size, total=total, gather=gather, scatter=scatter)
 
 
-def _results_of_rank(
+def _compute_rank_results(
     model: nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
 ) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         each = plan.parameter(name)
         if each.dim >= 0:
-            parameter.data = own_part(parameter.data, each.dim, each.segments, rank, group.size)
-    own_tokens = [bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output]
+            parameter.data = take_own_part(
+                parameter.data, each.dim, each.segments, rank, group.size
+            )
+    own_tokens = [
+        compute_bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output
+    ]
 
     def gather_tokens(logits: Tensor) -> Tensor:
-        """Logits of all ranks, for a loss that each rank has whole."""
+        """Gather the logits of all ranks, for a loss that each rank has whole."""
         for start, stop in own_tokens:
             if logits.shape[-1] == stop - start:
                 own = partial(torch.narrow, dim=-1, start=start, length=stop - start)
                 return exchange(logits, lambda part: torch.cat(group.exchange(rank, part), -1), own)
         return logits
 
-    forward = framed_forward(model, plan, group.ranks(rank), head=None, gathers_again=False)
-    return _results(model, forward, inputs=inputs, gather=gather_tokens)
+    forward = frame_forward(model, plan, group.ranks(rank), head=None, gathers_again=False)
+    return _compute_results(model, forward, inputs=inputs, gather=gather_tokens)
 
 
 @torch.enable_grad()
-def _results(
+def _compute_results(
     model: nn.Module,
     forward: Callable[..., Any],
     inputs: dict[str, Any],
     gather: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """What a model gives, and the gradients of its parameters, by name. gather: makes a whole
-    output of a rank's.
+    """Compute what a model gives, and the gradients of its parameters, by name. gather: makes a
+    whole output of a rank's.
     """
     parameters = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     for parameter in parameters.values():
@@ -425,32 +240,32 @@ def _results(
     )
     generator = torch.Generator().manual_seed(1)
     loss: Any = 0.0
-    found: dict[str, Tensor] = {}
-    for number, tensor in enumerate(tensors_in(output_values(output))):
+    results: dict[str, Tensor] = {}
+    for number, tensor in enumerate(list_tensors(get_output_values(output))):
         if tensor.requires_grad:
             whole = gather(tensor)
-            found[f"{_OUTPUT}{number}"] = whole.detach()
+            results[f"{_OUTPUT}{number}"] = whole.detach()
             loss = (
                 loss
                 + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
             )
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        found[name] = torch.zeros_like(parameter) if gradient is None else gradient
-    return found
+        results[name] = torch.zeros_like(parameter) if gradient is None else gradient
+    return results
 
 
-def _error(
-    plan: ShardingPlan, name: str, expected: Tensor, found: list[dict[str, Tensor]], least: float
+def _measure_error(
+    plan: ShardingPlan, name: str, expected: Tensor, by_rank: list[dict[str, Tensor]], least: float
 ) -> float:
-    ours = [each[name] for each in found]
+    ours = [results[name] for results in by_rank]
     if name.startswith(_OUTPUT):
         pairs = [(one, expected) for one in ours]
         least = 0.0
     elif (each := plan.parameter(name)).dim >= 0:
         ranks = range(len(ours))
         pairs = [
-            (ours[rank], own_part(expected, each.dim, each.segments, rank, len(ours)))
+            (ours[rank], take_own_part(expected, each.dim, each.segments, rank, len(ours)))
             for rank in ranks
         ]
     elif each.gradient == "partial":

@@ -1,5 +1,4 @@
-"""Where a class of another library is cut into the stages of a pipeline, the proof that it can be,
-and running one.
+"""Cut a class of another library into the stages of a pipeline, prove that it can be, and run one.
 
 It is cut at its list of layers. Each stage runs the class' own forward from its tokens, which makes
 masks and rotations for itself. What has weights before the layers gives zeros where another stage
@@ -22,16 +21,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import embedding_and_head, other_parts
-from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
-from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
+from recipe_lib.external.modules import find_embedding_and_head, list_other_parts
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
+from recipe_lib.external.transformers_config import (
+    TRANSFORMERS,
+    build_transformers_config,
+    format_one_line,
+)
 from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
 from recipe_lib.models.meta_init import allocate, build_meta
 from recipe_lib.models.spec import StageParts
 
 
-def refusal(family: str, reason: str) -> ConfigError:
-    """The fault of a class that is not cut."""
+def make_refusal(family: str, reason: str) -> ConfigError:
+    """Make the error of a class that is not cut."""
     return ConfigError(
         f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1"
     )
@@ -59,14 +62,14 @@ class _OfOtherStage(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(vars(self)["held"][0], name)
-            if not isinstance(found, Tensor):
-                return found
+            value = getattr(vars(self)["held"][0], name)
+            if not isinstance(value, Tensor):
+                return value
             with torch._C.DisableTorchFunction():  # it is no call of the forward's
-                return torch.empty(found.shape, dtype=found.dtype, device="meta")
+                return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What it was given to return."""
+        """Return what it was given to return."""
         return self.output
 
 
@@ -74,12 +77,12 @@ class _Last(_OfOtherStage):
     """Runs a stage's last layer, and ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `_EndOfStage`."""
-        raise _EndOfStage(_first(self.held[0](*args, **kwargs)))
+        """Raise `_EndOfStage`."""
+        raise _EndOfStage(_get_hidden_states(self.held[0](*args, **kwargs)))
 
 
-def _first(output: Any) -> Any:
-    """Of what a layer returns, the hidden states."""
+def _get_hidden_states(output: Any) -> Any:
+    """Return the hidden states among what a layer returns."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -90,10 +93,10 @@ def run_alone(
     inputs: dict[str, Any],
     layers: Iterable[int],
 ) -> Tensor:
-    """Hidden states behind layers of these numbers; see `LanguageModel.run_stage`. inputs: of the
-    class' forward.
+    """Return the hidden states behind layers of these numbers; see `LanguageModel.run_stage`.
+    inputs: of the class' forward.
     """
-    with only(model, parts, hidden, inputs["input_ids"], list(layers)):
+    with run_only(model, parts, hidden, inputs["input_ids"], list(layers)):
         try:
             model.class_forward(**inputs)
         except _EndOfStage as reached:
@@ -103,11 +106,11 @@ def run_alone(
     )
 
 
-def only(
+def run_only(
     model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
 ) -> AbstractContextManager[None]:
-    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what
-    is after them.
+    """Run, inside, these layers alone in the class' forward of `tokens` `[b, s]`; None: what is
+    after them.
 
     hidden: what is there instead of those before, None for the first stage.
     """
@@ -116,28 +119,26 @@ def only(
     for number, name in enumerate(parts.layers):
         if number not in running:
             output = (hidden, *[None] * (parts.returned - 1)) if parts.returned else hidden
-            swaps[name] = _OfOtherStage(_held(model, name), output)
+            swaps[name] = _OfOtherStage(_get_held_module(model, name), output)
     if hidden is not None:
         zero = hidden.new_zeros(())
         for name in parts.first:
-            blank = zero.expand(model.output_shape(name, tokens.shape, hidden.shape[-1]))
-            swaps[name] = _OfOtherStage(_held(model, name), blank)
+            blank = zero.expand(model.compute_output_shape(name, tokens.shape, hidden.shape[-1]))
+            swaps[name] = _OfOtherStage(_get_held_module(model, name), blank)
     if running:
         last = parts.layers[running[-1]]
         swaps[last] = _Last(model.get_submodule(last))
-    return replace_entries(
-        (*_owner_and_child(model, name), module) for name, module in swaps.items()
-    )
+    return replace_entries((*_find_owner(model, name), module) for name, module in swaps.items())
 
 
-def _held(model: Any, name: str) -> nn.Module:
-    """A module, also one that another rank has."""
-    found: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
-    return found
+def _get_held_module(model: Any, name: str) -> nn.Module:
+    """Return a module, also one that another rank has."""
+    module: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
+    return module
 
 
-def _owner_and_child(model: Any, name: str) -> tuple[dict[str, Any], str]:
-    """The modules of the module that owns one, by their names there; and its own."""
+def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
+    """Return the modules of the module that owns one, by their names there; and its own name."""
     owner, _, child = name.rpartition(".")
     return model.get_submodule(owner)._modules, child
 
@@ -145,15 +146,16 @@ def _owner_and_child(model: Any, name: str) -> tuple[dict[str, Any], str]:
 def keep_parts(
     model: Any, parts: StageParts, layers: Iterable[int], *, first: bool, last: bool
 ) -> tuple[dict[str, nn.Module], frozenset[str]]:
-    """See `LanguageModel.keep_stages`. In the place of what is left out is a module without
-    parameters.
+    """Leave out what other stages have, as `LanguageModel.keep_stages`: a module without parameters
+    stands there.
 
     Returns what is left out, by name, and the names of all modules in it.
     """
-    tied, kept = model.spec.tied, set(layers)
+    tied = model.spec.tied
+    kept = set(layers)
     embedding = model.get_submodule(parts.embedding)
     if tied and first and last and type(embedding) is not nn.Embedding:
-        raise refusal(
+        raise make_refusal(
             model.spec.family,
             f"its tied embedding is a {type(embedding).__name__}, and this schedule has it twice on"
             " the first rank",
@@ -166,7 +168,7 @@ def keep_parts(
         placeholders[parts.embedding] = hold_tied_weight(embedding)
     elsewhere = {}
     for name, module in placeholders.items():
-        held, child = _owner_and_child(model, name)
+        held, child = _find_owner(model, name)
         elsewhere[name] = held[child]
         held[child] = module
     empty = {name for name in absent if next(model.get_submodule(name).parameters(), None) is None}
@@ -182,32 +184,31 @@ _TOKENS = (2, 12)  # rows and length of what a small model reads
 
 @lru_cache(maxsize=8)
 def find_parts(spec: "ModuleSpec") -> StageParts:
-    """See `ExternalSpec.stage_parts`. Proves what it finds."""
-    small, elements = spec, sum(map(prod, spec.layout().shapes.values()))
-    with (
-        _disable_current_modes(),
-        torch.random.fork_rng(devices=[]),
-    ):  # a simulation's: this is none of it
+    """Find the parts of a pipeline, and prove them; see `ExternalSpec.find_stage_parts`."""
+    small = spec
+    elements = sum(map(prod, spec.layout().shapes.values()))
+    # A simulation's modes: this is none of it.
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         try:
             if elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
-                small = spec.shrunk(layers=spec.num_layers)
+                small = spec.build_shrunk(layers=spec.num_layers)
             model: Any = build_meta(small, torch.float32)
             allocate(model, torch.device("cpu"))
             randomize(model)
-            parts = _found(model.eval())
+            parts = _find_small_parts(model.eval())
             _prove(model, parts)
         except ConfigError:
             raise
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {one_line(error)}"
-            raise refusal(
+            line = f"{type(error).__name__}: {format_one_line(error)}"
+            raise make_refusal(
                 spec.family, f"a small model of it does not run in stages ({line})"
             ) from error
-    return parts if small is spec else _of(spec, parts)
+    return parts if small is spec else _resize_parts(spec, parts)
 
 
-def _of(spec: "ModuleSpec", parts: StageParts) -> StageParts:
-    """The parts of the large model, which are those of the small one; its width."""
+def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
+    """Return the parts of the large model, which are those of the small one, with its width."""
     layout = spec.layout()
     prefix = parts.layers[0].removesuffix("0")
     layers = [
@@ -224,29 +225,31 @@ def _of(spec: "ModuleSpec", parts: StageParts) -> StageParts:
         or not 0 < len(layers) <= len(parts.layers)
         or {*parts.first, *parts.last} - set(layout.modules)
     ):
-        raise refusal(
+        raise make_refusal(
             spec.family,
             f"its small model has other modules ({(other or layers or ['no layers'])[0]})",
         )
-    width = _width(spec)
-    if width is None or _width(spec.shrunk()) != parts.width:
-        raise refusal(
+    width = _read_width(spec)
+    if width is None or _read_width(spec.build_shrunk()) != parts.width:
+        raise make_refusal(
             spec.family, "its config does not say how wide its hidden states are (hidden_size)"
         )
     return replace(parts, layers=tuple(layers), width=width)
 
 
-def _width(spec: "ModuleSpec") -> int | None:
+def _read_width(spec: "ModuleSpec") -> int | None:
     return getattr(
-        transformers_config(spec.source.config, spec.family).get_text_config(), "hidden_size", None
+        build_transformers_config(spec.source.config, spec.family).get_text_config(),
+        "hidden_size",
+        None,
     )
 
 
-def _found(model: Any) -> StageParts:
-    """The parts of a model with values, by the order in which one forward calls its modules. Raises
-    ConfigError.
+def _find_small_parts(model: Any) -> StageParts:
+    """Find the parts of a model with values, by the order in which one forward calls its modules.
+    Raises ConfigError.
     """
-    elsewhere = tuple(other_parts(model))
+    elsewhere = tuple(list_other_parts(model))
     layers = [
         name
         for name in list_layer_names(model)
@@ -254,48 +257,47 @@ def _found(model: Any) -> StageParts:
     ]
     lists = {name.rpartition(".")[0] for name in layers}
     if len(lists) != 1:
-        raise refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
-    owners = _owners(model, layers, elsewhere)
+        raise make_refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
+    owners = _list_owners(model, layers, elsewhere)
     with torch.no_grad():
-        _, called = _run_whole(model, _tokens(model, 0), (*owners, *layers))
+        _, called = _run_whole(model, _make_tokens(model, 0), (*owners, *layers))
     order = [name for name, _ in called]
     if [name for name in order if name in layers] != layers:
-        raise refusal(
+        raise make_refusal(
             model.spec.family, "its forward does not call each layer once, in the order of the list"
         )
-    begin, end = order.index(layers[0]), order.index(layers[-1])
-    before, between, last = (
-        set(order[:begin]),
-        set(order[begin:end]) - set(layers),
-        set(order[end + 1 :]),
-    )
+    begin = order.index(layers[0])
+    end = order.index(layers[-1])
+    before = set(order[:begin])
+    between = set(order[begin:end]) - set(layers)
+    last = set(order[end + 1 :])
     if between or before & last:
-        raise refusal(
+        raise make_refusal(
             model.spec.family, f"{min(between or before & last)} runs with layers of several stages"
         )
-    embedding, head = embedding_and_head(model) or (None, None)
+    embedding, head = find_embedding_and_head(model) or (None, None)
     names = {id(module): name for name, module in model.named_modules()}
     if names[id(embedding)] in last or names[id(head)] in before:
-        raise refusal(model.spec.family, "its embedding runs behind its layers")
+        raise make_refusal(model.spec.family, "its embedding runs behind its layers")
     output = called[begin][1]
-    hidden = _first(output)
+    hidden = _get_hidden_states(output)
     if not isinstance(hidden, Tensor) or hidden.shape[:-1] != torch.Size(_TOKENS):
-        raise refusal(
+        raise make_refusal(
             model.spec.family, "a layer returns something else than hidden states [b, s, d]"
         )
-    last |= {names[id(head)]}
-    first = (*(name for name in owners if name not in last), *elsewhere)
-    behind = tuple(
-        dict.fromkeys([name for name in order[end + 1 :] if name in last] + [names[id(head)]])
-    )
-    returned = len(output) if isinstance(output, tuple) else 0
+    behind = dict.fromkeys([*order[end + 1 :], names[id(head)]])
     return StageParts(
-        first, tuple(layers), behind, names[id(embedding)], hidden.shape[-1], returned
+        first=(*(name for name in owners if name not in behind), *elsewhere),
+        layers=tuple(layers),
+        last=tuple(behind),
+        embedding=names[id(embedding)],
+        width=hidden.shape[-1],
+        returned=len(output) if isinstance(output, tuple) else 0,
     )
 
 
-def _owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[str]:
-    """The modules outside the layers that have parameters of their own, the outermost ones."""
+def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[str]:
+    """List the modules outside the layers that have parameters of their own, the outermost ones."""
     inside = tuple(f"{name}." for name in (*layers, *elsewhere))
     owners: list[str] = []
     for name, module in model.named_modules():
@@ -303,18 +305,19 @@ def _owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[s
             tuple(f"{owner}." for owner in owners)
         ):
             continue
-        own = next((f"{name}.{each}" for each, _ in module.named_parameters(recurse=False)), None)
-        if own is not None and any(
-            layer.startswith(f"{name}." if name else "") for layer in layers
-        ):
-            raise refusal(
-                model.spec.family, f"{own.lstrip('.')} is in no module that one stage could have"
+        own = next((each for each, _ in module.named_parameters(recurse=False)), None)
+        if own is None:
+            continue
+        if any(layer.startswith(f"{name}." if name else "") for layer in layers):
+            path = f"{name}.{own}".lstrip(".")
+            raise make_refusal(
+                model.spec.family, f"{path} is in no module that one stage could have"
             )
-        owners += [name] if own is not None else []
+        owners.append(name)
     return owners
 
 
-def _tokens(model: Any, seed: int) -> Tensor:
+def _make_tokens(model: Any, seed: int) -> Tensor:
     words = model.spec.vocab_size  # the first ones may be padding, of which classes warn
     return torch.randint(
         min(3, words - 1), words, _TOKENS, generator=torch.Generator().manual_seed(seed)
@@ -324,7 +327,7 @@ def _tokens(model: Any, seed: int) -> Tensor:
 def _run_whole(
     model: Any, tokens: Tensor, names: Iterable[str] = ()
 ) -> tuple[Tensor, list[tuple[str, Any]]]:
-    """The logits, and what the named modules gave, in the order of their calls."""
+    """Return the logits, and what the named modules gave, in the order of their calls."""
     called: list[tuple[str, Any]] = []
     with ExitStack() as hooks:
         for name in names:
@@ -333,53 +336,55 @@ def _run_whole(
                 called.append((name, pytree.tree_map_only(Tensor, torch.clone, output)))
 
             hooks.callback(model.get_submodule(name).register_forward_hook(note).remove)
-        return logits_of(model.class_forward(**model.inputs_of(tokens))), called
+        return get_logits(model.class_forward(**model.build_inputs(tokens))), called
 
 
 @torch.no_grad()
 def _prove(model: Any, parts: StageParts) -> None:
-    """Cuts a model at each of its layers, and compares what each gives with what it gave in the
-    whole model.
+    """Cut a model at each of its layers, and compare what each gives with what it gave in the whole
+    model.
 
-    What a forward leaves in the model must not help: another one runs before, and the last layers
-    are first.
+    What a forward leaves in the model must not help.
     """
-    family, tokens = model.spec.family, _tokens(model, 0)
-    whole, called = _run_whole(model, tokens, parts.layers)
-    given = [_first(output) for _, output in called]
-    _run_whole(model, _tokens(model, 1))
-    with only(model, parts, given[-1], tokens, None):
-        if not torch.equal(_run_whole(model, tokens)[0], whole):
-            raise refusal(
+    family = model.spec.family
+    tokens = _make_tokens(model, 0)
+    logits, called = _run_whole(model, tokens, parts.layers)
+    hidden_states = [_get_hidden_states(output) for _, output in called]
+    # Another forward runs before, and the last layers are first: no cache of the model helps.
+    _run_whole(model, _make_tokens(model, 1))
+    with run_only(model, parts, hidden_states[-1], tokens, None):
+        if not torch.equal(_run_whole(model, tokens)[0], logits):
+            raise make_refusal(
                 family, "what is behind its layers takes more from them than hidden states"
             )
     for number in reversed(range(len(parts.layers))):
-        received = given[number - 1] if number else None
+        received = hidden_states[number - 1] if number else None
         try:
-            found = run_alone(model, parts, received, model.inputs_of(tokens), [number])
+            hidden = run_alone(model, parts, received, model.build_inputs(tokens), [number])
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {one_line(error)}"
-            raise refusal(
+            line = f"{type(error).__name__}: {format_one_line(error)}"
+            raise make_refusal(
                 family, f"{parts.layers[number]} does not run by itself ({line})"
             ) from error
-        if not torch.equal(found, given[number]):
+        if not torch.equal(hidden, hidden_states[number]):
             reason = (
                 f"{parts.layers[number]} takes more from the layers before it than hidden states"
             )
-            raise refusal(family, reason)
+            raise make_refusal(family, reason)
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits of what a forward returns: a tensor, an object with `.logits`, or a tuple that
-    begins with them.
+def get_logits(output: Any) -> Tensor:
+    """Return the logits of what a forward returns: a tensor, an object with `.logits`, or a tuple
+    that begins with them.
     """
     if isinstance(output, Tensor):
         return output
-    found = getattr(output, "logits", None)
-    found = output[0] if found is None and isinstance(output, (tuple, list)) else found
-    if not isinstance(found, Tensor):
+    logits = getattr(output, "logits", None)
+    if logits is None and isinstance(output, (tuple, list)):
+        logits = output[0]
+    if not isinstance(logits, Tensor):
         raise SetupError(
             f"model.implementation: forward returned {type(output).__name__}, expected logits or"
             " .logits"
         )
-    return found
+    return logits

@@ -14,7 +14,7 @@ over the ranks.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from recipe_lib.adapters.layers import AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.plan_executor import ranks_of, run_by_plan, total_over
-from recipe_lib.external.plan_proof import all_modules, plan_of_model, prove
-from recipe_lib.external.tensor_plan.exchanges import enter, exchange, own_part
-from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
-from recipe_lib.logs import get_logger
+from recipe_lib.errors import ConfigError
+from recipe_lib.external.plan_executor import build_ranks, make_total, run_by_plan
+from recipe_lib.external.tensor_plan.exchanges import enter, exchange, take_own_part
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    ParameterPlan,
+    ShardingPlan,
+    compute_bounds,
+)
 from recipe_lib.models.decoder import LogitTransform
-from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
@@ -40,13 +41,14 @@ from recipe_lib.parallel.tensor import as_placed
 from recipe_lib.parallel.world import World
 
 _LENGTHS = "lora_magnitude_vector"
-_CALLS = (
-    3  # of an adapted linear, before DoRA does anything else: the product, and the adapter's two
-)
+# Of an adapted linear, before DoRA does anything else: the product, and the adapter's two.
+_CALLS = 3
 
 
-def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
-    """Shards a meta model's matrices over the ranks of each tensor-parallel group, in place.
+def shard_module(
+    model: Any, plan: ShardingPlan, parallel: ParallelConfig, world: World
+) -> dict[str, str]:
+    """Shard a meta model's matrices by its proven plan over each tensor-parallel group, in place.
 
     Returns what each parameter's gradient is on a rank, as `recipe_lib.parallel.shard_tensors`
     does. Raises ConfigError where the ranks can share nothing of it, SetupError where its forward
@@ -54,7 +56,6 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     """
     group = world.tensor
     assert group is not None
-    plan = proven_plan(model, parallel, world)
     # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are
     # not come to.
     elsewhere = model.modules_elsewhere
@@ -63,15 +64,16 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     )
     rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
     plan = replace(plan, parameters=parameters, rewrites=rewrites)
-    head, columns = model.output_head(), 0
+    head = model.output_head()
+    columns = 0
     if head is not None:
-        plan, columns = with_loss_of_parts(plan, model, head)
+        plan, columns = exclude_head_exchanges(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     place_parameters(model, plan, world.mesh["tensor"], stored)
     runs = {
         each.name: (each.dim, cut)
         for each in plan.parameters
-        if (cut := plan_runs(each, group.size))
+        if (cut := list_runs(each, group.size))
     }
     for name in stored:  # lengths are cut as the rows of their matrix, which may hold several
         rows = f"{name.removesuffix(_LENGTHS)}lora_B.weight"
@@ -80,112 +82,62 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     model.runs = runs
     if head is not None:
         head.forward = partial(project, head, group, columns)
-    run_by_plan(model, plan, ranks_of(group), head, parallel.tensor_regather_in_backward != "false")
-    own = {name for name, _ in model.named_parameters()}
-    gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
-    return gradients | {
-        name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()
-    }
+    run_by_plan(
+        model, plan, build_ranks(group), head, parallel.tensor_regather_in_backward != "false"
+    )
+    names = {name for name, _ in model.named_parameters()}
+    gradients = {each.name: each.gradient for each in plan.parameters if each.name in names}
+    for name, placement in stored.items():
+        gradients[name] = "full" if placement.is_replicate() else "sharded"
+    return gradients
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Tells quantized linears which part of their weight this rank computes with; how their storage
-    lies on the group.
+    """Tell quantized linears which part of their weight this rank computes with; return how their
+    storage lies on the group.
 
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
     """
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
             continue
-        each = plan.parameter(f"{name}.weight")
-        outputs, inputs, by_columns = module.out_features, module.in_features, each.dim == 1
-        storage: tuple[Placement, Placement] = (Replicate(), Replicate())
-        if each.dim >= 0:
-            whole = len(each.segments) == 1
-            if not whole or not can_cut(
+        weight = plan.parameter(f"{name}.weight")
+        outputs = module.out_features
+        inputs = module.in_features
+        by_columns = weight.dim == 1
+        codes: Placement = Replicate()
+        factors: Placement = Replicate()
+        if weight.dim >= 0:
+            is_one = len(weight.segments) == 1
+            if not is_one or not can_cut(
                 inputs, outputs, module.kind, group.size, by_columns=by_columns
             ):
-                reason = (
-                    "holds several matrices"
-                    if not whole
-                    else "has no whole blocks of 64 numbers for each rank"
-                )
+                reason = "has no whole blocks of 64 numbers for each rank"
+                if not is_one:
+                    reason = "holds several matrices"
                 raise ConfigError(
                     f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
                     f" in blocks, and it {reason}; set lora.quantize_base=none,"
-                    f" {'' if not whole else 'int8, '}or parallel.tensor=1"
+                    f" {'int8, ' if is_one else ''}or parallel.tensor=1"
                 )
-            (part,) = bounds(each.segments, group.rank, group.size)
+            (part,) = compute_bounds(weight.segments, group.rank, group.size)
             module.take_part(*((0, outputs), part) if by_columns else (part, (0, inputs)))
-            of_factors = Replicate() if by_columns or module.kind == "nf4" else Shard(0)
-            storage = (Shard(each.dim), of_factors)
-        found |= {f"{name}.weight_codes": storage[0], f"{name}.weight_factors": storage[1]}
+            codes = Shard(weight.dim)
+            if not by_columns and module.kind != "nf4":
+                factors = Shard(0)
+        placements[f"{name}.weight_codes"] = codes
+        placements[f"{name}.weight_factors"] = factors
         if module.weight_scales is not None:
-            found[f"{name}.weight_scales"] = storage[0]
-    return found
+            placements[f"{name}.weight_scales"] = codes
+    return placements
 
 
-def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingPlan:
-    """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A
-    collective.
-
-    Raises as `shard_module` does.
-    """
-    held = all_modules(model).values()
-    lengths = [
-        module for module in held if getattr(module, "lora_magnitude_vector", None) is not None
-    ]
-    plan = plan_of_model(
-        model, parallel.tensor, tokens=not lengths
-    )  # which DoRA's calls are none of
-    if world.pipeline is not None:
-        # What layers give has to be a rank's tokens after each of them, or after none; the last
-        # gives to the head.
-        *before, _ = model.find_stage_parts().layers
-        if len({name in plan.local_outputs for name in before}) > 1:
-            plan = plan_of_model(model, parallel.tensor, tokens=False)
-    check_plan(model, plan, parallel)
-    if not holds_values(world.device):
-        return plan
-    log = get_logger()
-    try:
-        said = prove(model, plan, world)
-    except SetupError as error:
-        if not plan.shared_tokens:
-            raise
-        log.info("tensor plan of %s: every rank has all tokens: %s", model.spec.family, error)
-        plan = plan_of_model(model, parallel.tensor, tokens=False)
-        said = prove(model, plan, world)
-    log.info("tensor plan of %s: %s", model.spec.family, said)
-    return plan
-
-
-def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
-    """Raises ConfigError where `parallel.tensor` ranks cannot run the plan, or would share nothing
-    by it.
-    """
-    size, name = parallel.tensor, model.spec.family
-    shared = [axis for axis in plan.axes if not axis.vocabulary]
-    if not shared:
-        reason = f": {plan.refused[0]}" if plan.refused else ""
-        raise ConfigError(
-            f"parallel.tensor={size}: found nothing in the layers of {name} that {size} ranks can"
-            f" share{reason}; set parallel.tensor=1, or see `tune tp-plan`"
-        )
-    if size not in plan.legal_sizes:
-        legal = ", ".join(map(str, (1, *plan.legal_sizes)))
-        raise ConfigError(
-            f"parallel.tensor={size}: found a forward of {name} that {size} ranks cannot run; set"
-            f" it to one of {legal}"
-        )
-
-
-def with_loss_of_parts(
+def exclude_head_exchanges(
     plan: ShardingPlan, model: nn.Module, head: nn.Module
 ) -> tuple[ShardingPlan, int]:
-    """The plan without what the output projection is exchanged for, which the loss does itself;
-    tokens of a rank.
+    """Take out of the plan what the output projection is exchanged for, which the loss does itself;
+    return the size of the vocabulary, too.
 
     0 tokens: no rank has a part of the vocabulary, all have the whole.
     """
@@ -211,7 +163,7 @@ def place_parameters(
     mesh: DeviceMesh,
     stored: Mapping[str, Placement] | None = None,
 ) -> None:
-    """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays
+    """Make each parameter a DTensor of this rank's part of it; one that several modules own stays
     one.
 
     stored: how parameters that are no weights of the class lie on the group.
@@ -226,15 +178,18 @@ def place_parameters(
                 if stored and own in stored:
                     placed[id(parameter)] = as_placed(parameter, stored[own], mesh)
                 else:
-                    placed[id(parameter)] = _as_part(parameter, plans[own], mesh)
+                    placed[id(parameter)] = _take_parameter_part(parameter, plans[own], mesh)
             setattr(module, name, placed[id(parameter)])
 
 
-def _as_part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> nn.Parameter:
+def _take_parameter_part(
+    parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
+) -> nn.Parameter:
     whole = parameter.detach()
-    part, placement = whole, cast(Placement, Replicate())
+    part = whole
+    placement: Placement = Replicate()
     if plan.dim >= 0:
-        part = own_part(
+        part = take_own_part(
             whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()
         ).contiguous()
         placement = Shard(plan.dim)
@@ -244,13 +199,13 @@ def _as_part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> 
     return nn.Parameter(placed, parameter.requires_grad)
 
 
-def plan_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) in the file of what follows one another on the ranks; none where the order is
-    that of the file.
+def list_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) in the file of what follows one another on the ranks; none where the
+    order is that of the file.
     """
     if plan.dim < 0 or len(plan.segments) < 2:
         return ()
-    return tuple(part for rank in range(size) for part in bounds(plan.segments, rank, size))
+    return tuple(part for rank in range(size) for part in compute_bounds(plan.segments, rank, size))
 
 
 # The output projection, of a part of the vocabulary.
@@ -266,8 +221,8 @@ def project(
     head_loss: HeadLoss | None = None,
     after: LogitTransform | None = None,
 ) -> Tensor:
-    """As `LinearHead.forward`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`,
-    0: all of it.
+    """Compute the loss, or logits, as `LinearHead.forward`; each rank has hidden `[..., d]` whole,
+    and its part of `vocabulary`, 0: all of it.
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """
@@ -275,7 +230,7 @@ def project(
     after = after or LogitTransform()
     if labels is None and vocabulary:
         return _gather_columns(
-            F.linear(enter(hidden, total_over(group)), weight, bias), vocabulary, group
+            F.linear(enter(hidden, make_total(group)), weight, bias), vocabulary, group
         )
     if labels is None:
         return F.linear(hidden, weight, bias)
@@ -292,10 +247,11 @@ def project(
 
 
 def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that of the
-    same loss.
+    """Gather logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that
+    of the same loss.
     """
-    columns, held = -(-vocabulary // group.size), logits.shape[-1]
+    columns = -(-vocabulary // group.size)
+    held = logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
         padded = F.pad(part, (0, columns - held)).flatten(0, -2)
@@ -308,43 +264,45 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
 
 
 def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Makes adapted linears with DoRA compute lengths as one rank; how each one's trained lengths
-    lie on the group.
+    """Make adapted linears with DoRA compute lengths as one rank; return how each one's trained
+    lengths lie on the group.
 
     Raises ConfigError where ranks would exchange what DoRA changes, or cut an adapter by its rank.
     """
     late = {each.module for each in plan.boundaries if each.call >= _CALLS}
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, AdaptedMatrix) or module.lora_magnitude_vector is None:
             continue
-        first, second = (
-            plan.parameter(f"{name}.lora_A.weight"),
-            plan.parameter(f"{name}.lora_B.weight"),
-        )
+        first = plan.parameter(f"{name}.lora_A.weight")
+        second = plan.parameter(f"{name}.lora_B.weight")
         if first.dim == 0 or name in late:
             raise ConfigError(
                 f"parallel.tensor={group.size}: lora.dora: the plan exchanges what the adapter of"
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        module.compute_weight_norms = partial(_all_norms, module, group, first.dim, second.dim)  # type: ignore[method-assign]
-        module.compute_relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
-        found[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
-    return found
+        gather = partial(_gather_norms, module, group, first.dim, second.dim)
+        compute = partial(_compute_relative_lengths, module, group, first.dim)
+        module.compute_weight_norms = gather  # type: ignore[method-assign]
+        module.compute_relative_lengths = compute  # type: ignore[method-assign]
+        placements[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
+    return placements
 
 
-def _relative(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """What this rank's outputs are multiplied by; no call of the forward that the plan counts."""
+def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
+    """Return what this rank's outputs are multiplied by; no call of the forward that the plan
+    counts.
+    """
     with torch._C.DisableTorchFunction():
         lengths: Tensor = get_local(module.lora_magnitude_vector)
-        return lengths / _norms(module, group, cut)
+        return lengths / _compute_norms(module, group, cut)
 
 
 @torch.no_grad()
-def _norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """Of this rank's rows of the matrix. cut: the dimension of A that is cut, 1: as the matrix's
-    columns are.
+def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
+    """Compute the norms of this rank's rows of the matrix. cut: the dimension of A that is cut, 1:
+    as the matrix's columns are.
     """
     weight = (
         module.dequantize_local_weight()
@@ -357,7 +315,7 @@ def _norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()
 
 
-def _all_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
-    """Of all rows, in the order of the ranks. A collective."""
-    found = _norms(module, group, cut)
+def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
+    """Gather the norms of all rows, in the order of the ranks. A collective."""
+    found = _compute_norms(module, group, cut)
     return wait(start_gather(found, group)) if rows == 0 else found

@@ -20,9 +20,9 @@ _ENCODERS = ("cpmant", "xlnet")  # whose config has none
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
-def transformers_config(config: Mapping[str, Any], where: str) -> Any:
-    """The config object of transformers for a config.json. Nothing of the checkpoint's own code is
-    run.
+def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
+    """Build the config object of transformers for a config.json. Nothing of the checkpoint's own
+    code is run.
 
     Raises SetupError if transformers is not installed, CheckpointError for a model_type that it
     does not have.
@@ -39,7 +39,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     try:
         made = AutoConfig.for_model(
             kind,
-            **{key: plain_numbers(value) for key, value in config.items() if key != "model_type"},
+            **{key: restore_numbers(value) for key, value in config.items() if key != "model_type"},
         )
     except ValueError as error:
         if kind in str(error) and "auto_map" in config:
@@ -50,14 +50,15 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
         else:
             remedy = (
                 "install a release of transformers that has it, or give it by --plugin"
-                f" ({one_line(error)})"
+                f" ({format_one_line(error)})"
             )
         raise CheckpointError(
             f"{where}: model_type {kind!r} is not one of transformers'; {remedy}"
         ) from None
-    except Exception as error:  # noqa: BLE001  (its class computes with it: no heads are a division by zero)
+    except Exception as error:  # noqa: BLE001
+        # Its class computes with it: no heads are a division by zero.
         raise CheckpointError(
-            f"{where}: the config of {kind!r} does not take it ({one_line(error)})"
+            f"{where}: the config of {kind!r} does not take it ({format_one_line(error)})"
         ) from None
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(
@@ -73,25 +74,23 @@ def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Classes that came with transformers 5 may not; earlier releases have none for those models.
     """
-    made = transformers_config(config, where).to_dict()
+    made = build_transformers_config(config, where).to_dict()
     spelled = spell_both(_add_ropes(config, made))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of such a class on a name that is not its own
         try:
-            read = transformers_config(spelled, where).to_dict()
+            read = build_transformers_config(spelled, where).to_dict()
         except CheckpointError:
             read = {}
-    is_same = all(
-        _without_type(read.get(key)) == _without_type(value) for key, value in made.items()
-    )
+    is_same = all(_drop_type(read.get(key)) == _drop_type(value) for key, value in made.items())
     return spelled if is_same else spell_both(config, with_ropes=False)
 
 
-def _without_type(value: Any) -> Any:
+def _drop_type(value: Any) -> Any:
     """Return a value of a config without `type`, which transformers keeps beside `rope_type`."""
     if not isinstance(value, dict):
         return value
-    return {key: _without_type(inner) for key, inner in value.items() if key != "type"}
+    return {key: _drop_type(inner) for key, inner in value.items() if key != "type"}
 
 
 def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,8 +106,9 @@ def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, 
     return added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
 
 
-def looks_ahead(made: Any) -> bool:
-    """Whether a config is of an encoder, which transformers has a language model's head for too.
+def is_encoder(made: Any) -> bool:
+    """Return True if a config is of an encoder, which transformers has a language model's head for
+    too.
 
     made: that of a built model: decoders of encoder-decoders are configured so in their
     constructors.
@@ -118,25 +118,25 @@ def looks_ahead(made: Any) -> bool:
     return getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
 
 
-def plain_numbers(value: Any) -> Any:
-    """A value of config.json with its numbers: transformers 5 writes an infinite one as
+def restore_numbers(value: Any) -> Any:
+    """Return a value of config.json with its numbers: transformers 5 writes an infinite one as
     `{"__float__": "Infinity"}`.
     """
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
             return _FLOATS[str(value["__float__"])]
-        return {key: plain_numbers(item) for key, item in value.items()}
-    return [plain_numbers(item) for item in value] if isinstance(value, list) else value
+        return {key: restore_numbers(item) for key, item in value.items()}
+    return [restore_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 def require_transformers() -> None:
-    """Raises SetupError unless transformers is installed; call it before an import, which it makes
-    a silent one.
+    """Raise SetupError unless transformers is installed; call it before an import, which it makes a
+    silent one.
     """
     silence_torchao()
     check_transformers()
 
 
-def one_line(error: Exception) -> str:
-    """What an exception of another library says, in one line and not in full."""
+def format_one_line(error: Exception) -> str:
+    """Return what an exception of another library says, in one line and not in full."""
     return " ".join(str(error).split())[:200]

@@ -163,7 +163,7 @@ def full_gradients(held):
 def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkeypatch):
     from recipe_lib.external.tensor_plan import transformers_models
 
-    right, lines = transformers_models.plan_and_mask, []
+    right, lines = transformers_models.infer_plan_and_mask, []
 
     def wrong(*asked):
         plan, mask = right(*asked)
@@ -171,7 +171,7 @@ def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkey
         lines.append(spoil(held))
         return plan_from(held), mask
 
-    monkeypatch.setattr(transformers_models, "plan_and_mask", wrong)
+    monkeypatch.setattr(transformers_models, "infer_plan_and_mask", wrong)
     assert main(["tp-plan", model(tmp_path, QWEN3), "--tensor", "2", "--certify"]) == 3
     out = capsys.readouterr().out
     assert "certificate, 2 ranks: NOT PASSED" in out and lines[0] in out
@@ -182,7 +182,7 @@ def test_a_plan_whose_tokens_cannot_be_shared_gives_way_to_one_without(
 ):
     from recipe_lib.external.tensor_plan import transformers_models
 
-    right = transformers_models.plan_and_mask
+    right = transformers_models.infer_plan_and_mask
 
     def wrong(*asked):
         plan, mask = right(*asked)
@@ -190,7 +190,7 @@ def test_a_plan_whose_tokens_cannot_be_shared_gives_way_to_one_without(
         held["boundaries"] = [each for each in held["boundaries"] if each["kind"] != "slice"]
         return plan_from(held), mask
 
-    monkeypatch.setattr(transformers_models, "plan_and_mask", wrong)
+    monkeypatch.setattr(transformers_models, "infer_plan_and_mask", wrong)
     assert main(["tp-plan", model(tmp_path, QWEN3), "--tensor", "2", "--certify"]) == 0
     out = capsys.readouterr().out
     assert "certificate, 2 ranks: passed" in out and " gather " not in out

@@ -18,8 +18,8 @@ from recipe_lib.config.registry import list_names as names_of
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
-from recipe_lib.external import tensor_parallel
-from recipe_lib.external.gathers_again import GathersAgain
+from recipe_lib.external import module_spec
+from recipe_lib.external.compiled_layers import RegatheringPartitioner
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
@@ -52,7 +52,7 @@ class Graphs:
         self.code: list[str] = []
         self.count: Counter[str] = Counter()  # of what ranks did together
         self.kept: list[list[int]] = []  # shapes; of parameters, whole or transposed, none
-        self.divide = GathersAgain()
+        self.divide = RegatheringPartitioner()
         self.backend = aot_autograd(
             fw_compiler=self.note, bw_compiler=self.note, partition_fn=self.note_kept
         )
@@ -222,9 +222,9 @@ def refusals() -> list[str]:
     """What is said of compiled layers of a Llama without a kernel, and with two plans."""
     with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))) as world:
         said = []
-        proven = tensor_parallel.proven_plan
+        proven = module_spec.infer_proven_plan
         for backend, plan in ((without_kernel, proven), ("aot_eager", another_plan)):
-            tensor_parallel.proven_plan = plan
+            module_spec.infer_proven_plan = plan
             with pytest.raises(SetupError) as raised:
                 run_llama(backend, world)
             said.append(str(raised.value))
@@ -235,7 +235,7 @@ def without_kernel(graph: Any, inputs: Any) -> Any:
     raise NotImplementedError("there is no kernel")
 
 
-def another_plan(*asked: Any, proven: Any = tensor_parallel.proven_plan) -> ShardingPlan:
+def another_plan(*asked: Any, proven: Any = module_spec.infer_proven_plan) -> ShardingPlan:
     plan = proven(*asked)
     changed = [
         replace(each, function="another") if "layers.1." in each.module else each

@@ -16,9 +16,9 @@ from recipe_lib.config.registry import list_names as names_of
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
-from recipe_lib.external import plan_proof, tensor_parallel
+from recipe_lib.external import proven_plan
 from recipe_lib.external.module_spec import read_spec
-from recipe_lib.external.plan_proof import plan_of_model
+from recipe_lib.external.proven_plan import infer_model_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
@@ -296,13 +296,15 @@ def test_a_wrong_plan_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "XDG_CACHE_HOME", str(tmp_path / "file")
     )  # what was proven cannot be kept, and is no hindrance
     model: Any = build_meta(read_spec(config_of("qwen3"), "qwen3"), torch.float32)
-    plan = plan_of_model(model, 2)
-    assert plan_proof.proof(model, plan, 2).startswith("proven on a model of")
+    plan = infer_model_plan(model, 2)
+    assert proven_plan.prove_on_small_model(model, plan, 2).startswith("proven on a model of")
     with pytest.raises(SetupError, match="could not be proven on a small model: .* there"):
-        plan_proof.proof(model, as_full(plan), 2)
-    monkeypatch.setattr(plan_proof, "plan_of_model", lambda *asked: as_full(plan_of_model(*asked)))
+        proven_plan.prove_on_small_model(model, as_full(plan), 2)
+    monkeypatch.setattr(
+        proven_plan, "infer_model_plan", lambda *asked: as_full(infer_model_plan(*asked))
+    )
     with pytest.raises(SetupError, match="gradient of model.layers.0.self_attn.[qk]_norm"):
-        plan_proof.proof(model, as_full(plan), 2)
+        proven_plan.prove_on_small_model(model, as_full(plan), 2)
 
 
 @pytest.mark.parametrize(
@@ -319,13 +321,13 @@ def test_why_a_plan_is_not_proven(
     """A small model that no ranks can share may be planned as the large one is."""
     left = list(differences)
     shared_by_none = SimpleNamespace(legal_sizes=())
-    monkeypatch.setattr(plan_proof, "_small_model", lambda model, keys: model)
-    monkeypatch.setattr(plan_proof, "plan_of_model", lambda *asked: shared_by_none)
-    monkeypatch.setattr(plan_proof, "plan_differences", lambda large, small: left.pop(0))
+    monkeypatch.setattr(proven_plan, "_build_small_model", lambda model, keys: model)
+    monkeypatch.setattr(proven_plan, "infer_model_plan", lambda *asked: shared_by_none)
+    monkeypatch.setattr(proven_plan, "find_plan_difference", lambda large, small: left.pop(0))
     large: Any = SimpleNamespace(shared_tokens=0)
     model: Any = SimpleNamespace(spec=SimpleNamespace(family="llama"))
     with pytest.raises(SetupError, match=f"could not be proven on a small model: {said}"):
-        plan_proof.proof(model, large, 2)
+        proven_plan.prove_on_small_model(model, large, 2)
 
 
 @pytest.mark.slow
@@ -343,10 +345,10 @@ def test_fewer_key_heads_than_ranks_are_proven_on_a_model_that_has_fewer(
     model: Any = build_meta(
         read_spec(config_of("qwen3") | sizes | {"head_dim": 16}, "qwen3"), torch.float32
     )
-    plan = plan_of_model(model, 8)
+    plan = infer_model_plan(model, 8)
     layer = "model.layers.0.self_attn"
     assert [plan.parameter(f"{layer}.{each}_proj.weight").dim for each in "qkvo"] == [0, -1, -1, 1]
-    assert plan_proof.proof(model, plan, 8).startswith("proven on a model of")
+    assert proven_plan.prove_on_small_model(model, plan, 8).startswith("proven on a model of")
 
 
 def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(
@@ -360,17 +362,17 @@ def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(
             raise SetupError("the plan is wrong")
         return "proven"
 
-    monkeypatch.setattr(tensor_parallel, "prove", prove)
+    monkeypatch.setattr(proven_plan, "prove", prove)
     model: Any = build_meta(read_spec(config_of("llama"), "llama"), torch.float32)
     world: Any = SimpleNamespace(device=torch.device("cpu"), pipeline=None)
-    plan = tensor_parallel.proven_plan(model, ParallelConfig(tensor=2), world)
+    plan = proven_plan.infer_proven_plan(model, ParallelConfig(tensor=2), world)
     assert not plan.shared_tokens and asked[0] > 0.9 and asked[1:] == [0]
     assert not any(each.kind in ("gather", "slice") for each in plan.boundaries)
 
 
 def test_no_tokens_are_exchanged_where_a_packed_forward_makes_other_calls() -> None:
     model: Any = build_meta(read_spec(config_of("gpt2"), "gpt2"), torch.float32)
-    plan = plan_of_model(model, 2)
+    plan = infer_model_plan(model, 2)
     modules = {each.module for each in plan.boundaries if each.kind in ("gather", "slice")}
     assert "transformer" not in modules and "transformer.h.1" in modules
 

@@ -19,8 +19,8 @@ class AxisNode:
     def __init__(
         self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
     ):
-        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis stays whole,
-        or empty.
+        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis
+        stays whole, or empty.
         """
         self.size = size
         self.kind = kind
@@ -30,67 +30,68 @@ class AxisNode:
 
 
 def find(node: AxisNode) -> AxisNode:
-    """The node that all united with this one share."""
+    """Return the node that all united with this one share."""
     while node.parent is not None:
         node.parent = node.parent.parent or node.parent  # later look-ups are short
         node = node.parent
     return node
 
 
-def leaves(node: AxisNode) -> list[AxisNode]:
-    """The leaves under a node that hold more than one element, in order, as often as they occur."""
+def list_leaves(node: AxisNode) -> list[AxisNode]:
+    """Return the leaves under a node that hold more than one element, in order, as often as they
+    occur.
+    """
     root = find(node)
     if root.kind == "leaf":
         return [root] if root.size > 1 else []
-    return [leaf for child in root.children for leaf in leaves(child)]
+    return [leaf for child in root.children for leaf in list_leaves(child)]
 
 
 def block(node: AxisNode, reason: str) -> None:
-    """Every axis under the node stays whole, for this reason; the first reason is kept."""
-    for leaf in leaves(node):
+    """Keep every axis under the node whole, for this reason; the first reason is kept."""
+    for leaf in list_leaves(node):
         leaf.blocked = leaf.blocked or reason
 
 
-def factors(node: AxisNode) -> list[AxisNode]:
-    """The node as a product: its factors of more than one element, the outermost first."""
+def list_factors(node: AxisNode) -> list[AxisNode]:
+    """Return the node as a product: its factors of more than one element, the outermost first."""
     root = find(node)
     if root.size == 1:
         return []
     if root.kind != "product":
         return [root]
-    return [factor for child in root.children for factor in factors(child)]
+    return [factor for child in root.children for factor in list_factors(child)]
 
 
-def parts(node: AxisNode) -> list[AxisNode]:
-    """The node as a concatenation: its parts in order."""
+def list_parts(node: AxisNode) -> list[AxisNode]:
+    """Return the node as a concatenation: its parts in order."""
     root = find(node)
     if root.kind != "parts":
         return [root]
-    return [part for child in root.children for part in parts(child)]
+    return [part for child in root.children for part in list_parts(child)]
 
 
-def product(nodes: Iterable[AxisNode]) -> AxisNode:
-    """One dimension made of several, the outermost first."""
-    found = [factor for node in nodes for factor in factors(node)]
-    if len(found) == 1:
-        return found[0]
-    return (
-        AxisNode(prod(factor.size for factor in found), "product", found) if found else AxisNode(1)
-    )
+def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
+    """Make one dimension of several, the outermost first."""
+    factors = [factor for node in nodes for factor in list_factors(node)]
+    if len(factors) == 1:
+        return factors[0]
+    size = prod(factor.size for factor in factors)
+    return AxisNode(size, "product", factors) if factors else AxisNode(1)
 
 
-def concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
-    """One dimension made of several, one after the other."""
-    found = [part for node in nodes for part in parts(node) if part.size]
-    if len(found) == 1:
-        return found[0]
-    return AxisNode(sum(part.size for part in found), "parts", found) if found else AxisNode(0)
+def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
+    """Make one dimension of several, one after the other."""
+    joined = [part for node in nodes for part in list_parts(node) if part.size]
+    if len(joined) == 1:
+        return joined[0]
+    return AxisNode(sum(part.size for part in joined), "parts", joined) if joined else AxisNode(0)
 
 
 def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
-    """The same elements under other sizes, as a view has it; what does not line up is blocked."""
-    queue = [factor for node in nodes for factor in factors(node)]
-    found: list[AxisNode] = []
+    """Return the same elements under other sizes, as a view has it; block what does not line up."""
+    queue = [factor for node in nodes for factor in list_factors(node)]
+    regrouped: list[AxisNode] = []
     for size in sizes:
         taken: list[AxisNode] = []
         need = size
@@ -103,17 +104,17 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
             if first.size % need or not _refine(first, need, reason):
                 need = 0
                 break
-            queue[:1] = factors(first)
+            queue[:1] = list_factors(first)
             if queue[0].size > need:  # its own factors do not line up
                 need = 0
         if need != 1:
-            return _opaque(nodes, sizes, reason)
-        found.append(product(taken))
-    return found
+            return _make_opaque(nodes, sizes, reason)
+        regrouped.append(make_product(taken))
+    return regrouped
 
 
 def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
-    """The node cut into consecutive lengths, which add up to its size."""
+    """Cut the node into consecutive lengths, which add up to its size."""
     root = find(node)
     lengths = [length for length in lengths if length]
     if len(lengths) == 1:
@@ -123,19 +124,19 @@ def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
         root.kind = "parts"
         return list(root.children)
     if root.kind == "product":
-        found = factors(root)
-        inner = prod(factor.size for factor in found[1:])
+        factors = list_factors(root)
+        inner = prod(factor.size for factor in factors[1:])
         if any(length % inner for length in lengths):
-            return _opaque([root], lengths, reason)
-        outer = cut(found[0], [length // inner for length in lengths], reason)
-        return [product([piece, *found[1:]]) for piece in outer]
+            return _make_opaque([root], lengths, reason)
+        outer = cut(factors[0], [length // inner for length in lengths], reason)
+        return [make_product([piece, *factors[1:]]) for piece in outer]
     return _cut_parts(root, lengths, reason)
 
 
 def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
-    queue = parts(root)
+    queue = list_parts(root)
     pieces: list[AxisNode] = []  # what the concatenation consists of from now on
-    found = []
+    cuts = []
     for length in lengths:
         taken: list[AxisNode] = []
         need = length
@@ -148,13 +149,13 @@ def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[Axis
             taken.append(first)
             need -= first.size
         pieces += taken
-        found.append(concatenation(taken))
+        cuts.append(make_concatenation(taken))
     root.children = pieces
-    return found
+    return cuts
 
 
 def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
-    """Both nodes are one from now on: an operator brings their elements together one by one."""
+    """Make both nodes one from now on: an operator brings their elements together one by one."""
     left, right = find(left), find(right)
     if left is right or left.size == 1:
         return
@@ -169,12 +170,12 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
         if _align(left, right, reason) and find(left) is not find(right):
             left.parent = right
     else:
-        whole, pieces = (left, right) if left.kind == "product" else (right, left)
-        inner = factors(whole)[-1].size
-        if _refine(pieces, pieces.size // inner, reason):
-            unify(whole, pieces, reason)
+        product, parts = (left, right) if left.kind == "product" else (right, left)
+        inner = list_factors(product)[-1].size
+        if _refine(parts, parts.size // inner, reason):
+            unify(product, parts, reason)
         else:
-            block(whole, reason)
+            block(product, reason)
 
 
 def _link(leaf: AxisNode, other: AxisNode) -> None:
@@ -184,11 +185,11 @@ def _link(leaf: AxisNode, other: AxisNode) -> None:
 
 
 def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
-    """Unites two products factor by factor, or two concatenations part by part; False, and blocked,
+    """Unite two products factor by factor, or two concatenations part by part. False, and blocked,
     if that fails.
     """
     is_product = left.kind == "product"
-    split = factors if is_product else parts
+    split = list_factors if is_product else list_parts
     ours, theirs = split(left), split(right)
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
@@ -196,12 +197,12 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
         if larger[0].size == length:
             unify(ours.pop(0), theirs.pop(0), reason)
             if is_product:  # uniting may have taken others apart
-                ours = [factor for node in ours for factor in factors(node)]
-                theirs = [factor for node in theirs for factor in factors(node)]
+                ours = [factor for node in ours for factor in list_factors(node)]
+                theirs = [factor for node in theirs for factor in list_factors(node)]
         elif not is_product:
             larger[:1] = cut(larger[0], [length, larger[0].size - length], reason)
         elif larger[0].size % length == 0 and _refine(larger[0], length, reason):
-            larger[:1] = factors(larger[0])
+            larger[:1] = list_factors(larger[0])
         else:
             block(left, reason)
             block(right, reason)
@@ -210,7 +211,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
 
 
 def _refine(node: AxisNode, outer: int, reason: str) -> bool:
-    """Takes a leaf or a concatenation apart into `outer` x the rest; False, and blocked, where that
+    """Take a leaf or a concatenation apart into `outer` x the rest. False, and blocked, where that
     cannot be.
     """
     root = find(node)
@@ -224,7 +225,7 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
         return True
     if root.kind == "product":
         return True
-    pieces = parts(root)
+    pieces = list_parts(root)
     if any(piece.size % inner for piece in pieces):
         block(root, reason)
         return False
@@ -235,27 +236,27 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
         # gate and up as (2, width): which of the two it is cannot be cut
         high = AxisNode(outer, blocked=reason)
     else:
-        high = concatenation(high for high, _ in split)
+        high = make_concatenation(high for high, _ in split)
     root.children = [high, split[0][1]]
     root.kind = "product"
     return True
 
 
-def _opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
+def _make_opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
     for node in nodes:
         block(node, reason)
     return [AxisNode(size, blocked=reason) for size in sizes]
 
 
-def carries(node: AxisNode, axis: AxisNode) -> bool:
-    """True where the axis (a leaf) is under the node."""
+def has_axis(node: AxisNode, axis: AxisNode) -> bool:
+    """Return True if the axis (a leaf) is under the node."""
     axis = find(axis)
-    return any(leaf is axis for leaf in leaves(node))
+    return any(leaf is axis for leaf in list_leaves(node))
 
 
-def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
-    """Segments of a dimension as (length, whole): cut evenly along the axis, or without it, and so
-    whole on each rank.
+def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
+    """Return the segments of a dimension as (length, whole): cut evenly along the axis, or without
+    it, and so whole on each rank.
 
     None where the dimension, or a part of it, carries the axis twice or not as one of the factors
     of a product.
@@ -265,30 +266,30 @@ def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None
         return [(root.size, False)]
     if root.kind == "parts":
         pieces = [
-            segments_of(part, axis) if carries(part, axis) else [(part.size, True)]
-            for part in parts(root)
+            find_segments(part, axis) if has_axis(part, axis) else [(part.size, True)]
+            for part in list_parts(root)
         ]
-        return (
-            None
-            if any(piece is None for piece in pieces)
-            else [each for piece in pieces for each in piece or ()]
-        )
-    if root.kind == "product":
-        within = factors(root)
-        having = [place for place, factor in enumerate(within) if carries(factor, axis)]
-        if len(having) != 1:
+        if any(piece is None for piece in pieces):
             return None
-        inner = prod(factor.size for factor in within[having[0] + 1 :])
-        outer = prod(factor.size for factor in within[: having[0]])
-        segments = segments_of(within[having[0]], axis) or []
+        return [segment for piece in pieces for segment in piece or ()]
+    if root.kind == "product":
+        factors = list_factors(root)
+        with_axis = [number for number, factor in enumerate(factors) if has_axis(factor, axis)]
+        if len(with_axis) != 1:
+            return None
+        inner = prod(factor.size for factor in factors[with_axis[0] + 1 :])
+        outer = prod(factor.size for factor in factors[: with_axis[0]])
+        segments = find_segments(factors[with_axis[0]], axis) or []
         return [(length * inner, whole) for length, whole in segments] * outer or None
     return None
 
 
-def local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
-    """Elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is cut."""
+def compute_local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
+    """Return the elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is
+    cut.
+    """
     root = find(node)
     if root.kind == "leaf":
         return root.size // shares.get(root, 1)
-    sizes = [local_size(child, shares) for child in root.children]
+    sizes = [compute_local_size(child, shares) for child in root.children]
     return prod(sizes) if root.kind == "product" else sum(sizes)

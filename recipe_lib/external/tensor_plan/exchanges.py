@@ -1,5 +1,5 @@
-"""Calls with boundaries, as one rank makes them: the same for ranks that train and for the threads
-of a proof.
+"""Make calls with boundaries as one rank does: the same for ranks that train (`plan_executor`) and
+for the threads of a proof (`plan_proof`), which give `Ranks` other functions.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     Boundary,
     ParameterPlan,
     ShardingPlan,
-    bounds,
-    places_in,
-    replaced,
+    compute_bounds,
+    list_places,
+    replace_argument,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Division
 from recipe_lib.models.language_model import Entry, replace_entries
@@ -31,143 +31,153 @@ Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Ranks:
-    """One of the ranks that share a model, and what they do together.
-
-    total: a tensor to its sum over ranks. gather: `[n, ...]` of each to `[N, ...]` on all. scatter:
-    the sum of all ranks' `[N, ...]`, to each its `[n, ...]`.
-    """
+    """One of the ranks that share a model, and what they do together."""
 
     rank: int
     size: int
-    total: Change
-    gather: Change
-    scatter: Change
+    total: Change  # a tensor to its sum over ranks
+    gather: Change  # `[n, ...]` of each to `[N, ...]` on all
+    scatter: Change  # the sum of all ranks' `[N, ...]`, to each its `[n, ...]`
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What one of the ranks does at the boundaries of a plan.
-
-    rank: in code that is compiled a tensor `[]`, so that the code is the same on all ranks.
-    entered: what has entered, been gathered or been cut so far, by how, activation and id; one
-    tensor does so once for all calls that share it. length: tokens in each row of the forward that
-    runs; 0: no tokens are shared out. note: gets every call that is made here, and whether what it
-    gives costs little to make again.
-    """
+    """The exchanges of one rank at the boundaries of a plan."""
 
     plan: ShardingPlan
     ranks: Ranks
+    # In code that is compiled a tensor `[]`, so that the code is the same on all ranks.
     rank: Callable[[], Rank]
+    # What has entered, been gathered or been cut so far, by how, activation and id: a tensor does
+    # so once for all calls that share it. It is kept there, so that its id is not given to another
+    # one.
     entered: Callable[[], Entered]
+    # Tokens in each row of the forward that runs; 0: no tokens are shared out.
     length: Callable[[], int]
+    # Gets every call that is made here, and whether what it gives costs little to make again.
     note: Callable[..., None]
 
     def call(
-        self, here: list[Boundary], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        boundaries: list[Boundary],
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Does a call that has boundaries. Returns what the model is to get."""
-        going_in: dict[str, list[Boundary]] = {}
-        coming_out: dict[str, list[Boundary]] = {}
-        for boundary in here:
-            by_place = coming_out if boundary.place.startswith("output") else going_in
+        """Do a call that has boundaries. Returns what the model is to get."""
+        inputs: dict[str, list[Boundary]] = {}
+        outputs: dict[str, list[Boundary]] = {}
+        for boundary in boundaries:
+            by_place = outputs if boundary.place.startswith("output") else inputs
             by_place.setdefault(boundary.place, []).append(boundary)
-        args, kwargs = self._through(args, kwargs, going_in)
-        leaving = next(
-            (boundary for boundary in here if boundary.kind in ("leave", "lookup")), None
-        )
-        if leaving is not None:
-            cut = next((each for each in coming_out["output"] if each.kind == "slice"), None)
-            run = self._look_up if leaving.kind == "lookup" else self._leave
-            coming_out["output"] = [each for each in coming_out["output"] if each.kind == "enter"]
-            result = run(leaving, cut if self.length() else None, function, args, kwargs)
-        else:
+        args, kwargs = self._pass_all(args, kwargs, inputs)
+        leaving = next((each for each in boundaries if each.kind in ("leave", "lookup")), None)
+        if leaving is None:
             result = function(*args, **kwargs)
             self.note(function, args, kwargs, result)
-        return self._through((), {"output": result}, coming_out)[1]["output"]
+        else:
+            # A sum of which each rank wants its tokens is one reduce-scatter.
+            cut = next((each for each in outputs["output"] if each.kind == "slice"), None)
+            cut = cut if self.length() else None
+            outputs["output"] = [each for each in outputs["output"] if each.kind == "enter"]
+            run = self._look_up if leaving.kind == "lookup" else self._leave
+            result = run(leaving, cut, function=function, args=args, kwargs=kwargs)
+        return self._pass_all((), {"output": result}, outputs)[1]["output"]
 
-    def _through(
+    def _pass_all(
         self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]
     ) -> tuple[Any, Any]:
-        """Arguments, or what a call gives, through the boundaries of their places."""
-        for place, here in by_place.items():
-            tensor = self._pass(dict(places_in(args, kwargs))[place], here)
-            args, kwargs = replaced(args, kwargs, place, tensor)
+        """Pass arguments, or what a call gives, through the boundaries of their places."""
+        for place, boundaries in by_place.items():
+            tensor = self._pass(dict(list_places(args, kwargs))[place], boundaries)
+            args, kwargs = replace_argument(args, kwargs, place, tensor)
         return args, kwargs
 
-    def _pass(self, tensor: Tensor, here: list[Boundary]) -> Tensor:
-        """A tensor through the boundaries of one place."""
-        found = {boundary.kind: boundary for boundary in here}
-        if (parts := found.get("assemble")) is not None:
-            return self.assemble(tensor, parts)
-        if not self.length():
-            found = {kind: each for kind, each in found.items() if kind not in ("gather", "slice")}
-        if (cut := found.get("slice")) is not None:
-            everyone, own = self._tokens(cut, summed=False)
-            return self._once("slice", cut, tensor, partial(self._linear, tensor, own, everyone))
-        entering = found.get("enter") or found.get("cut")
-        if (gather := found.get("gather")) is not None:
-            summed = entering is not None and tensor.requires_grad
-            way = "gather and enter" if summed else "gather"
-            everyone, own = self._tokens(gather, summed)
-            tensor = self._once(way, gather, tensor, partial(self._linear, tensor, everyone, own))
-        elif entering is not None and tensor.requires_grad and torch.is_grad_enabled():
-            tensor = self._once("enter", entering, tensor, partial(enter, tensor, self.ranks.total))
-        if (part := found.get("cut")) is not None:
-            settings = (part.dim, part.segments, self.rank(), self.ranks.size, part.whole)
-            whole, tensor = tensor, own_part(tensor, *settings)
-            self.note(own_part, (whole, *settings), {}, tensor, True)
-        return tensor
+    def _pass(self, tensor: Tensor, boundaries: list[Boundary]) -> Tensor:
+        """Pass a tensor through the boundaries of one place."""
+        by_kind = {boundary.kind: boundary for boundary in boundaries}
+        if "assemble" in by_kind:
+            return self.assemble(tensor, by_kind["assemble"])
+        tokens = by_kind.get("slice") or by_kind.get("gather") if self.length() else None
+        if tokens is not None and tokens.kind == "slice":
+            gather, slice_ = self._make_token_exchange(tokens, summed=False)
+            sliced = partial(self._exchange_linear, tensor, slice_, gather)
+            return self._pass_once("slice", tokens, tensor, sliced)
+        entering = by_kind.get("enter") or by_kind.get("cut")
+        needs_sum = entering is not None and tensor.requires_grad
+        if tokens is not None:
+            kind = "gather and enter" if needs_sum else "gather"
+            gather, slice_ = self._make_token_exchange(tokens, needs_sum)
+            gathered = partial(self._exchange_linear, tensor, gather, slice_)
+            tensor = self._pass_once(kind, tokens, tensor, gathered)
+        elif entering is not None and needs_sum and torch.is_grad_enabled():
+            entered = partial(enter, tensor, self.ranks.total)
+            tensor = self._pass_once("enter", entering, tensor, entered)
+        cut = by_kind.get("cut")
+        if cut is None:
+            return tensor
+        settings = (cut.dim, cut.segments, self.rank(), self.ranks.size, cut.whole)
+        part = take_own_part(tensor, *settings)
+        self.note(take_own_part, (tensor, *settings), {}, part, True)
+        return part
 
     def assemble(self, tensor: Tensor, parts: Boundary | ParameterPlan) -> Tensor:
-        """A rank's part of a parameter, with all of its `whole` segments.
+        """Gather the `whole` segments of a rank's part of a parameter.
 
         Each rank uses those segments for its heads alone, so that its gradient of them is a part of
         a sum.
         """
-        together = partial(_assembled, parts=parts, ranks=self.ranks)
-        return self._linear(tensor, together, partial(_scattered, parts=parts, ranks=self.ranks))
+        forward = partial(_assemble_parameter, parts=parts, ranks=self.ranks)
+        backward = partial(_scatter_gradient, parts=parts, ranks=self.ranks)
+        return self._exchange_linear(tensor, forward, backward)
 
-    def _tokens(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
-        """What makes all ranks' tokens of a rank's, and the other way round. summed: of the sum
-        over ranks.
+    def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
+        """Return what makes all ranks' tokens of a rank's, and the other way round. summed: of the
+        sum over ranks.
         """
-        length, ranks = self.length(), self.ranks
-        everyone = partial(_all_tokens, where=where, length=length, ranks=ranks)
-        return everyone, partial(
-            _own_tokens, where=where, length=length, rank=self.rank(), ranks=ranks, summed=summed
+        gather = partial(_gather_tokens, where=where, length=self.length(), ranks=self.ranks)
+        return gather, partial(
+            _take_own_tokens,
+            where=where,
+            length=self.length(),
+            rank=self.rank(),
+            ranks=self.ranks,
+            summed=summed,
         )
 
-    def _linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+    def _exchange_linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
         result = exchange(tensor, forward, backward)
         self.note(forward, (tensor,), {}, result, True)
         return result
 
-    def _once(
-        self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]
+    def _pass_once(
+        self, kind: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]
     ) -> Tensor:
-        entered, place = self.entered(), (way, boundary.activation, id(tensor))
         if boundary.place.startswith("output"):
             return make()
-        if place not in entered:
-            entered[place] = (tensor, make())
-        return entered[place][1]
+        entered = self.entered()
+        key = (kind, boundary.activation, id(tensor))
+        if key not in entered:
+            entered[key] = (tensor, make())
+        return entered[key][1]
 
     def _leave(
         self,
         boundary: Boundary,
         cut: Boundary | None,
+        *,
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """The sum over ranks of what a function gives, or a rank's tokens of it; its bias is added
+        """Sum what a function gives over ranks, or give a rank's tokens of that; add its bias
         once.
         """
-        bias = dict(places_in(args, kwargs))[boundary.bias] if boundary.bias else None
+        bias = dict(list_places(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
-            args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
-        given = function(*args, **kwargs)
-        result = self._sum(given / self.ranks.size if boundary.mean else given, cut)
+            args, kwargs = replace_argument(args, kwargs, boundary.bias, torch.zeros_like(bias))
+        part = function(*args, **kwargs)
+        result = self._sum(part / self.ranks.size if boundary.mean else part, cut)
         if bias is None:
             return result
         biased = result + bias
@@ -176,49 +186,48 @@ class Exchanges:
 
     def _sum(self, tensor: Tensor, cut: Boundary | None) -> Tensor:
         if cut is not None:
-            everyone, own = self._tokens(cut, summed=True)
-            return exchange(tensor, own, everyone)
+            gather, scatter = self._make_token_exchange(cut, summed=True)
+            return exchange(tensor, scatter, gather)
         return exchange(tensor, self.ranks.total, lambda gradient: gradient)
 
     def _look_up(
         self,
         boundary: Boundary,
         cut: Boundary | None,
+        *,
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Rows of this rank's own tokens, zeros for others, summed over ranks."""
-        segments = self.plan.parameter(boundary.parameters[0]).segments
+        """Look up rows of this rank's own tokens, zeros for others, and sum them over ranks."""
         rank = self.rank()
         if not isinstance(rank, int):
             raise SetupError(
                 f"compile: {boundary.module} embeds tokens within a layer, which is not compiled"
                 " where ranks share the vocabulary; set compile=false"
             )
-        ((start, stop),) = bounds(segments, rank, self.ranks.size)
-        held = list(places_in(args, kwargs))
+        segments = self.plan.parameter(boundary.parameters[0]).segments
+        ((start, stop),) = compute_bounds(segments, rank, self.ranks.size)
+        arguments = dict(list_places(args, kwargs))
         place, tokens = next(
-            (at, each)
-            for at, each in held
-            if torch.is_tensor(each) and not each.is_floating_point()
+            (place, value)
+            for place, value in arguments.items()
+            if torch.is_tensor(value) and not value.is_floating_point()
         )
-        own = (tokens >= start) & (tokens < stop)
-        args, kwargs = replaced(args, kwargs, place, torch.where(own, tokens - start, 0))
-        padding = next(
-            ((at, each) for at, each in held if at in ("2", "padding_idx") and each is not None),
-            None,
-        )
-        if padding is not None:
-            inside = start <= padding[1] < stop
-            args, kwargs = replaced(
-                args, kwargs, padding[0], padding[1] - start if inside else None
-            )
-        return self._sum(function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0), cut)
+        is_own = (tokens >= start) & (tokens < stop)
+        own_tokens = torch.where(is_own, tokens - start, 0)
+        args, kwargs = replace_argument(args, kwargs, place, own_tokens)
+        for place in ("2", "padding_idx"):
+            padding = arguments.get(place)
+            if padding is not None:
+                own_padding = padding - start if start <= padding < stop else None
+                args, kwargs = replace_argument(args, kwargs, place, own_padding)
+        rows = function(*args, **kwargs).masked_fill(~is_own.unsqueeze(-1), 0)
+        return self._sum(rows, cut)
 
 
 def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
-    """What `forward` makes of a tensor, whose gradient is what `backward` makes of that of the
+    """Return what `forward` makes of a tensor; its gradient is what `backward` makes of that of the
     result. Keeps nothing.
 
     forward must be linear in the tensor, and give new memory or a view.
@@ -227,16 +236,20 @@ def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
 
 
 def enter(tensor: Tensor, total: Change) -> Tensor:
-    """What all ranks have goes into what each has a part of: its gradient is summed over ranks."""
+    """Let what all ranks have go into what each has a part of: its gradient is summed over
+    ranks.
+    """
     return exchange(tensor, lambda whole: whole.view_as(whole), total)
 
 
-def _lengths(parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()) -> list[int]:
-    return [stop - start for start, stop in bounds(parts.segments, 0, size, whole)]
+def _list_lengths(
+    parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()
+) -> list[int]:
+    return [stop - start for start, stop in compute_bounds(parts.segments, 0, size, whole)]
 
 
-def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
-    pieces = list(tensor.split(_lengths(parts, ranks.size), parts.dim))
+def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
+    pieces = list(tensor.split(_list_lengths(parts, ranks.size), parts.dim))
     own = torch.cat([pieces[at] for at in parts.whole], parts.dim)
     gathered = ranks.gather(own.unsqueeze(0).contiguous())
     lengths = [parts.segments[at] // ranks.size for at in parts.whole]
@@ -245,12 +258,12 @@ def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) ->
     return torch.cat(pieces, parts.dim)
 
 
-def _scattered(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
-    """The gradient of a rank's part: of segments that all ranks compute with, the sum of theirs."""
-    dim, pieces = (
-        parts.dim,
-        list(gradient.split(_lengths(parts, ranks.size, parts.whole), parts.dim)),
-    )
+def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
+    """Return the gradient of a rank's part: of segments that all ranks compute with, the sum of
+    theirs.
+    """
+    dim = parts.dim
+    pieces = list(gradient.split(_list_lengths(parts, ranks.size, parts.whole), dim))
     by_rank = [pieces[at].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for at in parts.whole]
     summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
     own = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
@@ -259,19 +272,19 @@ def _scattered(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) 
     return torch.cat(pieces, dim)
 
 
-def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
-    moved, place = _tokens_in_front(tensor, where, length // ranks.size)
+def _gather_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
+    moved, place = _move_tokens_to_front(tensor, where, length // ranks.size)
     whole = ranks.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
     return whole.contiguous()  # a view of a contiguous one is no copy
 
 
-def _own_tokens(
+def _take_own_tokens(
     tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Ranks, summed: bool
 ) -> Tensor:
-    """A rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over
+    """Return a rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over
     ranks.
     """
-    moved, place = _tokens_in_front(tensor, where, length)
+    moved, place = _move_tokens_to_front(tensor, where, length)
     part = length // ranks.size
     if summed:
         own = ranks.scatter(moved.contiguous())
@@ -282,18 +295,18 @@ def _own_tokens(
     return own.movedim(0, place).flatten(where.dim, where.dim + 1).contiguous()
 
 
-def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
-    """`[tokens, ...]` with the tokens of a row apart from the rest of their dimension, and where
-    they were.
+def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
+    """Return `[tokens, ...]` with the tokens of a row apart from the rest of their dimension, and
+    where they were.
     """
     wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
     place = where.dim if where.tokens_first else where.dim + 1
     return wide.movedim(place, 0), place
 
 
-def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
-    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0: every rank has all
-    tokens.
+def get_trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
+    """Return the tokens in each row of the token ids `[b, s]` that a forward gets; 0: every rank
+    has all tokens.
 
     So it is where no gradients are wanted: a forward that generates goes other ways, and keeps
     nothing anyway. Raises ValueError for rows of which the ranks cannot have equal parts.
@@ -309,7 +322,7 @@ def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
     return int(ids.shape[1])
 
 
-def own_part(
+def take_own_part(
     tensor: Tensor,
     dim: int,
     segments: tuple[int, ...],
@@ -317,25 +330,27 @@ def own_part(
     size: int,
     whole: tuple[int, ...] = (),
 ) -> Tensor:
-    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room,
-    or all of it.
+    """Return a rank's part of a tensor: of each segment along dim, which repeat as often as there
+    is room, or all of it.
 
     whole: numbers of the segments to take all of.
     """
     repeated = segments * (tensor.shape[dim] // sum(segments))
     if not isinstance(rank, int):
-        return tensor.index_select(dim, _numbers(repeated, rank, size, whole))
+        return tensor.index_select(dim, _make_row_numbers(repeated, rank, size, whole))
     pieces = [
         tensor.narrow(dim, start, stop - start)
-        for start, stop in bounds(repeated, rank, size, whole)
+        for start, stop in compute_bounds(repeated, rank, size, whole)
     ]
     return torch.cat(pieces, dim)
 
 
-def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]) -> Tensor:
-    """Which rows a rank has; equally many on all ranks."""
-    of_ranks = [bounds(segments, each, size, whole) for each in range(size)]
-    if len({tuple(stop - start for start, stop in found) for found in of_ranks}) > 1:
+def _make_row_numbers(
+    segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]
+) -> Tensor:
+    """Return which rows a rank has; equally many on all ranks."""
+    of_ranks = [compute_bounds(segments, each, size, whole) for each in range(size)]
+    if len({tuple(stop - start for start, stop in bounds) for bounds in of_ranks}) > 1:
         raise SetupError(
             f"compile: a layer divides {sum(segments)} numbers among {size} ranks unevenly, which"
             " is not compiled; set compile=false"
@@ -348,15 +363,16 @@ def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[in
     return torch.cat(pieces)
 
 
-def rewritten(
+def divide_attributes(
     model: nn.Module, plan: ShardingPlan, size: int
 ) -> contextlib.AbstractContextManager[None]:
-    """While it is entered, the plan's integer attributes are divided by size."""
+    """Divide, while it is entered, the plan's integer attributes by size."""
     entries: list[Entry] = []
-    for each in plan.rewrites:
-        held: Any = model.get_submodule(each.module)
-        *path, name = each.attribute.split(".")
+    for rewrite in plan.rewrites:
+        owner: Any = model.get_submodule(rewrite.module)
+        *path, name = rewrite.attribute.split(".")
         for step in path:
-            held = getattr(held, step)
-        entries.append((held.__dict__, name, Division(size, each.kept).of(each.value)))
+            owner = getattr(owner, step)
+        value = Division(size, rewrite.kept).divide(rewrite.value)
+        entries.append((owner.__dict__, name, value))
     return replace_entries(entries)

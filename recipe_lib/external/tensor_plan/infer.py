@@ -1,4 +1,9 @@
-"""Makes a tensor parallel plan of a model from what one forward does; names decide nothing."""
+"""Infer a tensor parallel plan of a model from what one forward does; names decide nothing.
+
+`infer_plan` traces a forward, follows every axis that parameters have, keeps those that ranks can
+share, and makes a `ShardingPlan` of them. It is called for a model as it is (apply_plan), for one
+with adapters (proven_plan), and for a config alone (transformers_models).
+"""
 
 import contextlib
 import math
@@ -9,20 +14,25 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.attribute_rewrites import (
-    Wanted,
-    goes_the_same_way,
-    rewrites_for,
+from recipe_lib.external.tensor_plan.attribute_rewrites import find_rewrites, is_control_flow_same
+from recipe_lib.external.tensor_plan.axes import (
+    AxisNode,
+    find,
+    find_segments,
+    has_axis,
+    list_leaves,
 )
-from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
-from recipe_lib.external.tensor_plan.propagation import (
-    MOVES,
-    Course,
+from recipe_lib.external.tensor_plan.forward_trace import (
+    AttributeDivision,
+    ForwardTrace,
+    FunctionCall,
+    OperatorCall,
     PendingBoundary,
-    Refusal,
-    follow,
+    ShardedAxis,
+    TracedTensor,
 )
+from recipe_lib.external.tensor_plan.operator_rules import find_rule
+from recipe_lib.external.tensor_plan.propagation import MOVES, Refusal, follow_axis
 from recipe_lib.external.tensor_plan.sharding_plan import (
     Axis,
     Boundary,
@@ -31,8 +41,13 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     ShardingPlan,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
-from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, share_tokens
-from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, trace
+from recipe_lib.external.tensor_plan.token_sharing import (
+    Place,
+    SharedTokens,
+    name_output,
+    share_tokens,
+)
+from recipe_lib.external.tensor_plan.tracing import trace
 
 
 def infer_plan(
@@ -42,440 +57,461 @@ def infer_plan(
     tokens: bool = True,
     others: Iterable[dict[str, Any]] = (),
 ) -> ShardingPlan:
-    """The tensor parallel plan of a model.
+    """Return the tensor parallel plan of a model, which is not changed.
 
-    model: any language model, on the meta device or another one; it is not changed. inputs: keyword
-    arguments of its forward, on the same device, token ids first (external.example_inputs makes
-    those of transformers). size: takes only axes that this many ranks can share; 0 takes all.
-    tokens: shares out tokens, too, where the forward allows it. others: what the forward may be
-    called with, too, and may make other calls for. Raises SetupError where the forward cannot be
-    traced.
+    model: any language model, on the meta device or another one. inputs: keyword arguments of its
+    forward, on the same device, token ids first (`build_example_inputs` makes those of
+    transformers). size: takes only axes that this many ranks can share; 0 takes all. tokens: shares
+    out tokens, too, where the forward allows it. others: what the forward may be called with, too,
+    and may make other calls for. Raises SetupError where the forward cannot be traced.
     """
-    found = trace(model, inputs)
+    forward = trace(model, inputs, find_rule)
     unsteady: frozenset[str] = frozenset()
     if tokens:
-        for each in others:
+        for other_inputs in others:
+            # Another form of inputs may be one that the class does not take at all.
             with contextlib.suppress(SetupError):
-                unsteady |= found.differences(trace(model, each))
+                unsteady |= forward.find_differing_modules(trace(model, other_inputs, find_rule))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    courses, reasons = _courses(found, shapes, size)
-    courses.sort(
-        key=lambda each: (
-            each.reduced,
-            each.mixed,
-            -sum(math.prod(shapes[name]) for name in each.carriers),
+    candidates, reasons = _follow_axes(forward, shapes, size)
+    # The first of two axes that would cut the same parameters is taken: rather one without
+    # collectives inside of norms, then one without segments to gather, then the one with more
+    # elements.
+    candidates.sort(
+        key=lambda candidate: (
+            candidate.is_reduced,
+            candidate.has_whole_segments,
+            -sum(math.prod(shapes[name]) for name in candidate.parameter_dims),
         )
     )
     while True:
-        chosen = _apart(courses)
-        wanted, refused = rewrites_for(found, chosen)
+        chosen = _choose_disjoint(candidates)
+        divisions, refused = find_rewrites(forward, chosen)
         if not refused:
             break
-        reasons.update({course.axis: reason for course, reason in refused.items()})
-        courses = [course for course in courses if course not in refused]
-    reasons.update(
-        {
-            each.axis: "its parameters are cut along a larger axis"
-            for each in courses
-            if each not in chosen
-        }
-    )
+        # An axis that is gone may make room for one that cuts the same parameters: once more.
+        reasons.update({candidate.node: reason for candidate, reason in refused.items()})
+        candidates = [candidate for candidate in candidates if candidate not in refused]
+    for candidate in candidates:
+        if candidate not in chosen:
+            reasons[candidate.node] = "its parameters are cut along a larger axis"
     order = {name: number for number, name in enumerate(shapes)}
-    chosen.sort(key=lambda each: min(order[name] for name in each.carriers))
-    shared = share_tokens(found, chosen, wanted, unsteady) if tokens and chosen else SharedTokens()
-    return _assemble(found, shapes, chosen, wanted, reasons, shared)
+    chosen.sort(key=lambda axis: min(order[name] for name in axis.parameter_dims))
+    shared = SharedTokens()
+    if tokens and chosen:
+        shared = share_tokens(forward, chosen, divisions, unsteady)
+    return _build_plan(forward, shapes, chosen, divisions=divisions, reasons=reasons, shared=shared)
 
 
-def _apart(courses: list[Course]) -> list[Course]:
-    """The first of the axes that would cut the same parameters."""
-    chosen: list[Course] = []
+def _choose_disjoint(candidates: list[ShardedAxis]) -> list[ShardedAxis]:
+    """Return the first of the axes that would cut the same parameters."""
+    chosen: list[ShardedAxis] = []
     taken: set[str] = set()
-    for course in courses:
-        if not taken & set(course.carriers):
-            chosen.append(course)
-            taken |= set(course.carriers)
+    for candidate in candidates:
+        if not taken & set(candidate.parameter_dims):
+            chosen.append(candidate)
+            taken |= set(candidate.parameter_dims)
     return chosen
 
 
-def _courses(
-    found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int
-) -> tuple[list[Course], dict[AxisNode, str]]:
-    """Every axis that could be cut, followed through the trace; and for the others, why not."""
+def _follow_axes(
+    forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int
+) -> tuple[list[ShardedAxis], dict[AxisNode, str]]:
+    """Follow every axis that could be cut through the trace; for the others return why not."""
     reasons: dict[AxisNode, str] = {}
-    carriers: dict[AxisNode, dict[str, list[int]]] = {}
+    dims_by_axis: dict[AxisNode, dict[str, list[int]]] = {}
     for name in shapes:
-        for number, node in enumerate(found.parameters[name].dims):
-            for leaf in dict.fromkeys(leaves(node)):
-                carriers.setdefault(leaf, {}).setdefault(name, []).append(number)
-    records = _records_of(found, {axis for axis in carriers if not axis.blocked})
-    courses = []
-    for axis, held in carriers.items():
+        for number, node in enumerate(forward.parameters[name].dims):
+            for leaf in dict.fromkeys(list_leaves(node)):
+                dims_by_axis.setdefault(leaf, {}).setdefault(name, []).append(number)
+    records = _group_records(forward, {axis for axis in dims_by_axis if not axis.blocked})
+    followed = []
+    for axis, dims_by_name in dims_by_axis.items():
         if axis.blocked:
             continue
         try:
-            for name, numbers in held.items():
-                if len(numbers) > 1:
-                    raise Refusal(f"two dimensions of {name} have the axis")
-                if segments_of(found.parameters[name].dims[numbers[0]], axis) is None:
-                    raise Refusal(f"a part of {name} does not have the axis")
-            lengths = [
-                length
-                for name, numbers in held.items()
-                for length, every in (
-                    segments_of(found.parameters[name].dims[numbers[0]], axis) or []
-                )
-                if every
-            ]
-            if size and any(length % size for length in lengths):
-                raise Refusal(
-                    f"{size} ranks cannot share parts of {', '.join(held)} that all of them need"
-                )
-            if (
-                size
-                and axis.size % size
-                and not any(axis in map(find, each.dims) for each in found.outputs)
-            ):
-                raise Refusal(f"{size} ranks cannot share its {axis.size} steps")
-            dims = {name: numbers[0] for name, numbers in held.items()}
-            courses.append(follow(found, axis, dims, records.get(axis, [])))
+            parameter_dims = _find_parameter_dims(forward, axis, dims_by_name, size)
+            followed.append(follow_axis(forward, axis, parameter_dims, records.get(axis, [])))
         except Refusal as refusal:
             reasons[axis] = str(refusal)
-    return courses, reasons
+    return followed, reasons
 
 
-def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, list[OperatorCall]]:
-    held: dict[int, set[AxisNode]] = {}
+def _find_parameter_dims(
+    forward: ForwardTrace, axis: AxisNode, dims_by_name: dict[str, list[int]], size: int
+) -> dict[str, int]:
+    """Return the dimension of each parameter that has the axis. Raises Refusal if `size` ranks
+    cannot share it.
+    """
+    whole_lengths: list[int] = []
+    for name, numbers in dims_by_name.items():
+        if len(numbers) > 1:
+            raise Refusal(f"two dimensions of {name} have the axis")
+        segments = find_segments(forward.parameters[name].dims[numbers[0]], axis)
+        if segments is None:
+            raise Refusal(f"a part of {name} does not have the axis")
+        whole_lengths += [length for length, is_whole in segments if is_whole]
+    # A rank holds its part of what all of them need, and gathers the rest: it has to be even.
+    if size and any(length % size for length in whole_lengths):
+        raise Refusal(
+            f"{size} ranks cannot share parts of {', '.join(dims_by_name)} that all of them need"
+        )
+    # Logits alone may be cut unevenly: the vocabulary is a table of rows, the last ones fewer.
+    is_output = any(axis in map(find, output.dims) for output in forward.outputs)
+    if size and axis.size % size and not is_output:
+        raise Refusal(f"{size} ranks cannot share its {axis.size} steps")
+    return {name: numbers[0] for name, numbers in dims_by_name.items()}
+
+
+def _group_records(
+    forward: ForwardTrace, axes: set[AxisNode]
+) -> dict[AxisNode, list[OperatorCall]]:
+    """Return for each axis the operators that get or give a tensor with it, in their order."""
+    axes_of_tensor: dict[int, set[AxisNode]] = {}
     records: dict[AxisNode, list[OperatorCall]] = {}
-    for record in found.records:
-        here: set[AxisNode] = set()
+    for record in forward.records:
+        record_axes: set[AxisNode] = set()
         for tensor in (*record.inputs, *record.outputs):
-            if id(tensor) not in held:
-                held[id(tensor)] = wanted.intersection(
-                    leaf for node in tensor.dims for leaf in leaves(node)
-                )
-            here |= held[id(tensor)]
-        for axis in here:
+            if id(tensor) not in axes_of_tensor:
+                leaves = [leaf for node in tensor.dims for leaf in list_leaves(node)]
+                axes_of_tensor[id(tensor)] = axes.intersection(leaves)
+            record_axes |= axes_of_tensor[id(tensor)]
+        for axis in record_axes:
             records.setdefault(axis, []).append(record)
     return records
 
 
-def _assemble(
-    found: ForwardTrace,
+def _build_plan(
+    forward: ForwardTrace,
     shapes: dict[str, tuple[int, ...]],
-    chosen: list[Course],
-    wanted: dict[Attribute, Wanted],
+    chosen: list[ShardedAxis],
+    *,
+    divisions: dict[Attribute, AttributeDivision],
     reasons: dict[AxisNode, str],
     shared: SharedTokens,
 ) -> ShardingPlan:
+    """Make the plan of the axes that ranks share. reasons: why the others stay whole."""
     axes = tuple(
         Axis(
             number,
-            each.axis.size,
-            tuple(filter(each.carriers.__contains__, shapes)),
-            each.vocabulary,
-            each.output,
+            sharded.node.size,
+            parameters=tuple(name for name in shapes if name in sharded.parameter_dims),
+            vocabulary=sharded.vocabulary,
+            output=sharded.output,
         )
-        for number, each in enumerate(chosen)
+        for number, sharded in enumerate(chosen)
     )
-    partial, mixed = _partial(found, chosen, shared.uses)
-    points = [(number, point) for number, course in enumerate(chosen) for point in course.points]
-    points += [
-        (number, point)
-        for number, course in enumerate(chosen)
-        for point in course.joins
-        if point.parameters & mixed
-    ]
+    partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
+    pending: list[tuple[int, PendingBoundary]] = []
+    for number, sharded in enumerate(chosen):
+        pending += [(number, boundary) for boundary in sharded.boundaries]
+    for number, sharded in enumerate(chosen):
+        uses = sharded.replicated_uses
+        pending += [(number, boundary) for boundary in uses if boundary.parameters & mixed]
     # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
     for number, argument in sorted(shared.uses):
-        for at, tensor, _ in found.calls[number].arguments:
-            if at == argument and tensor.parameters & mixed:
-                points.append(
-                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
-                )
-    late = {name for _, point in points for name in point.bias_parameters}
-    multiplied = {
-        name
-        for record in found.records
-        for each in record.contractions
-        for name in _names(each[1:])
-    }
+        for place, tensor, _ in forward.calls[number].arguments:
+            if place == argument and tensor.parameters & mixed:
+                entering = PendingBoundary("enter", number, argument, tensor, tensor.parameters)
+                pending.append((-1, entering))
+    late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
     used = {
         name
-        for call in found.calls
+        for call in forward.calls
         for _, tensor, _ in call.arguments
         for name in tensor.parameters
     }
-    numbers = {name: number for number, course in enumerate(chosen) for name in course.carriers}
+    sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
     parameters = []
     for name, shape in shapes.items():
-        if name not in numbers:
-            gradient = "partial" if name in partial else "full"
-            reason = (
-                _reason(found.parameters[name], reasons)
-                if name in used
-                else "the forward does not use it"
-            )
-            parameters.append(
-                ParameterPlan(
-                    name,
-                    shape,
-                    "replicated",
-                    gradient=gradient,
-                    reason=reason,
-                    after_reduction=name in late,
-                )
-            )
+        if name in sharded_plans:
+            parameters.append(sharded_plans[name])
             continue
-        course = chosen[numbers[name]]
-        dim = course.carriers[name]
-        pieces = segments_of(found.parameters[name].dims[dim], course.axis) or []
-        segments = tuple(length for length, _ in pieces)
-        whole_segments = tuple(number for number, (_, every) in enumerate(pieces) if every)
-        role = "row" if name in course.rows else "column" if name in multiplied else "sharded"
-        role = "vocabulary" if course.vocabulary else role
-        unit = sum(length for length, every in pieces if not every) // course.axis.size
-        parameters.append(
-            ParameterPlan(
-                name, shape, role, dim, numbers[name], segments, whole_segments, unit, "sharded"
-            )
+        reason = "the forward does not use it"
+        if name in used:
+            reason = _explain_replicated(forward.parameters[name], reasons)
+        replicated = ParameterPlan(
+            name,
+            shape,
+            "replicated",
+            gradient="partial" if name in partial else "full",
+            reason=reason,
+            after_reduction=name in late_biases,
         )
-    place = {course: number for number, course in enumerate(chosen)}
+        parameters.append(replicated)
+    axis_numbers = {sharded: number for number, sharded in enumerate(chosen)}
     rewrites = tuple(
         Rewrite(
-            *attribute, axes=tuple(sorted(place[course] for course in each.courses)), kept=each.kept
+            *attribute,
+            axes=tuple(sorted(axis_numbers[axis] for axis in division.sharded_axes)),
+            kept=division.kept,
         )
-        for attribute, each in wanted.items()
+        for attribute, division in divisions.items()
     )
-    gathered = [each.segments[number] for each in parameters for number in each.whole]
     common = math.gcd(
         *(axis.size for axis in axes if not axis.vocabulary),
-        *(each.value - each.kept for each in rewrites),
+        *(rewrite.value - rewrite.kept for rewrite in rewrites),
+        *(plan.segments[number] for plan in parameters for number in plan.whole),
     )
-    common = math.gcd(common, *gathered)
     sizes = [size for size in range(2, common + 1) if common % size == 0]
-    boundaries = (*_boundaries(found, points, shared), *_token_boundaries(found, shared))
-    last: dict[str, int] = {}
-    for each in boundaries:
-        last[each.module] = max(each.call, last.get(each.module, 0))
-    legal = tuple(size for size in sizes if goes_the_same_way(found, chosen, wanted, size, last))
-    whole = [
-        name for name, shape in shapes.items() if name in used - set(numbers) and len(shape) > 1
-    ]
-    other = [size for size in sizes if size not in legal]
-    refused = [
-        f"{size} ranks: a comparison of sizes would send the forward another way" for size in other
-    ]
-    refused += dict.fromkeys(_refusals(found, reasons, whole))
-    held = (axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal)
-    return ShardingPlan(*held, shared_tokens=round(shared.share, 4), local_outputs=shared.local)
-
-
-def _names(tensors: Iterable[Any]) -> set[str]:
-    return {name for tensor in tensors for name in tensor.parameters}
-
-
-def _partial(
-    found: ForwardTrace, chosen: list[Course], tokens: set[Place]
-) -> tuple[set[str], set[str]]:
-    """Whole parameters whose gradients are sums over ranks: everywhere, or (second) at some of
-    their uses only.
-
-    tokens: where they meet a rank's tokens alone.
-    """
-    joined = {(point.call, point.place) for course in chosen for point in course.joins} | tokens
-    partial = {name for course in chosen for point in course.joins for name in point.parameters}
-    partial |= {
+    boundaries = (
+        *_build_boundaries(forward, pending, shared),
+        *_build_token_boundaries(forward, shared),
+    )
+    last_calls: dict[str, int] = {}
+    for boundary in boundaries:
+        last_calls[boundary.module] = max(boundary.call, last_calls.get(boundary.module, 0))
+    legal = tuple(
+        size
+        for size in sizes
+        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
+    )
+    replicated_matrices = [
         name
-        for number, place in tokens
-        for at, tensor, _ in found.calls[number].arguments
-        for name in tensor.parameters
-        if at == place
-    }
-    elsewhere: set[str] = set()
-    for number, call in enumerate(found.calls):
-        for place, tensor, gradient in call.arguments:
-            made = any(output.activation for output in call.outputs)
-            if gradient and made and not tensor.activation and (number, place) not in joined:
-                elsewhere |= tensor.parameters
-    return partial - elsewhere, partial & elsewhere
-
-
-def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
-    """Where tokens are gathered and cut, in the order of the forward."""
-    numbers: dict[Traced, int] = {}
-    made_of: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
-    places = [("slice", each) for each in shared.slices.items()] + [
-        ("gather", each) for each in shared.gathers.items()
+        for name, shape in shapes.items()
+        if name in used and name not in sharded_plans and len(shape) > 1
     ]
-    for kind, ((number, place), (tensor, where)) in sorted(places, key=lambda item: item[1][0]):
-        call = found.calls[number]
-        made_of.setdefault(
-            (kind, call.key.module, call.key.number, place),
-            Boundary(
-                *(kind, call.key.module, call.key.number, place, ()),
-                activation=numbers.setdefault(tensor, len(numbers)),
-                dim=where.dim,
-                tokens_first=where.first,
-                function=call.function,
-                source=call.source,
-                width=math.prod(node.size for node in tensor.dims) // found.tokens,
-            ),
-        )
-    return tuple(made_of.values())
+    refused = [
+        f"{size} ranks: a comparison of sizes would send the forward another way"
+        for size in sizes
+        if size not in legal
+    ]
+    refused += dict.fromkeys(_list_refusals(forward, reasons, replicated_matrices))
+    return ShardingPlan(
+        axes,
+        tuple(parameters),
+        boundaries,
+        rewrites,
+        refused=tuple(refused),
+        legal_sizes=legal,
+        shared_tokens=round(shared.share, 4),
+        local_outputs=shared.local,
+    )
 
 
-def _boundaries(
-    found: ForwardTrace, points: list[tuple[int, PendingBoundary]], shared: SharedTokens
-) -> tuple[Boundary, ...]:
-    """Boundaries in the order of the forward; a tensor that enters wherever it is used does so
-    where it is made.
+def _plan_sharded_parameters(
+    forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], chosen: list[ShardedAxis]
+) -> dict[str, ParameterPlan]:
+    """Return by name how each parameter that has one of the axes is cut along it."""
+    multiplied: set[str] = set()
+    for record in forward.records:
+        for _, left, right in record.contractions:
+            multiplied |= left.parameters | right.parameters
+    plans = {}
+    for number, sharded in enumerate(chosen):
+        for name, dim in sharded.parameter_dims.items():
+            segments = find_segments(forward.parameters[name].dims[dim], sharded.node) or []
+            if sharded.vocabulary:
+                role = "vocabulary"
+            elif name in sharded.row_parameters:
+                role = "row"
+            else:
+                role = "column" if name in multiplied else "sharded"
+            evenly_cut = sum(length for length, is_whole in segments if not is_whole)
+            plans[name] = ParameterPlan(
+                name,
+                shapes[name],
+                role,
+                dim=dim,
+                axis=number,
+                segments=tuple(length for length, _ in segments),
+                whole=tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole),
+                unit=evenly_cut // sharded.node.size,
+                gradient="sharded",
+            )
+    return plans
+
+
+def _find_partial_parameters(
+    forward: ForwardTrace, chosen: list[ShardedAxis], token_uses: set[Place]
+) -> tuple[set[str], set[str]]:
+    """Return the whole parameters whose gradients are sums over ranks: at all of their uses, and
+    (second) at some of them only.
+
+    token_uses: where they meet a rank's tokens alone.
     """
-    places = [*shared.gathers.items(), *shared.slices.items()]
-    exchanged = {each for (number, _), (tensor, _) in places for each in (number, tensor)}
+    boundaries = [boundary for sharded in chosen for boundary in sharded.replicated_uses]
+    partial_uses = {(boundary.call, boundary.place) for boundary in boundaries} | token_uses
+    partial = {name for boundary in boundaries for name in boundary.parameters}
+    full: set[str] = set()
+    for number, call in enumerate(forward.calls):
+        makes_activation = any(output.activation for output in call.outputs)
+        for place, tensor, needs_gradient in call.arguments:
+            if (number, place) in token_uses:
+                partial |= tensor.parameters
+            is_parameter = needs_gradient and makes_activation and not tensor.activation
+            if is_parameter and (number, place) not in partial_uses:
+                full |= tensor.parameters
+    return partial - full, partial & full
+
+
+def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
+    """Return where tokens are gathered and sliced, in the order of the forward."""
+    activations: dict[TracedTensor, int] = {}
+    boundaries: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
+    exchanges = [("slice", item) for item in shared.slices.items()]
+    exchanges += [("gather", item) for item in shared.gathers.items()]
+    for kind, ((number, place), (tensor, layout)) in sorted(exchanges, key=lambda it: it[1][0]):
+        call = forward.calls[number]
+        activation = activations.setdefault(tensor, len(activations))
+        boundary = Boundary(
+            kind,
+            call.key.module,
+            call.key.number,
+            place,
+            axes=(),
+            activation=activation,
+            dim=layout.dim,
+            tokens_first=layout.first,
+            function=call.function,
+            source=call.source,
+            width=math.prod(node.size for node in tensor.dims) // forward.tokens,
+        )
+        boundaries.setdefault((kind, *call.key, place), boundary)
+    return tuple(boundaries.values())
+
+
+def _build_boundaries(
+    forward: ForwardTrace, pending: list[tuple[int, PendingBoundary]], shared: SharedTokens
+) -> tuple[Boundary, ...]:
+    """Return the boundaries of axes in the order of the forward; a tensor that enters wherever it
+    is used does so where it is made.
+
+    pending: with the number of their axis, -1 for none.
+    """
+    exchanged: set[TracedTensor | int] = set()
+    for (number, _), (tensor, _) in (*shared.gathers.items(), *shared.slices.items()):
+        exchanged |= {number, tensor}
     entering: Uses = {}
-    for _, point in points:
-        if point.kind == "enter":
-            entering.setdefault(point.tensor, set()).add((point.call, point.place))
+    for _, boundary in pending:
+        if boundary.kind == "enter":
+            entering.setdefault(boundary.tensor, set()).add((boundary.call, boundary.place))
     users: Uses = {}
-    for number, call in enumerate(found.calls):
-        for place, tensor, gradient in call.arguments:
-            if gradient:
+    for number, call in enumerate(forward.calls):
+        for place, tensor, needs_gradient in call.arguments:
+            if needs_gradient:
                 users.setdefault(tensor, set()).add((number, place))
-    outputs = set(found.outputs)
     merged: dict[tuple[str, int, str], tuple[set[int], set[str], PendingBoundary]] = {}
-    numbers = {tensor: number for number, tensor in enumerate(entering)}
-    runs = Counter(call.key for call in found.calls)
-    for axis, point in points:
-        tensor, number, place = point.tensor, point.call, point.place
-        names = set(point.parameters)
-        if point.kind == "enter":
-            names |= _names(each for _, each, _ in found.calls[number].arguments)
-            while tensor not in outputs:
-                giving = _giving(found, tensor, users, entering)
-                if giving is None or runs[found.calls[giving].key] != 1:
+    activations = {tensor: number for number, tensor in enumerate(entering)}
+    runs = Counter(call.key for call in forward.calls)
+    for axis, boundary in pending:
+        number = boundary.call
+        place = boundary.place
+        names = set(boundary.parameters)
+        if boundary.kind == "enter":
+            tensor = boundary.tensor
+            for _, argument, _ in forward.calls[number].arguments:
+                names |= argument.parameters
+            # Earlier, where all who use the tensor from there on need it to enter: once for all.
+            while tensor not in forward.outputs:
+                giving = _find_giving_call(forward, tensor, users, entering)
+                if giving is None or runs[forward.calls[giving].key] != 1:
                     break
-                if (
-                    number != point.call
-                    and found.calls[giving].key.module != found.calls[number].key.module
-                ):
+                here = forward.calls[number].key.module
+                if number != boundary.call and forward.calls[giving].key.module != here:
                     break
                 number = giving
-                held = found.calls[number].outputs
-                place = "output" if len(held) == 1 else f"output.{held.index(tensor)}"
-                moved = _moved(found.calls[number], users)
+                place = name_output(forward.calls[number], tensor)
+                moved = _find_moved(forward.calls[number], users)
                 if moved is None or {number, tensor, moved} & exchanged:
                     break
-                tensor, entering = moved, entering | {moved: users[moved]}
-        entry = merged.setdefault((point.kind, number, place), (set(), set(), point))
-        entry[0].update((axis,) if axis >= 0 else ())
-        entry[1].update(names)
-    made_of = []
-    for (kind, number, place), (axes, parameters, point) in sorted(
+                tensor = moved
+                entering = entering | {moved: users[moved]}
+        key = (boundary.kind, number, place)
+        axes, parameters, _ = merged.setdefault(key, (set(), set(), boundary))
+        axes.update((axis,) if axis >= 0 else ())
+        parameters.update(names)
+    boundaries: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
+    for (kind, number, place), (axes, parameters, boundary) in sorted(
         merged.items(), key=lambda item: item[0][1]
     ):
-        call = found.calls[number]
+        call = forward.calls[number]
         # A tensor that is cut is summed over if it needs a gradient.
-        is_summed = kind != "assemble" and (
-            kind != "cut" or any(needs for at, _, needs in call.arguments if at == place)
+        needs_gradient = any(needs for at, _, needs in call.arguments if at == place)
+        is_summed = kind != "assemble" and (kind != "cut" or needs_gradient)
+        elements = math.prod(node.size for node in boundary.tensor.dims)
+        boundaries[(kind, *call.key, place)] = Boundary(
+            kind,
+            call.key.module,
+            call.key.number,
+            place,
+            axes=tuple(sorted(axes)),
+            parameters=tuple(sorted(parameters)),
+            activation=activations[boundary.tensor] if kind == "enter" else -1,
+            bias=boundary.bias,
+            taken=boundary.taken,
+            dim=boundary.dim,
+            segments=boundary.segments,
+            whole=boundary.whole,
+            mean=boundary.mean,
+            function=call.function,
+            source=call.source,
+            width=elements // forward.tokens if is_summed and forward.tokens else 0,
         )
-        numbers_of_token = math.prod(node.size for node in point.tensor.dims) // max(
-            found.tokens, 1
-        )
-        made_of.append(
-            Boundary(
-                *(
-                    kind,
-                    call.key.module,
-                    call.key.number,
-                    place,
-                    tuple(sorted(axes)),
-                    tuple(sorted(parameters)),
-                ),
-                activation=numbers[point.tensor] if kind == "enter" else -1,
-                bias=point.bias,
-                taken=point.taken,
-                dim=point.dim,
-                segments=point.segments,
-                whole=point.whole,
-                mean=point.mean,
-                function=call.function,
-                source=call.source,
-                width=numbers_of_token if is_summed and found.tokens else 0,
-            )
-        )
-    unique = {
-        (each.kind, each.module, each.call, each.place): each for each in made_of
-    }  # of modules that run twice
-    return tuple(unique.values())
+    return tuple(boundaries.values())
 
 
-Uses = dict[Traced, set[tuple[int, str]]]
+Uses = dict[TracedTensor, set[Place]]
 
 
-def _moved(call: FunctionCall, users: Uses) -> Traced | None:
-    """What a call only moves, if nothing else uses that: a sum over ranks may as well be one of its
-    gradient.
+def _find_moved(call: FunctionCall, users: Uses) -> TracedTensor | None:
+    """Return what a call only moves, if nothing else uses that: a sum over ranks may as well be one
+    of its gradient.
 
     The fewer calls come before it, the fewer ways there are to the same place: with a mask, or
     without.
     """
-    if (
-        any(record.name not in MOVES for record in call.records)
-        or not call.records
-        or len(call.outputs) != 1
-    ):
+    if not call.records or any(record.name not in MOVES for record in call.records):
         return None
-    given = [tensor for _, tensor, gradient in call.arguments if gradient]
-    if len(given) != 1 or len(call.arguments) != 1 or not given[0].activation:
+    moved = [tensor for _, tensor, needs_gradient in call.arguments if needs_gradient]
+    if not len(call.outputs) == len(call.arguments) == len(moved) == 1:
         return None
-    return given[0] if len(users[given[0]]) == 1 else None
+    return moved[0] if moved[0].activation and len(users[moved[0]]) == 1 else None
 
 
-def _giving(found: ForwardTrace, tensor: Traced, used: Uses, needed: Uses) -> int | None:
-    """The last call that gives a tensor or hands it on, if all who use it from there on need it to
-    enter.
+def _find_giving_call(
+    forward: ForwardTrace, tensor: TracedTensor, users: Uses, entering: Uses
+) -> int | None:
+    """Return the last call that gives a tensor or hands it on, if all who use it from there on need
+    it to enter.
     """
-    users, entering = used[tensor], needed[tensor]
-    giving = [
-        number
-        for number in range(max(tensor.call, 0), max(users)[0] + 1)
-        if tensor in found.calls[number].outputs
-    ]
-    if not giving or {user for user in users if user[0] > giving[-1]} != entering:
+    calls = range(max(tensor.call, 0), max(users[tensor])[0] + 1)
+    giving = [number for number in calls if tensor in forward.calls[number].outputs]
+    if not giving or {user for user in users[tensor] if user[0] > giving[-1]} != entering[tensor]:
         return None
-    if any(user[0] not in giving for user in users - entering):
+    if any(number not in giving for number, _ in users[tensor] - entering[tensor]):
         return None  # used as it is by another call, before it is handed on
     return giving[-1]
 
 
-def _reason(tensor: Traced, reasons: dict[AxisNode, str]) -> str:
-    """What keeps a parameter whole: dimension by dimension, the first reason of each."""
-    said = []
+def _explain_replicated(tensor: TracedTensor, reasons: dict[AxisNode, str]) -> str:
+    """Return what keeps a parameter whole: dimension by dimension, the first reason of each."""
+    explained = []
     for number, node in enumerate(tensor.dims):
-        for leaf in leaves(node):
-            why = leaf.blocked or reasons.get(leaf)
-            if why:
-                said.append(f"dimension {number}: {why}")
+        for leaf in list_leaves(node):
+            reason = leaf.blocked or reasons.get(leaf)
+            if reason:
+                explained.append(f"dimension {number}: {reason}")
                 break
-    return "; ".join(said) or "no dimension of more than one element"
+    return "; ".join(explained) or "no dimension of more than one element"
 
 
-def _refusals(found: ForwardTrace, reasons: dict[AxisNode, str], whole: list[str]) -> Iterable[str]:
-    """Lines for a user; only axes of matrices that stay whole are worth one."""
-    for name, place in found.unknown.items():
+def _list_refusals(
+    forward: ForwardTrace, reasons: dict[AxisNode, str], matrices: list[str]
+) -> Iterable[str]:
+    """Yield lines for a user; only axes of matrices that stay whole are worth one."""
+    for name, place in forward.unknown.items():
         yield f"no rule for the operator {name} (first in {place}): what it touches stays whole"
-    for note in dict.fromkeys(found.assumed):
+    for note in dict.fromkeys(forward.assumed):
         yield (
             f"values were made up for {note}: a branch that depends on them may not have been seen"
         )
     for axis, reason in reasons.items():
         names = [
             name
-            for name in whole
-            if any(carries(node, axis) for node in found.parameters[name].dims)
+            for name in matrices
+            if any(has_axis(node, axis) for node in forward.parameters[name].dims)
         ]
         if names:
-            yield (
-                f"an axis of {axis.size} in"
-                f" {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}: {reason}"
-            )
+            shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+            yield f"an axis of {axis.size} in {shown}: {reason}"

@@ -1,11 +1,11 @@
-"""What each aten operator means for dimensions: which it keeps, unites, takes apart, sums over or
-blocks.
+"""Rules: what each aten operator means for dimensions, which it keeps, unites, takes apart, sums
+over or blocks.
 
-A rule gets a `Step` and returns the dimensions of each tensor that comes out. An operator without a
-rule is unknown: whoever traces blocks all that it touches, which is always safe.
+A rule gets an `OperatorCall` and returns the dimensions of each tensor that comes out; `tracing`
+asks `find_rule` for it. An operator without a rule is unknown: whoever traces blocks all that it
+touches, which is always safe.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -15,238 +15,122 @@ import torch
 from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
     block,
-    concatenation,
     cut,
-    product,
+    make_concatenation,
+    make_product,
     regroup,
     unify,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
+from recipe_lib.external.tensor_plan.forward_trace import Dims, OperatorCall, Rule, get_short_name
+from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 
-Dims = list[AxisNode]
-Rule = Callable[["OperatorCall"], list[Dims] | None]
 RULES: dict[str, Rule] = {}
 
 
-@dataclasses.dataclass(eq=False)
-class Traced:
-    """What is known of one tensor.
+def register_rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operators by their names without namespace and overload."""
 
-    parameters: names of those it comes from, if from parameters and constants alone. activation: it
-    depends on an input. identifiers: it is the model's token ids, or made of them one by one. base:
-    what it is a view of.
-    """
-
-    dims: list[AxisNode]
-    parameters: frozenset[str] = frozenset()
-    activation: bool = False
-    identifiers: bool = False
-    base: "Traced | None" = None
-    call: int = -1
-
-    @property
-    def root(self) -> "Traced":
-        """The tensor whose memory this is."""
-        return self.base.root if self.base is not None else self
-
-
-class OperatorCall:
-    """One operator at work: its arguments by name, what is known of its tensors, and what its rule
-    says of it.
-
-    inputs, outputs: what is known of the tensors that go in and come out. results: those that come
-    out. held: what is known of those that go in, by id. call: number of the torch function call
-    that makes it, -1 for none. contractions: dimensions that it sums over, of which inputs.
-    reductions: those of which it makes a sum or a mean, of which input. lookup: it picks rows by
-    token. uniform: what comes out is the same everywhere, whatever its size. values: it differs
-    from place to place, and no input has those places. ordered: it counts or sorts. added: what a
-    product is added to. picked: the numbers within brackets, by place.
-    """
-
-    def __init__(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: list[torch.Tensor],
-        place: str,
-        known: Callable[[torch.Tensor], Traced],
-    ):
-        self.function, self.place = function, place
-        self.args, self.kwargs, self.results, self.known = args, kwargs, results, known
-        self.name = short_name(function)
-        self.reason = f"{self.name} in {place}"
-        self.held = {id(tensor): known(tensor) for tensor in tensors_in((args, kwargs))}
-        self.inputs = [self.held[id(tensor)] for tensor in tensors_in((args, kwargs))]
-        self.outputs: list[Traced] = []
-        self.call = -1
-        self.contractions: list[tuple[AxisNode, Traced, Traced]] = []
-        self.reductions: list[tuple[AxisNode, Traced]] = []
-        self.lookup = self.uniform = self.values = self.ordered = False
-        self.added: Traced | None = None
-        self.picked: dict[str, Any] = {}
-        self._schema = function._schema.arguments
-
-    def dims(self, tensor: torch.Tensor) -> Dims:
-        """The dimensions of a tensor."""
-        return self.known(tensor).dims
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument by the name that the operator's schema gives it."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for number, argument in enumerate(self._schema):
-            if argument.name == name:
-                if number < len(self.args):
-                    return self.args[number]
-                return argument.default_value if argument.has_default_value() else default
-        return default
-
-    def first(self) -> torch.Tensor:
-        """The first tensor argument."""
-        return next(tensors_in((self.args, self.kwargs)))
-
-    def shape(self) -> list[int]:
-        """The sizes of the first output."""
-        return list(self.results[0].shape)
-
-    def contract(
-        self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor
-    ) -> None:
-        """Sums over a dimension that both tensors have."""
-        unify(left, right, self.reason)
-        self.contractions.append((left, self.known(left_tensor), self.known(right_tensor)))
-
-    def join(self, left: AxisNode, right: AxisNode) -> AxisNode:
-        """The dimension that comes of two under broadcasting."""
-        if left.size == 1:
-            return right
-        if right.size != 1:
-            unify(left, right, self.reason)
-        return left
-
-    def fresh(self, sizes: Sequence[int], blocked: bool = False) -> Dims:
-        """New dimensions, of which nothing is known, or which cannot be cut."""
-        return [AxisNode(size, blocked=self.reason if blocked else "") for size in sizes]
-
-
-def short_name(function: Any) -> str:
-    """An operator's name without namespace and overload."""
-    return str(function._schema.name).removeprefix("aten::")
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operators by their names without namespace and overload."""
-
-    def register(found: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, found))
-        return found
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
 
     return register
 
 
 def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> Dims:
-    """The dimensions of tensors that come together element by element."""
-    found: Dims = [AxisNode(1) for _ in shape]
+    """Return the dimensions of tensors that come together element by element."""
+    joined: Dims = [AxisNode(1) for _ in shape]
     for tensor in tensors:
-        dims = step.dims(tensor)
+        dims = step.get_dims(tensor)
         offset = len(shape) - len(dims)
         for number, node in enumerate(dims):
             if shape[offset + number] == node.size:
-                found[offset + number] = step.join(found[offset + number], node)
+                joined[offset + number] = step.join(joined[offset + number], node)
     for number, size in enumerate(shape):
-        if found[number].size != size:  # no input has it
-            found[number] = AxisNode(size)
-    return found
+        if joined[number].size != size:  # no input has it
+            joined[number] = AxisNode(size)
+    return joined
 
 
-def rule_of(function: Any) -> Rule | None:
-    """The rule of an operator, or None."""
-    found = RULES.get(short_name(function))
-    if found is None and torch.Tag.pointwise in function.tags:
-        return elementwise
-    return found
+def find_rule(function: Any) -> Rule | None:
+    """Return the rule of an operator, or None."""
+    registered = RULES.get(get_short_name(function))
+    if registered is None and torch.Tag.pointwise in function.tags:
+        return trace_elementwise
+    return registered
 
 
-@rule(
+@register_rule(
     *"_to_copy clone detach alias lift lift_fresh lift_fresh_copy copy copy_ contiguous dropout"
     " relu_ prelu".split()
 )
-@rule(
+@register_rule(
     *"native_dropout _fused_dropout floor_divide floor_divide_ masked_fill masked_fill_ where lerp"
     " fill_ zero_".split()
 )
-@rule(
+@register_rule(
     *"bernoulli bernoulli_ nan_to_num _conj _conj_physical normal_ uniform_ rand_like addcmul"
     " addcdiv isfinite".split()
 )
-@rule("_prelu_kernel", "rrelu_with_noise")
-def elementwise(step: OperatorCall) -> list[Dims] | None:
-    """Any operator that works element by element, under broadcasting."""
-    tensors = list(tensors_in((step.args, step.kwargs)))
+@register_rule("_prelu_kernel", "rrelu_with_noise")
+def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
+    """Trace any operator that works element by element, under broadcasting."""
+    tensors = list(list_tensors((step.args, step.kwargs)))
     step.uniform = step.name in ("fill_", "zero_")
-    if step.name in (
-        "prelu",
-        "_prelu_kernel",
-    ):  # one weight per channel, which is the second dimension
+    if step.name in ("prelu", "_prelu_kernel"):
+        # One weight per channel, which is the second dimension.
         tensors = tensors[:1] if tensors[1].numel() == 1 else tensors
-    shape = step.shape()
+    shape = step.get_shape()
     dims = broadcast(step, tensors, shape)
     return [dims for _ in step.results]
 
 
-@rule(
-    *"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like".split()
+@register_rule(
+    *"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like"
+    " new_zeros new_ones new_full new_empty new_empty_strided".split()
 )
-@rule(
-    *"new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like"
-    " empty_like".split()
-)
-@rule(*"zeros ones full empty empty_strided scalar_tensor".split())
-def uniform(step: OperatorCall) -> list[Dims]:
-    """One value everywhere."""
+def trace_uniform(step: OperatorCall) -> list[Dims]:
+    """Trace an operator that gives one value everywhere."""
     step.uniform = True
     if step.name.endswith("_like"):
-        return [list(step.dims(step.first()))]
-    return [step.fresh(step.shape())]
+        return [list(step.get_dims(step.get_first_tensor()))]
+    return [step.make_dims(step.get_shape())]
 
 
-@rule(
+@register_rule(
     *"arange eye rand randn randint linspace logspace tril_indices triu_indices randperm"
     " randn_like".split()
 )
-@rule(
+@register_rule(
     *"histc bincount nonzero nonzero_numpy _unique2 unique_consecutive _local_scalar_dense".split()
 )
-def values(step: OperatorCall) -> list[Dims]:
-    """New values, no element of which belongs to an element of an input."""
+def trace_values(step: OperatorCall) -> list[Dims]:
+    """Trace an operator that gives new values, no element of which belongs to one of an input."""
     step.values = True
-    for tensor in tensors_in((step.args, step.kwargs)):
-        for node in step.dims(tensor):
+    for tensor in list_tensors((step.args, step.kwargs)):
+        for node in step.get_dims(tensor):
             block(node, step.reason)
-    return [step.fresh(out.shape) for out in step.results]
+    return [step.make_dims(out.shape) for out in step.results]
 
 
-@rule(
+@register_rule(
     *"mean sum amax amin any all prod var std norm linalg_vector_norm logsumexp argmax argmin"
     " max min".split()
 )
-@rule(*"median nanmedian var_mean std_mean aminmax mode kthvalue count_nonzero nansum".split())
-def reduction(step: OperatorCall) -> list[Dims]:
-    """Dimensions that become one element are blocked, but for sums and means, which ranks can put
+@register_rule(
+    *"median nanmedian var_mean std_mean aminmax mode kthvalue count_nonzero nansum".split()
+)
+def trace_reduction(step: OperatorCall) -> list[Dims]:
+    """Block dimensions that become one element, but for sums and means, which ranks can put
     together.
     """
     step.ordered = True
-    tensor = step.first()
-    dims = step.dims(tensor)
+    tensor = step.get_first_tensor()
+    dims = step.get_dims(tensor)
     over = step.get("dim")
-    numbers = (
-        range(len(dims))
-        if over is None or over == []
-        else [over]
-        if isinstance(over, int)
-        else over
-    )
+    if over is None or over == []:
+        over = range(len(dims))
+    numbers = [over] if isinstance(over, int) else over
     gone = {number % max(len(dims), 1) for number in numbers}
     linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
     for number in gone if dims else ():
@@ -254,52 +138,56 @@ def reduction(step: OperatorCall) -> list[Dims]:
             step.reductions.append((dims[number], step.known(tensor)))
         else:
             block(dims[number], step.reason)
-    kept = len(step.shape()) == len(dims)
-    found = [
+    kept = len(step.get_shape()) == len(dims)
+    kept_dims = [
         AxisNode(1) if number in gone else node
         for number, node in enumerate(dims)
         if kept or number not in gone
     ]
-    return [list(found) for _ in step.results]
+    return [list(kept_dims) for _ in step.results]
 
 
-@rule(
+@register_rule(
     *"_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax"
     " cummin flip".split()
 )
-@rule(*"sort argsort topk roll cumsum_ renorm _weight_norm_interface tril triu tril_ triu_".split())
-@rule("constant_pad_nd", "reflection_pad1d", "replication_pad1d")
-def along(step: OperatorCall) -> list[Dims]:
-    """What an element becomes depends on its neighbors, or its place, along some dimensions: these
-    are blocked.
+@register_rule(
+    *"sort argsort topk roll cumsum_ renorm _weight_norm_interface tril triu tril_ triu_".split()
+)
+@register_rule("constant_pad_nd", "reflection_pad1d", "replication_pad1d")
+def trace_along(step: OperatorCall) -> list[Dims]:
+    """Block the dimensions along which what an element becomes depends on its neighbors, or its
+    place.
     """
-    dims = list(step.dims(step.first()))
+    dims = list(step.get_dims(step.get_first_tensor()))
     step.ordered = not step.name.startswith(("tri", "constant_pad"))
     over = step.get("dim", step.get("dims"))
     numbers = [over] if isinstance(over, int) else over or list(range(len(dims)))
     if step.name.startswith("tri"):
         numbers = [-2, -1]
     elif "_pad" in step.name:
-        numbers = [number for number, size in enumerate(step.shape()) if size != dims[number].size]
+        numbers = [
+            number for number, size in enumerate(step.get_shape()) if size != dims[number].size
+        ]
     for number in numbers:
         block(dims[number], step.reason)
-    return [_where_same(step, dims, out) for out in step.results]
+    return [_keep_equal_dims(step, dims, out) for out in step.results]
 
 
-def _where_same(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
-    """The dimensions that are as long as before; in the place of others new ones, which cannot be
+def _keep_equal_dims(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
+    """Keep the dimensions that are as long as before; others become new ones, which cannot be
     cut.
     """
     return [
-        node if node.size == size else step.fresh([size], True)[0]
+        node if node.size == size else step.make_dims([size], True)[0]
         for node, size in zip(dims, out.shape, strict=True)
     ]
 
 
-@rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
-def normalization(step: OperatorCall) -> list[Dims]:
-    """Statistics over the last dimensions, which a weight and a bias share."""
-    dims = list(step.dims(step.get("input")))
+@register_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+def trace_normalization(step: OperatorCall) -> list[Dims]:
+    """Trace statistics over the last dimensions, which a weight and a bias share."""
+    dims = list(step.get_dims(step.get("input")))
     count = len(step.get("normalized_shape"))
     for node in dims[len(dims) - count :]:
         block(node, step.reason)
@@ -310,29 +198,17 @@ def normalization(step: OperatorCall) -> list[Dims]:
     return [dims if number == 0 else list(statistics) for number in range(len(step.results))]
 
 
-@rule(
-    "mm",
-    "bmm",
-    "mv",
-    "dot",
-    "matmul",
-    "addmm",
-    "baddbmm",
-    "addmv",
-    "linear",
-    "_int_mm",
-    "addmm_",
-    "baddbmm_",
-    "addbmm",
+@register_rule(
+    *"mm bmm mv dot matmul addmm baddbmm addmv linear _int_mm addmm_ baddbmm_ addbmm".split()
 )
-def matrix_product(step: OperatorCall) -> list[Dims] | None:
-    """Sums over the last dimension of the left operand; a batch is shared."""
-    tensors = list(tensors_in((step.args, step.kwargs)))
+def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
+    """Trace a product: it sums over the last dimension of the left operand; a batch is shared."""
+    tensors = list(list_tensors((step.args, step.kwargs)))
     added = tensors.pop(0) if step.name.startswith(("addm", "badd")) else None
     if len(tensors) < 2 or step.name == "addbmm":
         return None
     left, right = tensors[:2]
-    ours, theirs = list(step.dims(left)), list(step.dims(right))
+    ours, theirs = list(step.get_dims(left)), list(step.get_dims(right))
     if step.name == "linear":
         theirs = theirs[::-1]
         added = tensors[2] if len(tensors) > 2 else None
@@ -342,24 +218,24 @@ def matrix_product(step: OperatorCall) -> list[Dims] | None:
     batch = [step.join(one, other) for one, other in zip(ours[:-2], theirs[:-2], strict=False)]
     longer = ours if len(ours) >= len(theirs) else theirs
     batch = batch if len(batch) == len(longer) - 2 else longer[: max(len(longer) - 2, 0)]
-    found = [
+    product_dims = [
         *batch,
         *(ours[-2:-1] if len(ours) > 1 else []),
         *(theirs[-1:] if len(theirs) > 1 else []),
     ]
     step.added = None if added is None else step.known(added)
-    if added is not None and [node.size for node in found] == step.shape():
-        offset = len(found) - added.dim()
-        for number, node in enumerate(step.dims(added)):
-            step.join(found[offset + number], node)
-    return [found]
+    if added is not None and [node.size for node in product_dims] == step.get_shape():
+        offset = len(product_dims) - added.dim()
+        for number, node in enumerate(step.get_dims(added)):
+            step.join(product_dims[offset + number], node)
+    return [product_dims]
 
 
-@rule("_grouped_mm", "transformers::grouped_mm_fallback")
-def grouped_product(step: OperatorCall) -> list[Dims] | None:
-    """Rows sorted by group times the matrix of their group: [rows, k] x [groups, k, n]."""
-    rows, matrices = list(tensors_in(step.args))[:2]
-    ours, theirs = step.dims(rows), step.dims(matrices)
+@register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
+def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
+    """Trace rows sorted by group times the matrix of their group: [rows, k] x [groups, k, n]."""
+    rows, matrices = list(list_tensors(step.args))[:2]
+    ours, theirs = step.get_dims(rows), step.get_dims(matrices)
     if len(ours) != 2 or len(theirs) != 3:
         return None
     block(theirs[0], step.reason)
@@ -367,19 +243,21 @@ def grouped_product(step: OperatorCall) -> list[Dims] | None:
     return [[ours[0], theirs[2]]]
 
 
-@rule("embedding")
-def embedding(step: OperatorCall) -> list[Dims]:
-    """Rows of a matrix by number."""
+@register_rule("embedding")
+def trace_embedding(step: OperatorCall) -> list[Dims]:
+    """Trace the rows of a matrix that are picked by number."""
     weight, numbers = step.get("weight"), step.get("indices")
     step.lookup = True
-    return [[*step.dims(numbers), step.dims(weight)[1]]]
+    return [[*step.get_dims(numbers), step.get_dims(weight)[1]]]
 
 
-@rule("convolution")
-def convolution(step: OperatorCall) -> list[Dims] | None:
-    """Mixes channels unless each has its own kernel (depthwise); places are blocked."""
+@register_rule("convolution")
+def trace_convolution(step: OperatorCall) -> list[Dims] | None:
+    """Trace a convolution: it mixes channels unless each has its own kernel (depthwise); places are
+    blocked.
+    """
     data, weight, bias = step.get("input"), step.get("weight"), step.get("bias")
-    ours, kernel = step.dims(data), step.dims(weight)
+    ours, kernel = step.get_dims(data), step.get_dims(weight)
     for node in (*ours[2:], *kernel[2:]):
         block(node, step.reason)
     if step.get("transposed"):
@@ -393,42 +271,42 @@ def convolution(step: OperatorCall) -> list[Dims] | None:
         block(ours[1], step.reason)
         block(kernel[0], step.reason)
     if bias is not None:
-        step.join(channels, step.dims(bias)[0])
-    return [[ours[0], channels, *step.fresh(step.shape()[2:], True)]]
+        step.join(channels, step.get_dims(bias)[0])
+    return [[ours[0], channels, *step.make_dims(step.get_shape()[2:], True)]]
 
 
 # What moves elements: views, cuts, concatenations, picks by number; and attention in one go.
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "flatten", "unflatten")
-def view(step: OperatorCall) -> list[Dims] | None:
-    """The same elements under other sizes: dimensions are joined and taken apart."""
-    tensor = step.first()
+@register_rule(
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "flatten", "unflatten"
+)
+def trace_view(step: OperatorCall) -> list[Dims] | None:
+    """Trace the same elements under other sizes: dimensions are joined and taken apart."""
+    tensor = step.get_first_tensor()
     if tensor.shape == step.results[0].shape:
-        return [list(step.dims(tensor))]
+        return [list(step.get_dims(tensor))]
     if not tensor.numel():
         return None
-    dims, shape = step.dims(tensor), step.shape()
-    found: Dims = []
-    start = stop = 0
-    while start < len(dims) or stop < len(shape):  # the shortest groups whose products agree
-        ours, theirs = [*dims[start : start + 1]], [*shape[stop : stop + 1]]
-        start, stop = start + 1, stop + 1
-        while (left := prod(node.size for node in ours)) != (right := prod(theirs)):
-            if left < right:
-                ours.append(dims[start])
-                start += 1
+    dims = list(step.get_dims(tensor))
+    sizes = step.get_shape()
+    viewed: Dims = []
+    while dims or sizes:  # the shortest groups, from the front, whose products agree
+        old = [dims.pop(0)] if dims else []
+        new = [sizes.pop(0)] if sizes else []
+        while (elements := prod(node.size for node in old)) != prod(new):
+            if elements < prod(new):
+                old.append(dims.pop(0))
             else:
-                theirs.append(shape[stop])
-                stop += 1
-        found += ours if len(ours) == len(theirs) == 1 else regroup(ours, theirs, step.reason)
-    return [found]
+                new.append(sizes.pop(0))
+        viewed += old if len(old) == len(new) == 1 else regroup(old, new, step.reason)
+    return [viewed]
 
 
-@rule("t", "transpose", "permute", "numpy_T", "adjoint", "transpose_", "t_")
-def permutation(step: OperatorCall) -> list[Dims]:
-    """Dimensions in another order."""
-    dims = list(step.dims(step.first()))
+@register_rule("t", "transpose", "permute", "numpy_T", "adjoint", "transpose_", "t_")
+def trace_permutation(step: OperatorCall) -> list[Dims]:
+    """Trace dimensions in another order."""
+    dims = list(step.get_dims(step.get_first_tensor()))
     if step.name in ("transpose", "transpose_"):
         one, other = step.get("dim0"), step.get("dim1")
         if dims:
@@ -439,10 +317,10 @@ def permutation(step: OperatorCall) -> list[Dims]:
     return [dims[::-1]]
 
 
-@rule("expand", "expand_copy")
-def expand(step: OperatorCall) -> list[Dims]:
-    """Dimensions of one element are repeated, new ones come in front."""
-    dims, shape = step.dims(step.first()), step.shape()
+@register_rule("expand", "expand_copy")
+def trace_expand(step: OperatorCall) -> list[Dims]:
+    """Trace repeated dimensions of one element, and new ones in front."""
+    dims, shape = step.get_dims(step.get_first_tensor()), step.get_shape()
     dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
     return [
         [
@@ -452,38 +330,39 @@ def expand(step: OperatorCall) -> list[Dims]:
     ]
 
 
-@rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
-def squeeze(step: OperatorCall) -> list[Dims]:
-    """Dimensions of one element come and go."""
-    dims = list(step.dims(step.first()))
+@register_rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
+def trace_squeeze(step: OperatorCall) -> list[Dims]:
+    """Trace dimensions of one element that come and go."""
+    dims = list(step.get_dims(step.get_first_tensor()))
     if step.name.startswith("unsqueeze"):
         dims.insert(step.get("dim") % (len(dims) + 1), AxisNode(1))
         return [dims]
     over = step.get("dim")
-    numbers = range(len(dims)) if over is None else [over] if isinstance(over, int) else over
+    if over is None:
+        over = range(len(dims))
+    numbers = [over] if isinstance(over, int) else over
     gone = {number % len(dims) for number in numbers if dims}
     return [[node for number, node in enumerate(dims) if number not in gone or node.size != 1]]
 
 
-@rule("slice", "narrow")
-def slice_(step: OperatorCall) -> list[Dims]:
-    """One stretch of a dimension."""
-    tensor = step.first()
-    dims = list(step.dims(tensor))
+@register_rule("slice", "narrow")
+def trace_slice(step: OperatorCall) -> list[Dims]:
+    """Trace one stretch of a dimension."""
+    tensor = step.get_first_tensor()
+    dims = list(step.get_dims(tensor))
     number = step.get("dim", 0) % len(dims)
-    size, length = dims[number].size, step.shape()[number]
+    size, length = dims[number].size, step.get_shape()[number]
     if length == size:
         return [dims]
     stride, first = step.get("step", 1), step.get("start") or 0
     if stride > 1 and size % stride == 0 and 0 <= first < stride and length == size // stride:
-        dims[number], within = regroup(
-            [dims[number]], [length, stride], step.reason
-        )  # every other one, as gate and up
+        # Every other one, as of gate and up.
+        dims[number], within = regroup([dims[number]], [length, stride], step.reason)
         block(within, step.reason)
         return [dims]
     if stride != 1 or not length:
         block(dims[number], step.reason)
-        dims[number] = step.fresh([length], True)[0]
+        dims[number] = step.make_dims([length], True)[0]
         return [dims]
     start = step.get("start") or 0
     start = max(start + size, 0) if start < 0 else start
@@ -492,21 +371,13 @@ def slice_(step: OperatorCall) -> list[Dims]:
     return [dims]
 
 
-@rule(
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unbind",
-    "select",
-    "tensor_split",
-    "split_copy",
-    "split_with_sizes_copy",
+@register_rule(
+    *"split split_with_sizes chunk unbind select tensor_split split_copy"
+    " split_with_sizes_copy".split()
 )
-def split(step: OperatorCall) -> list[Dims]:
-    """A dimension cut into several; unbinding and selecting give single elements, which blocks
-    it.
-    """
-    dims = list(step.dims(step.first()))
+def trace_split(step: OperatorCall) -> list[Dims]:
+    """Trace a dimension that is cut into several; single elements, as of `unbind`, block it."""
+    dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim", 0) % len(dims)
     if step.name in ("unbind", "select"):
         block(dims[number], step.reason)
@@ -515,61 +386,58 @@ def split(step: OperatorCall) -> list[Dims]:
     if not all(lengths):
         block(dims[number], step.reason)
         return [
-            [*dims[:number], *step.fresh([length], True), *dims[number + 1 :]] for length in lengths
+            [*dims[:number], *step.make_dims([length], True), *dims[number + 1 :]]
+            for length in lengths
         ]
     pieces = cut(dims[number], lengths, step.reason)
     return [[*dims[:number], piece, *dims[number + 1 :]] for piece in pieces]
 
 
-@rule("cat", "stack", "concat")
-def cat(step: OperatorCall) -> list[Dims]:
-    """Tensors one after the other along a dimension, old or new."""
-    tensors = [tensor for tensor in tensors_in(step.args[0]) if tensor.numel() or tensor.dim() > 1]
-    shape = step.shape()
+@register_rule("cat", "stack", "concat")
+def trace_cat(step: OperatorCall) -> list[Dims]:
+    """Trace tensors one after the other along a dimension, old or new."""
+    tensors = [
+        tensor for tensor in list_tensors(step.args[0]) if tensor.numel() or tensor.dim() > 1
+    ]
+    shape = step.get_shape()
     number = step.get("dim", 0) % len(shape)
-    held = [list(step.dims(tensor)) for tensor in tensors]
+    held = [list(step.get_dims(tensor)) for tensor in tensors]
     if step.name == "stack":
         joined = AxisNode(shape[number], blocked=step.reason)
         for dims in held:
             dims.insert(number, joined)
     else:
-        joined = concatenation(dims[number] for dims in held)
-    found = held[0]
+        joined = make_concatenation(dims[number] for dims in held)
+    dims_of_all = held[0]
     for dims in held[1:]:
         for place, node in enumerate(dims):
             if place != number:
-                unify(found[place], node, step.reason)
-    found[number] = joined
-    return [found]
+                unify(dims_of_all[place], node, step.reason)
+    dims_of_all[number] = joined
+    return [dims_of_all]
 
 
-@rule("repeat")
-def repeat(step: OperatorCall) -> list[Dims]:
-    """Copies of the whole, one after the other, along each dimension."""
+@register_rule("repeat")
+def trace_repeat(step: OperatorCall) -> list[Dims]:
+    """Trace copies of the whole, one after the other, along each dimension."""
     repeats = step.get("repeats")
-    dims = list(step.dims(step.first()))
+    dims = list(step.get_dims(step.get_first_tensor()))
     dims = [AxisNode(1)] * (len(repeats) - len(dims)) + dims
-    return [[product([AxisNode(times), node]) for times, node in zip(repeats, dims, strict=True)]]
+    return [
+        [make_product([AxisNode(times), node]) for times, node in zip(repeats, dims, strict=True)]
+    ]
 
 
-@rule(
-    "unfold",
-    "as_strided",
-    "diagonal",
-    "view_as_real",
-    "view_as_complex",
-    "diagonal_copy",
-    "diag_embed",
+@register_rule(
+    *"unfold as_strided diagonal view_as_real view_as_complex diagonal_copy diag_embed".split()
 )
-@rule(
-    "native_group_norm",
-    "native_batch_norm",
-    "_native_batch_norm_legit_no_training",
-    "_native_batch_norm_legit",
+@register_rule(
+    *"native_group_norm native_batch_norm _native_batch_norm_legit_no_training"
+    " _native_batch_norm_legit".split()
 )
-def opaque(step: OperatorCall) -> list[Dims]:
-    """Of a view dimensions whose sizes stay in front are kept; all others are blocked."""
-    dims, shape = list(step.dims(step.first())), step.shape()
+def trace_opaque(step: OperatorCall) -> list[Dims]:
+    """Keep dimensions of a view whose sizes stay in front; block all others."""
+    dims, shape = list(step.get_dims(step.get_first_tensor())), step.get_shape()
     keeps = step.name in ("view_as_real", "view_as_complex", "unfold")
     same = 0
     while keeps and same < min(len(dims), len(shape)) and dims[same].size == shape[same]:
@@ -578,18 +446,20 @@ def opaque(step: OperatorCall) -> list[Dims]:
         same += 1
     for node in (*dims[same:], *(node for other in step.inputs[1:] for node in other.dims)):
         block(node, step.reason)
-    return [dims[:same] + step.fresh(out.shape[same:], True) for out in step.results]
+    return [dims[:same] + step.make_dims(out.shape[same:], True) for out in step.results]
 
 
-@rule("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
-def index(step: OperatorCall) -> list[Dims]:
-    """Picks, or puts, elements by numbers along some dimensions, which are blocked; others are
-    kept.
+@register_rule(
+    "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"
+)
+def trace_index(step: OperatorCall) -> list[Dims]:
+    """Trace elements that are picked, or put, by numbers along some dimensions, which are
+    blocked.
     """
-    tensor = step.first()
-    dims = list(step.dims(tensor))
+    tensor = step.get_first_tensor()
+    dims = list(step.get_dims(tensor))
     picks = list(step.get("indices"))
-    single = _from_the_end(step, picks)
+    single = _find_negative_pick(step, picks)
     if single is not None:
         at, element = single
         start = dims[at].size + element
@@ -616,18 +486,20 @@ def index(step: OperatorCall) -> list[Dims]:
     if "put" in step.name:
         whole = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
         offset = len(whole) - target.dim()
-        for place, node in enumerate(step.dims(target)):
+        for place, node in enumerate(step.get_dims(target)):
             if place + offset >= 0 and node.size == whole[place + offset].size:
                 step.join(whole[place + offset], node)
         return [dims]
     picked = list(target.shape[front : front + count])
-    spent = step.fresh(picked) if masks else broadcast(step, given, picked)
+    spent = step.make_dims(picked) if masks else broadcast(step, given, picked)
     return [[*kept[:front], *spent, *kept[front:]]]
 
 
-def _from_the_end(step: OperatorCall, picks: list[torch.Tensor | None]) -> tuple[int, int] | None:
-    """The dimension and the number of `x[..., [-1], :]`, which is a slice of one element; None for
-    other picks.
+def _find_negative_pick(
+    step: OperatorCall, picks: list[torch.Tensor | None]
+) -> tuple[int, int] | None:
+    """Return the dimension and the number of `x[..., [-1], :]`, which is a slice of one element;
+    None for other picks.
     """
     given = [number for number, pick in enumerate(picks) if pick is not None]
     listed = [
@@ -641,48 +513,36 @@ def _from_the_end(step: OperatorCall, picks: list[torch.Tensor | None]) -> tuple
     return (given[0], listed[0]) if pick is not None and tuple(pick.shape) == (1,) else None
 
 
-@rule(
-    "index_select",
-    "index_add",
-    "index_add_",
-    "index_copy",
-    "index_copy_",
-    "index_fill",
-    "index_fill_",
+@register_rule(
+    *"index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_".split()
 )
-def index_along(step: OperatorCall) -> list[Dims]:
-    """Picks, or adds, slices by number along one dimension, which is blocked."""
-    dims = list(step.dims(step.first()))
+def trace_index_along(step: OperatorCall) -> list[Dims]:
+    """Trace slices that are picked, or added, by number along one dimension, which is blocked."""
+    dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim") % max(len(dims), 1)
     block(dims[number], step.reason)
     if step.name == "index_select":
-        dims[number] = step.dims(step.get("index"))[0]
+        dims[number] = step.get_dims(step.get("index"))[0]
         return [dims]
     source = step.get("source")
-    for place, node in enumerate(step.dims(source) if source is not None else ()):
+    for place, node in enumerate(step.get_dims(source) if source is not None else ()):
         if place != number:
             unify(dims[place], node, step.reason)
     return [dims]
 
 
-@rule(
-    "gather",
-    "scatter",
-    "scatter_",
-    "scatter_add",
-    "scatter_add_",
-    "scatter_reduce",
-    "scatter_reduce_",
+@register_rule(
+    *"gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()
 )
-def gather(step: OperatorCall) -> list[Dims]:
-    """Picks, or puts, elements by numbers along one dimension; the numbers lie where the elements
-    do.
+def trace_gather(step: OperatorCall) -> list[Dims]:
+    """Trace elements that are picked, or put, by numbers along one dimension, which lie where the
+    elements do.
     """
-    dims = list(step.dims(step.first()))
+    dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim") % max(len(dims), 1)
     block(dims[number], step.reason)
     others = [
-        step.dims(tensor)
+        step.get_dims(tensor)
         for tensor in (step.get("index"), step.get("src"))
         if isinstance(tensor, torch.Tensor)
     ]
@@ -698,24 +558,26 @@ def gather(step: OperatorCall) -> list[Dims]:
     return [others[0] if step.name == "gather" else dims]
 
 
-@rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
-@rule(
+@register_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+@register_rule(
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "scaled_dot_product_attention",
 )
-@rule("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math")
-def attention(step: OperatorCall) -> list[Dims]:
-    """softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries stand for
-    groups.
+@register_rule(
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math"
+)
+def trace_attention(step: OperatorCall) -> list[Dims]:
+    """Trace softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries
+    stand for groups.
     """
     query, key, value = (step.get(name) for name in ("query", "key", "value"))
-    ours, keys, held = step.dims(query), step.dims(key), step.dims(value)
+    ours, keys, held = step.get_dims(query), step.get_dims(key), step.get_dims(value)
     groups = query.shape[-3] // key.shape[-3]
     for theirs in (keys, held):
         for one, other in zip(ours[:-3], theirs[:-3], strict=True):
             step.join(one, other)
-        unify(ours[-3], product([theirs[-3], AxisNode(groups)]), step.reason)
+        unify(ours[-3], make_product([theirs[-3], AxisNode(groups)]), step.reason)
     unify(keys[-2], held[-2], step.reason)
     for node in (ours[-1], keys[-1], keys[-2], ours[-2]):
         block(node, step.reason)
@@ -724,12 +586,14 @@ def attention(step: OperatorCall) -> list[Dims]:
     if mask is not None:
         broadcast(step, [mask], [*(node.size for node in ours[:-1]), keys[-2].size])
         offset = len(ours) - mask.dim()
-        for place, node in enumerate(step.dims(mask)[:-2]):
+        for place, node in enumerate(step.get_dims(mask)[:-2]):
             step.join(ours[offset + place], node)
-    found: list[Dims] = [[*ours[:-1], held[-1]]]
+    output_dims: list[Dims] = [[*ours[:-1], held[-1]]]
     for out in step.results[1:]:
         same = out.dim() == 3 and out.shape[:2] == query.shape[:2]
-        found.append(
-            [*ours[:2], *step.fresh(out.shape[2:], True)] if same else step.fresh(out.shape, True)
+        output_dims.append(
+            [*ours[:2], *step.make_dims(out.shape[2:], True)]
+            if same
+            else step.make_dims(out.shape, True)
         )
-    return found
+    return output_dims

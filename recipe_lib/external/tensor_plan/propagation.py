@@ -1,13 +1,23 @@
-"""Follows one axis through a trace: which tensors a rank has a part of, and where that begins and
+"""Follow one axis through a trace: which tensors a rank has a part of, and where that begins and
 ends.
+
+`follow_axis` is called for each axis that a parameter has. It returns the axis with the boundaries
+that it needs, or raises `Refusal`, whose text says why ranks cannot share it.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, carries, segments_of
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
-from recipe_lib.external.tensor_plan.tracing import CallKey, ForwardTrace, FunctionCall
+from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis
+from recipe_lib.external.tensor_plan.forward_trace import (
+    CallKey,
+    ForwardTrace,
+    FunctionCall,
+    OperatorCall,
+    PendingBoundary,
+    ShardedAxis,
+    TracedTensor,
+)
+from recipe_lib.external.tensor_plan.sharding_plan import find_period
 
 # What may follow a product within its call: nothing of it depends on values.
 MOVES = frozenset(
@@ -23,397 +33,367 @@ class Refusal(Exception):  # noqa: N818  (an answer, not an error)
     """An axis cannot be cut; str() says why."""
 
 
-@dataclasses.dataclass(eq=False)
-class PendingBoundary:
-    """A boundary before it gets its final form; fields as in sharding_plan.Boundary. tensor: what
-    it acts on.
-    """
+def follow_axis(
+    trace: ForwardTrace,
+    node: AxisNode,
+    parameter_dims: dict[str, int],
+    records: Iterable[OperatorCall],
+) -> ShardedAxis:
+    """Follow an axis through the records that have to do with it.
 
-    kind: str
-    call: int
-    place: str
-    tensor: Traced
-    parameters: frozenset[str] = frozenset()
-    bias: str = ""
-    bias_parameters: frozenset[str] = frozenset()
-    taken: str = ""
-    dim: int = 0
-    segments: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()
-    mean: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class Course:
-    """An axis through the model. carriers: parameter to dimension. sharded: tensors of which a rank
-    has a part.
-
-    mixed: some of the carriers have segments without the axis. What comes of these is sharded, too:
-    a rank has all of it, but uses it for its part of the axis alone, so that its gradient is a part
-    of a sum.
-
-    joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives
-    has the axis. reduced: sums or means are taken over it, as by norms.
-    """
-
-    axis: AxisNode
-    carriers: dict[str, int]
-    vocabulary: bool = False
-    output: bool = False
-    mixed: bool = False
-    reduced: bool = False
-    sharded: set[Traced] = dataclasses.field(default_factory=set)
-    points: list[PendingBoundary] = dataclasses.field(default_factory=list)
-    joins: list[PendingBoundary] = dataclasses.field(default_factory=list)
-    rows: set[str] = dataclasses.field(default_factory=set)
-
-
-def follow(
-    trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[OperatorCall]
-) -> Course:
-    """Follows an axis (a leaf that nothing blocks) through the records that have to do with it.
-
+    node: a leaf that nothing blocks. parameter_dims: the dimension of each parameter that has it.
     Raises Refusal where a rank could not compute its part.
     """
-    course = Course(axis, carriers, sharded={trace.parameters[name] for name in carriers})
-    held = [_carry(output.dims, axis) for output in trace.outputs]
-    course.vocabulary = course.output = any(held)
-    _assemble(trace, course)
-    for record in _reached(trace, course, records):
-        if any(carries(node, axis) for node, _, _ in record.contractions):
-            _leave(trace, course, record)
-        elif any(carries(node, axis) for node, _ in record.reductions):
-            _reduce(trace, course, record)
-        elif (
-            record.lookup
-            and record.inputs[0] in course.sharded
-            and carries(record.inputs[0].dims[0], axis)
-        ):
-            if not any(each.identifiers for each in record.inputs[1:]):
-                raise Refusal(
-                    f"rows are picked by number, not by token, in {_where(trace, record)}"
-                )
-            course.vocabulary = True
-            point = PendingBoundary(
-                "lookup", record.call, "output", record.outputs[0], record.inputs[0].parameters
-            )
-            course.points.append(_located(trace, record, point))
-        else:
-            _pass(trace, course, record)
-    for output, has in zip(trace.outputs, held, strict=True):
-        if not has and output in course.sharded:
-            raise Refusal("what every rank uses in part is in what the model gives")
-        if has and (
-            course.rows or output not in course.sharded or not carries(output.dims[-1], axis)
-        ):
-            raise Refusal("the axis is in what the model gives")
-    if not course.vocabulary and (len(carriers) < 2 or not course.rows):
-        raise Refusal(
-            "no product sums over the axis"
-            if not course.rows
-            else "a single parameter has the axis"
-        )
-    if course.vocabulary and (course.rows or course.reduced):
-        raise Refusal("a product, a sum or a mean is over tokens")
-    if course.reduced and any(
-        record.lookup and _carry(record.inputs[0].dims[1:], axis) for record in trace.records
-    ):
-        raise Refusal("hidden states have it, and norms take means over it")
-    _alike(trace, course)
-    return course
+    parameters = {trace.parameters[name] for name in parameter_dims}
+    follower = _AxisFollower(trace, ShardedAxis(node, parameter_dims, sharded=parameters))
+    follower.follow(records)
+    return follower.axis
 
 
-def _assemble(trace: ForwardTrace, course: Course) -> None:
-    """Parameters of which some segments have the axis and others not: these are gathered wherever
-    they are used.
+class _AxisFollower:
+    """One axis on its way through one trace; its methods are the kinds of operators that it
+    meets.
     """
-    for name, dim in course.carriers.items():
-        segments = segments_of(trace.parameters[name].dims[dim], course.axis) or []
-        whole = tuple(number for number, (_, every) in enumerate(segments) if every)
-        if not whole:
-            continue
-        course.mixed = True
-        if 2 * sum(segments[number][0] for number in whole) > trace.parameters[name].dims[dim].size:
-            raise Refusal(f"most of {name} does not have the axis")
-        held = _as_stored(trace, trace.parameters[name])
-        for number, call in enumerate(trace.calls):
-            for place, tensor, _ in call.arguments:
-                if tensor in held:
-                    point = PendingBoundary("assemble", number, place, tensor, frozenset([name]))
-                    point.dim = next(
-                        at for at, node in enumerate(tensor.dims) if carries(node, course.axis)
+
+    def __init__(self, trace: ForwardTrace, axis: ShardedAxis) -> None:
+        self.trace = trace
+        self.axis = axis
+
+    def follow(self, records: Iterable[OperatorCall]) -> None:
+        """Note all tensors that are sharded, and all boundaries. Raises Refusal."""
+        axis = self.axis
+        in_outputs = [self._is_in(output) for output in self.trace.outputs]
+        axis.vocabulary = axis.output = any(in_outputs)
+        self._gather_whole_segments()
+        for record in self._select_reached(records):
+            if any(has_axis(node, axis.node) for node, _, _ in record.contractions):
+                self._sum_product(record)
+            elif any(has_axis(node, axis.node) for node, _ in record.reductions):
+                self._reduce(record)
+            elif (
+                record.lookup
+                and record.inputs[0] in axis.sharded
+                and has_axis(record.inputs[0].dims[0], axis.node)
+            ):
+                self._look_up(record)
+            else:
+                self._pass(record)
+        for output, has_it in zip(self.trace.outputs, in_outputs, strict=True):
+            is_sharded = output in axis.sharded
+            if is_sharded and not has_it:
+                raise Refusal("what every rank uses in part is in what the model gives")
+            # Logits may stay cut, along their last dimension, if the axis is that of the tokens.
+            is_cut_last = is_sharded and has_axis(output.dims[-1], axis.node)
+            if has_it and (axis.row_parameters or not is_cut_last):
+                raise Refusal("the axis is in what the model gives")
+        if not axis.vocabulary and not axis.row_parameters:
+            raise Refusal("no product sums over the axis")
+        if not axis.vocabulary and len(axis.parameter_dims) < 2:
+            raise Refusal("a single parameter has the axis")
+        if axis.vocabulary and (axis.row_parameters or axis.is_reduced):
+            raise Refusal("a product, a sum or a mean is over tokens")
+        if axis.is_reduced:
+            # An axis of embeddings: every norm would cost a sum over ranks.
+            for record in self.trace.records:
+                if record.lookup and _have_axis(record.inputs[0].dims[1:], axis.node):
+                    raise Refusal("hidden states have it, and norms take means over it")
+        self._check_runs_alike()
+
+    def _is_in(self, tensor: TracedTensor) -> bool:
+        return _have_axis(tensor.dims, self.axis.node)
+
+    def _gather_whole_segments(self) -> None:
+        """Note the parameters of which some segments have the axis and others not: these are
+        gathered wherever they are used.
+        """
+        for name, dim in self.axis.parameter_dims.items():
+            parameter = self.trace.parameters[name]
+            segments = find_segments(parameter.dims[dim], self.axis.node) or []
+            whole = tuple(number for number, (_, is_whole) in enumerate(segments) if is_whole)
+            if not whole:
+                continue
+            self.axis.has_whole_segments = True
+            if 2 * sum(segments[number][0] for number in whole) > parameter.dims[dim].size:
+                raise Refusal(f"most of {name} does not have the axis")
+            views = self._find_stored_views(parameter)
+            for number, call in enumerate(self.trace.calls):
+                for place, tensor, _ in call.arguments:
+                    if tensor not in views:
+                        continue
+                    dims = [
+                        at for at, node in enumerate(tensor.dims) if has_axis(node, self.axis.node)
+                    ]
+                    boundary = PendingBoundary(
+                        "assemble",
+                        number,
+                        place,
+                        tensor,
+                        parameters=frozenset([name]),
+                        dim=dims[0],
+                        segments=tuple(length for length, _ in segments),
+                        whole=whole,
                     )
-                    point.segments, point.whole = tuple(length for length, _ in segments), whole
-                    if segments_of(tensor.dims[point.dim], course.axis) != segments:
+                    if find_segments(tensor.dims[dims[0]], self.axis.node) != segments:
                         raise Refusal(
                             f"{name} is put in another form before {call.function} at {call.source}"
                         )
-                    course.points.append(point)
+                    self.axis.boundaries.append(boundary)
 
+    def _find_stored_views(self, parameter: TracedTensor) -> set[TracedTensor]:
+        """Return the parameter, and views of it that no call makes, such as `weight.T`.
 
-def _as_stored(trace: ForwardTrace, parameter: Traced) -> set[Traced]:
-    """The parameter, and views of it that no call makes, such as `weight.T`; raises Refusal for any
-    other such use.
-    """
-    held = {parameter}
-    for record in trace.records:
-        if held.isdisjoint(record.inputs):
-            continue
-        if record.call < 0 and record.name in MOVES:
-            held.update(record.outputs)
-        elif record.call < 0 or held.isdisjoint(
-            each for _, each, _ in trace.calls[record.call].arguments
-        ):
-            raise Refusal(
-                f"no torch function call uses {', '.join(parameter.parameters)} in"
-                f" {_where(trace, record)}"
-            )
-    return held
-
-
-def _reached(
-    trace: ForwardTrace, course: Course, records: Iterable[OperatorCall]
-) -> Iterable[OperatorCall]:
-    """The records that have to do with the axis, or with what every rank uses in part."""
-    if not course.mixed:
-        yield from records
-        return
-    having = set(records)
-    for record in trace.records:
-        if record in having or not course.sharded.isdisjoint(record.inputs):
-            yield record
-
-
-def _pass(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
-    """An operator that sums over no part of the axis: what comes out is cut if something that goes
-    in is.
-    """
-    axis, sharded = course.axis, course.sharded
-    going_in = [each for each in record.inputs if each in sharded]
-    coming_out = [each for each in record.outputs if _carry(each.dims, axis)]
-    if going_in and course.mixed and not record.uniform:
-        having = [each for each in going_in if _carry(each.dims, axis)]
-        even = record.call >= 0 and trace.calls[record.call].function in ("chunk", "tensor_split")
-        if not having or (
-            record.name in _TAKES and not even
-        ):  # what every rank uses in part, or is taken from it
-            coming_out = record.outputs
-    if not coming_out:
-        if going_in and not record.uniform:
-            raise Refusal(f"a part of a tensor does not have the axis in {_where(trace, record)}")
-        return
-    if record.values:
-        return
-    if record.uniform and not going_in:
-        sharded.update(coming_out)
-        return
-    if not going_in:
-        if any(_carry(each.dims, axis) for each in record.inputs) or not record.inputs:
-            return  # whole on each rank, until it meets a tensor that is cut
-    elif len(coming_out) < len(record.outputs):
-        raise Refusal(f"a part of what comes out does not have the axis in {_where(trace, record)}")
-    for each in coming_out:
-        sharded.add(each)
-        if each in record.inputs:  # written in place, and so into what it is a view of
-            sharded.add(each.root)
-    for each in record.inputs:
-        if each not in sharded:
-            _join(trace, course, record, each)
-
-
-def _join(trace: ForwardTrace, course: Course, record: OperatorCall, tensor: Traced) -> None:
-    """A tensor that each rank has whole meets one of which it has a part."""
-    having = [number for number, node in enumerate(tensor.dims) if carries(node, course.axis)]
-    if record.call < 0:
-        if having or tensor.activation or tensor.parameters:
-            raise Refusal("the axis goes through an operator that no torch function call makes")
-        return
-    call = trace.calls[record.call]
-    for place, each, gradient in _arguments(call, tensor):
-        if having:
-            numbers = [
-                number for number, node in enumerate(each.dims) if carries(node, course.axis)
-            ]
-            segments = (
-                segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
-            )
-            if segments is None:
+        Raises Refusal for any other such use.
+        """
+        views = {parameter}
+        for record in self.trace.records:
+            if views.isdisjoint(record.inputs):
+                continue
+            if record.call < 0 and record.name in MOVES:
+                views.update(record.outputs)
+            elif record.call < 0 or views.isdisjoint(
+                tensor for _, tensor, _ in self.trace.calls[record.call].arguments
+            ):
                 raise Refusal(
-                    "a whole tensor that is to be cut does not have the axis in"
-                    f" {_where(trace, record)}"
+                    f"no torch function call uses {', '.join(parameter.parameters)} in"
+                    f" {self._describe(record)}"
                 )
-            lengths = [length for length, _ in segments]
-            point = PendingBoundary("cut", record.call, place, each, dim=numbers[0])
-            point.whole = tuple(number for number, (_, every) in enumerate(segments) if every)
-            point.segments = tuple(lengths) if point.whole else period(lengths)
-            course.points.append(point)
-        elif gradient and each not in course.sharded:
-            point = PendingBoundary("enter", record.call, place, each, each.parameters)
-            (course.joins if each.parameters else course.points).append(point)
+        return views
+
+    def _select_reached(self, records: Iterable[OperatorCall]) -> Iterable[OperatorCall]:
+        """Yield the records that have to do with the axis, or with what every rank uses in part."""
+        if not self.axis.has_whole_segments:
+            yield from records
+            return
+        with_axis = set(records)
+        # While it is iterated, `sharded` grows by what the records before have made.
+        for record in self.trace.records:
+            if record in with_axis or not self.axis.sharded.isdisjoint(record.inputs):
+                yield record
+
+    def _pass(self, record: OperatorCall) -> None:
+        """Pass an operator that sums over no part of the axis: what comes out is sharded if
+        something that goes in is.
+        """
+        sharded = self.axis.sharded
+        sharded_inputs = [tensor for tensor in record.inputs if tensor in sharded]
+        sharded_outputs = [tensor for tensor in record.outputs if self._is_in(tensor)]
+        if sharded_inputs and self.axis.has_whole_segments and not record.uniform:
+            in_call = self.trace.calls[record.call].function if record.call >= 0 else ""
+            is_even = in_call in ("chunk", "tensor_split")
+            # What every rank uses in part, or is taken from it.
+            if not any(map(self._is_in, sharded_inputs)) or (record.name in _TAKES and not is_even):
+                sharded_outputs = record.outputs
+        if not sharded_outputs:
+            if sharded_inputs and not record.uniform:
+                raise Refusal(
+                    f"a part of a tensor does not have the axis in {self._describe(record)}"
+                )
+            return
+        if record.values:
+            return
+        if record.uniform and not sharded_inputs:
+            sharded.update(sharded_outputs)
+            return
+        if not sharded_inputs:
+            if not record.inputs or any(map(self._is_in, record.inputs)):
+                return  # whole on each rank, until it meets a tensor that is cut
+        elif len(sharded_outputs) < len(record.outputs):
+            raise Refusal(
+                f"a part of what comes out does not have the axis in {self._describe(record)}"
+            )
+        for tensor in sharded_outputs:
+            sharded.add(tensor)
+            if tensor in record.inputs:  # written in place, and so into what it is a view of
+                sharded.add(tensor.root)
+        for tensor in record.inputs:
+            if tensor not in sharded:
+                self._meet_whole(record, tensor)
+
+    def _meet_whole(self, record: OperatorCall, whole: TracedTensor) -> None:
+        """Note where a tensor that each rank has whole meets one of which it has a part."""
+        if record.call < 0:
+            if self._is_in(whole) or whole.activation or whole.parameters:
+                raise Refusal("the axis goes through an operator that no torch function call makes")
+            return
+        for place, tensor, needs_gradient in _find_arguments(self.trace.calls[record.call], whole):
+            if self._is_in(whole):
+                dim, segments = self._find_only_dim(tensor)
+                if segments is None:
+                    raise Refusal(
+                        "a whole tensor that is to be cut does not have the axis in"
+                        f" {self._describe(record)}"
+                    )
+                lengths = tuple(length for length, _ in segments)
+                numbers = tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole)
+                cutting = PendingBoundary("cut", record.call, place, tensor, dim=dim, whole=numbers)
+                # Segments with whole ones among them are named one by one.
+                cutting.segments = lengths if numbers else find_period(list(lengths))
+                self.axis.boundaries.append(cutting)
+            elif needs_gradient and tensor not in self.axis.sharded:
+                uses = self.axis.replicated_uses if tensor.parameters else self.axis.boundaries
+                uses.append(PendingBoundary("enter", record.call, place, tensor, tensor.parameters))
+
+    def _sum_product(self, record: OperatorCall) -> None:
+        """Note a product that sums over the axis: each rank has a part of the sum."""
+        where = self._describe(record)
+        left, right = next(
+            (left, right)
+            for node, left, right in record.contractions
+            if has_axis(node, self.axis.node)
+        )
+        if any(map(self._is_in, record.outputs)):
+            raise Refusal(f"the axis is summed over and comes out in {where}")
+        if bool(left.parameters) == bool(right.parameters):
+            kind = "parameters" if left.parameters else "activations"
+            raise Refusal(f"two {kind} are multiplied along it by {where}")
+        weight, hidden = (left, right) if left.parameters else (right, left)
+        if weight not in self.axis.sharded or hidden not in self.axis.sharded:
+            raise Refusal(f"a tensor that is whole on each rank is multiplied along it by {where}")
+        self.axis.row_parameters |= weight.parameters
+        leaving = self._make_leaving("leave", record, weight.parameters)
+        self._note_taken(record, leaving, hidden)
+        if record.added is not None:
+            self._note_bias(record, leaving, record.added)
+        self.axis.boundaries.append(leaving)
+
+    def _reduce(self, record: OperatorCall) -> None:
+        """Note a sum or a mean over the axis: that of each rank's part, put together; whole on each
+        rank from there on.
+        """
+        reduced = record.reductions[0][1]
+        if reduced not in self.axis.sharded:
+            return
+        if any(map(self._is_in, record.outputs)):
+            raise Refusal(f"the axis is summed over and comes out in {self._describe(record)}")
+        leaving = self._make_leaving("leave", record, frozenset())
+        self._note_taken(record, leaving, reduced)
+        leaving.mean = record.name == "mean"
+        self.axis.is_reduced = True
+        self.axis.boundaries.append(leaving)
+
+    def _look_up(self, record: OperatorCall) -> None:
+        """Note an embedding whose rows the ranks share: the axis is that of the tokens."""
+        if not any(tensor.identifiers for tensor in record.inputs[1:]):
+            raise Refusal(f"rows are picked by number, not by token, in {self._describe(record)}")
+        self.axis.vocabulary = True
+        leaving = self._make_leaving("lookup", record, record.inputs[0].parameters)
+        self.axis.boundaries.append(leaving)
+
+    def _note_taken(
+        self, record: OperatorCall, leaving: PendingBoundary, taken: TracedTensor
+    ) -> None:
+        """Note which argument of its call a product, a sum or a mean over the axis takes, and where
+        that has the axis.
+        """
+        for place, tensor, _ in _find_arguments(self.trace.calls[record.call], taken):
+            dim, segments = self._find_only_dim(tensor)
+            if segments is None or any(is_whole for _, is_whole in segments):
+                raise Refusal(
+                    f"the axis cannot be separated in what goes into {self._describe(record)}"
+                )
+            leaving.taken = place
+            leaving.dim = dim
+            leaving.segments = find_period([length for length, _ in segments])
+
+    def _find_only_dim(self, tensor: TracedTensor) -> tuple[int, list[tuple[int, bool]] | None]:
+        """Return the only dimension that has the axis, and its segments; None for other tensors."""
+        dims = [at for at, node in enumerate(tensor.dims) if has_axis(node, self.axis.node)]
+        if len(dims) != 1:
+            return -1, None
+        return dims[0], find_segments(tensor.dims[dims[0]], self.axis.node)
+
+    def _make_leaving(
+        self, kind: str, record: OperatorCall, parameters: frozenset[str]
+    ) -> PendingBoundary:
+        """Make a sum over ranks act on what the operator's call gives; what else happens within the
+        call must allow that.
+        """
+        where = self._describe(record)
+        if record.call < 0:
+            raise Refusal(f"no torch function call makes {where}")
+        call = self.trace.calls[record.call]
+        if len(call.outputs) != 1:
+            raise Refusal(f"{where} is one of several results of {call.function} at {call.source}")
+        leaving = PendingBoundary(kind, record.call, "output", call.outputs[0], parameters)
+        after = set(record.outputs)
+        for later in call.records[call.records.index(record) + 1 :]:
+            if not after.intersection(later.inputs):
+                continue
+            addends = [tensor for tensor in later.inputs if tensor not in after]
+            if later.name in ("add", "add_") and all(tensor.parameters for tensor in addends):
+                for tensor in addends:
+                    self._note_bias(later, leaving, tensor)
+            elif later.name not in MOVES:
+                raise Refusal(
+                    f"{later.name} follows {where} within {call.function} at {call.source}"
+                )
+            after.update(later.outputs)
+        if call.outputs[0] not in after:
+            raise Refusal(f"{call.function} at {call.source} keeps the result of {where} to itself")
+        return leaving
+
+    def _note_bias(
+        self, record: OperatorCall, leaving: PendingBoundary, added: TracedTensor
+    ) -> None:
+        """Note what is added to a product within its call: once, after the sum over ranks."""
+        if not added.parameters:
+            if not added.activation:
+                return  # an addend that is multiplied by zero
+            raise Refusal(f"an activation is added within the call of {self._describe(record)}")
+        for place, tensor, _ in _find_arguments(self.trace.calls[record.call], added):
+            leaving.bias = place
+            leaving.bias_parameters = tensor.parameters
+
+    def _check_runs_alike(self) -> None:
+        """Refuse a module that runs more than once and needs other boundaries then, except where no
+        gradient passes.
+
+        The executor knows a call by its module and its number there, whichever run it is of.
+        """
+        by_call: dict[int, set[tuple[str, str]]] = {}
+        by_key: dict[CallKey, set[tuple[str, str]]] = {}
+        for boundary in self.axis.boundaries:
+            exchange = (boundary.kind, boundary.place)
+            by_call.setdefault(boundary.call, set()).add(exchange)
+            by_key.setdefault(self.trace.calls[boundary.call].key, set()).add(exchange)
+        for number, call in enumerate(self.trace.calls):
+            for kind, place in by_key.get(call.key, set()) - by_call.get(number, set()):
+                needs_gradient = any(needs for at, _, needs in call.arguments if at == place)
+                if kind != "enter" or needs_gradient:
+                    raise Refusal(
+                        f"{call.key.module} runs more than once, and not alike, at {call.source}"
+                    )
+
+    def _describe(self, record: OperatorCall) -> str:
+        """Return an operator's name with the module and the line that call it."""
+        if record.call < 0:
+            return record.name
+        call = self.trace.calls[record.call]
+        return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
 
 
-def _leave(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
-    """A product that sums over the axis: each rank has a part of the sum."""
-    axis = course.axis
-    where = _where(trace, record)
-    node, left, right = next(each for each in record.contractions if carries(each[0], axis))
-    if any(_carry(each.dims, axis) for each in record.outputs):
-        raise Refusal(f"the axis is summed over and comes out in {where}")
-    if not (left.parameters or right.parameters) or (left.parameters and right.parameters):
-        kind = "parameters" if left.parameters else "activations"
-        raise Refusal(f"two {kind} are multiplied along it by {where}")
-    weight, other = (left, right) if left.parameters else (right, left)
-    if weight not in course.sharded or other not in course.sharded:
-        raise Refusal(f"a tensor that is whole on each rank is multiplied along it by {where}")
-    course.rows |= weight.parameters
-    point = _located(
-        trace,
-        record,
-        PendingBoundary("leave", record.call, "output", record.outputs[0], weight.parameters),
-    )
-    _take(trace, course, record, point, other)
-    if record.added is not None:
-        _bias(trace, record, point, record.added)
-    course.points.append(point)
+def _have_axis(dims: Iterable[AxisNode], node: AxisNode) -> bool:
+    return any(has_axis(dim, node) for dim in dims)
 
 
-def _reduce(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
-    """A sum or a mean over the axis: that of each rank's part, put together; whole on each rank
-    from there on.
+def _find_arguments(
+    call: FunctionCall, tensor: TracedTensor
+) -> list[tuple[str, TracedTensor, bool]]:
+    """Return the arguments of a call that a tensor within it is made of: the tensor itself if it is
+    one of them.
     """
-    tensor = record.reductions[0][1]
-    if tensor not in course.sharded:
-        return
-    axis, where = course.axis, _where(trace, record)
-    if any(_carry(each.dims, axis) for each in record.outputs):
-        raise Refusal(f"the axis is summed over and comes out in {where}")
-    point = _located(
-        trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0])
-    )
-    _take(trace, course, record, point, tensor)
-    point.mean, course.reduced = record.name == "mean", True
-    course.points.append(point)
-
-
-def _take(
-    trace: ForwardTrace,
-    course: Course,
-    record: OperatorCall,
-    point: PendingBoundary,
-    tensor: Traced,
-) -> None:
-    """Notes which argument of its call a product, a sum or a mean over the axis takes, and where
-    that has the axis.
-    """
-    for place, each, _ in _arguments(trace.calls[record.call], tensor):
-        numbers = [number for number, found in enumerate(each.dims) if carries(found, course.axis)]
-        segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
-        if segments is None or any(whole for _, whole in segments):
-            raise Refusal(f"the axis cannot be separated in what goes into {_where(trace, record)}")
-        point.taken = place
-        point.dim = numbers[0]
-        point.segments = period([length for length, _ in segments])
-
-
-def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:
-    return any(carries(node, axis) for node in dims)
-
-
-def _located(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary) -> PendingBoundary:
-    """Makes a sum over ranks act on what its call gives; what else happens within the call must
-    allow that.
-    """
-    where = _where(trace, record)
-    if record.call < 0:
-        raise Refusal(f"no torch function call makes {where}")
-    call = trace.calls[record.call]
-    if len(call.outputs) != 1:
-        raise Refusal(f"{where} is one of several results of {call.function} at {call.source}")
-    after = set(record.outputs)
-    for later in call.records[call.records.index(record) + 1 :]:
-        if not after.intersection(later.inputs):
-            continue
-        others = [each for each in later.inputs if each not in after]
-        if later.name in ("add", "add_") and all(each.parameters for each in others):
-            for each in others:
-                _bias(trace, later, point, each)
-        elif later.name not in MOVES:
-            raise Refusal(f"{later.name} follows {where} within {call.function} at {call.source}")
-        after.update(later.outputs)
-    if call.outputs[0] not in after:
-        raise Refusal(f"{call.function} at {call.source} keeps the result of {where} to itself")
-    point.tensor = call.outputs[0]
-    return point
-
-
-def _bias(
-    trace: ForwardTrace, record: OperatorCall, point: PendingBoundary, tensor: Traced
-) -> None:
-    """What is added to a product that sums over the axis, within its call, is added once, after the
-    sum over ranks.
-    """
-    if not tensor.parameters:
-        if not tensor.activation:
-            return  # an addend that is multiplied by zero
-        raise Refusal(f"an activation is added within the call of {_where(trace, record)}")
-    for place, each, _ in _arguments(trace.calls[record.call], tensor):
-        point.bias, point.bias_parameters = place, each.parameters
-
-
-def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bool]]:
-    """The arguments of a call that a tensor within it is made of: the tensor itself if it is one of
-    them.
-    """
-    found = [each for each in call.arguments if each[1] is tensor]
-    if found:
-        return found[:1]
+    for argument in call.arguments:
+        if argument[1] is tensor:
+            return [argument]
+    made_of: list[tuple[str, TracedTensor, bool]] = []
     seen = {tensor}
     queue = [tensor]
     while queue:
         made = queue.pop()
         for record in call.records:
-            if made in record.outputs:
-                for each in record.inputs:
-                    if each not in seen:
-                        seen.add(each)
-                        queue.append(each)
-                        found += [argument for argument in call.arguments if argument[1] is each][
-                            :1
-                        ]
-    return found
-
-
-def _alike(trace: ForwardTrace, course: Course) -> None:
-    """A module that runs more than once must need the same boundaries each time, but where no
-    gradient passes.
-    """
-    found: dict[int, set[tuple[str, str]]] = {}
-    for point in course.points:
-        found.setdefault(point.call, set()).add((point.kind, point.place))
-    wanted: dict[CallKey, set[tuple[str, str]]] = {}
-    for number, here in found.items():
-        wanted.setdefault(trace.calls[number].key, set()).update(here)
-    for number, call in enumerate(trace.calls):
-        for kind, place in wanted.get(call.key, set()) - found.get(number, set()):
-            gradient = any(needs for at, _, needs in call.arguments if at == place)
-            if kind != "enter" or gradient:
-                raise Refusal(
-                    f"{call.key.module} runs more than once, and not alike, at {call.source}"
-                )
-
-
-def _where(trace: ForwardTrace, record: OperatorCall) -> str:
-    if record.call < 0:
-        return record.name
-    call = trace.calls[record.call]
-    return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
-
-
-def period(segments: list[int]) -> tuple[int, ...]:
-    """The shortest list of lengths that gives the segments when it is repeated."""
-    for length in range(1, len(segments) + 1):
-        if len(segments) % length == 0 and segments == segments[:length] * (
-            len(segments) // length
-        ):
-            return tuple(segments[:length])
-    return tuple(segments)
+            for source in record.inputs if made in record.outputs else ():
+                if source not in seen:
+                    seen.add(source)
+                    queue.append(source)
+                    made_of += [each for each in call.arguments if each[1] is source][:1]
+    return made_of

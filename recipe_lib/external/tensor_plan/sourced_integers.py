@@ -45,7 +45,7 @@ class Arithmetic(NamedTuple):
 _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 
 
-def _operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
+def _make_operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
     def compute(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
@@ -72,16 +72,21 @@ class Decision(NamedTuple):
 
 
 _COMPARE = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
-def _comparison(sign: str) -> Callable[[Any, Any], Any]:
+def _make_comparison(sign: str) -> Callable[[Any, Any], Any]:
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
         if self.note is not None and (
-            isinstance(self.source, Size) or attributes_of(self) + attributes_of(other)
+            isinstance(self.source, Size) or list_attributes(self) + list_attributes(other)
         ):
             self.note(Decision(sign, self, other))
         return _COMPARE[sign](int(self), int(other))
@@ -103,13 +108,20 @@ class Sourced(int):
         made.note = note
         return made
 
-    __add__, __radd__ = _operator("+", False), _operator("+", True)  # type: ignore[assignment]
-    __sub__, __rsub__ = _operator("-", False), _operator("-", True)  # type: ignore[assignment]
-    __mul__, __rmul__ = _operator("*", False), _operator("*", True)  # type: ignore[assignment]
-    __floordiv__, __rfloordiv__ = _operator("//", False), _operator("//", True)  # type: ignore[assignment]
-    __eq__, __ne__ = _comparison("=="), _comparison("!=")  # type: ignore[assignment]
-    __lt__, __le__ = _comparison("<"), _comparison("<=")  # type: ignore[assignment]
-    __gt__, __ge__ = _comparison(">"), _comparison(">=")  # type: ignore[assignment]
+    __add__ = _make_operator("+", False)  # type: ignore[assignment]
+    __radd__ = _make_operator("+", True)  # type: ignore[assignment]
+    __sub__ = _make_operator("-", False)  # type: ignore[assignment]
+    __rsub__ = _make_operator("-", True)  # type: ignore[assignment]
+    __mul__ = _make_operator("*", False)  # type: ignore[assignment]
+    __rmul__ = _make_operator("*", True)  # type: ignore[assignment]
+    __floordiv__ = _make_operator("//", False)  # type: ignore[assignment]
+    __rfloordiv__ = _make_operator("//", True)  # type: ignore[assignment]
+    __eq__ = _make_comparison("==")  # type: ignore[assignment]
+    __ne__ = _make_comparison("!=")  # type: ignore[assignment]
+    __lt__ = _make_comparison("<")  # type: ignore[assignment]
+    __le__ = _make_comparison("<=")  # type: ignore[assignment]
+    __gt__ = _make_comparison(">")  # type: ignore[assignment]
+    __ge__ = _make_comparison(">=")  # type: ignore[assignment]
     __hash__ = int.__hash__
 
 
@@ -119,19 +131,19 @@ class Division(NamedTuple):
     ranks: int = 1
     kept: int = 0
 
-    def of(self, value: int) -> int:
-        """What the integer is on a rank."""
+    def divide(self, value: int) -> int:
+        """Return what the integer is on a rank."""
         return self.kept + (int(value) - self.kept) // self.ranks
 
 
 def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> int:
-    """What the integer would be on a rank.
+    """Compute what the integer would be on a rank.
 
     sizes: the size of a dimension there. divisions: how an attribute is divided there.
     """
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
-        return divisions.get(source, Division()).of(value)
+        return divisions.get(source, Division()).divide(value)
     if isinstance(source, Size):
         return sizes(source)
     if isinstance(source, Arithmetic):
@@ -140,45 +152,57 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
     return int(value)
 
 
-def decided_alike(
+def is_decided_alike(
     decision: Decision, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]
 ) -> bool:
-    """True if a comparison comes out on a rank as it does on the whole."""
+    """Return True if a comparison comes out on a rank as it does on the whole."""
     compare = _COMPARE[decision.operator]
     left, right = (evaluate(side, sizes, divisions) for side in (decision.left, decision.right))
     return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
 
 
-def attributes_of(value: int) -> list[Attribute]:
-    """The attributes that an integer was computed from."""
+def list_attributes(value: int) -> list[Attribute]:
+    """Return the attributes that an integer was computed from."""
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
         return [source]
     if isinstance(source, Arithmetic):
-        return attributes_of(source.left) + attributes_of(source.right)
+        return list_attributes(source.left) + list_attributes(source.right)
     return []
 
 
-def sourced_attributes(
+def list_sizes(value: object) -> list[Size]:
+    """Return the sizes of tensors that an integer, or the bounds of a slice, were computed from."""
+    if isinstance(value, slice):
+        return list_sizes(value.start) + list_sizes(value.stop)
+    source = getattr(value, "source", None)
+    if isinstance(source, Size):
+        return [source]
+    if isinstance(source, Arithmetic):
+        return list_sizes(source.left) + list_sizes(source.right)
+    return []
+
+
+def make_attributes_sourced(
     model: torch.nn.Module, note: Callable[[Decision], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """While it is entered, integer attributes of modules, and of objects such as configs that they
-    hold, are Sourced.
+    """Make integer attributes of modules, and of objects such as configs that they hold, Sourced
+    while it is entered.
 
     note: gets the comparisons that are made with them.
     """
     entries: list[Entry] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
-        entries += _sourced(module.__dict__, path, "", note)
+        entries += _make_sourced(module.__dict__, path, "", note)
         for name, value in module.__dict__.items():
             if _is_settings(value) and id(value) not in seen:
                 seen.add(id(value))
-                entries += _sourced(value.__dict__, path, f"{name}.", note)
+                entries += _make_sourced(value.__dict__, path, f"{name}.", note)
     return replace_entries(entries)
 
 
-def _sourced(
+def _make_sourced(
     held: dict[str, Any], path: str, prefix: str, note: Callable[[Decision], None]
 ) -> Iterator[Entry]:
     for name, value in held.items():
@@ -187,7 +211,7 @@ def _sourced(
 
 
 def _is_settings(value: Any) -> bool:
-    """True for a plain object with attributes, such as a config."""
+    """Return True for a plain object with attributes, such as a config."""
     if isinstance(value, (torch.nn.Module, torch.Tensor, type, dict)) or callable(value):
         return False
     return hasattr(value, "__dict__") and not type(value).__module__.startswith("torch")

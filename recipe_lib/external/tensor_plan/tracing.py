@@ -2,12 +2,10 @@
 function call made it.
 """
 
-import dataclasses
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,92 +13,51 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.axes import AxisNode, block
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced, rule_of, short_name
-from recipe_lib.external.tensor_plan.sharding_plan import places_in, tensors_in
+from recipe_lib.external.tensor_plan.forward_trace import (
+    CallKey,
+    ForwardTrace,
+    FunctionCall,
+    OperatorCall,
+    Rule,
+    TracedTensor,
+    get_short_name,
+)
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    get_output_values,
+    list_places,
+    list_tensors,
+)
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Decision,
     Size,
     Sourced,
-    sourced_attributes,
+    make_attributes_sourced,
 )
 from recipe_lib.models.language_model import list_layer_names
 
 
-class CallKey(NamedTuple):
-    """module: its path in the model, empty for the model itself. number: of the call within one
-    forward, from 0.
-    """
-
-    module: str
-    number: int
-
-
-@dataclasses.dataclass(eq=False)
-class FunctionCall:
-    """One torch function call. arguments: (place, tensor, needs a gradient). source: file and line
-    in the model.
-    """
-
-    key: CallKey
-    function: str
-    source: str
-    arguments: list[tuple[str, Traced, bool]] = dataclasses.field(default_factory=list)
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    outputs: list[Traced] = dataclasses.field(default_factory=list)
-    records: list[OperatorCall] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(eq=False)
-class ForwardTrace:
-    """What one forward did. unknown: operators without a rule, with the module. assumed: values
-    that were made up.
-
-    decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors.
-    tokens: how many ids it got, 0 for none. ids: what is known of them. given: by path, the first
-    tensor that a module gave; of layers, and of what is outside of them.
-    """
-
-    calls: list[FunctionCall] = dataclasses.field(default_factory=list)
-    records: list[OperatorCall] = dataclasses.field(default_factory=list)
-    parameters: dict[str, Traced] = dataclasses.field(default_factory=dict)
-    outputs: list[Traced] = dataclasses.field(default_factory=list)
-    unknown: dict[str, str] = dataclasses.field(default_factory=dict)
-    assumed: list[str] = dataclasses.field(default_factory=list)
-    decisions: list[Decision] = dataclasses.field(default_factory=list)
-    size_decisions: list[Decision] = dataclasses.field(default_factory=list)
-    tokens: int = 0
-    ids: Traced | None = None
-    given: dict[str, Traced] = dataclasses.field(default_factory=dict)
-
-    def differences(self, other: "ForwardTrace") -> frozenset[str]:
-        """Paths of the modules whose forwards make other calls in another trace."""
-        ours, theirs = (
-            Counter((call.key, call.function) for call in each.calls) for each in (self, other)
-        )
-        return frozenset(key.module for key, _ in (ours - theirs) + (theirs - ours))
-
-
 class _Watch(TorchFunctionMode):
-    """Remembers every torch function call that a model makes, by the module whose forward makes it.
+    """Every torch function call that a model makes, by the module whose forward makes it.
 
     A call counts if it gives a tensor; what a torch function calls on its own account does not
-    count. The executor (`recipe_lib.external.plan_executor`) counts the same calls. current: the
-    number of the call that is running.
+    count. The executor (`recipe_lib.external.plan_executor`) counts the same calls.
     """
 
     def __init__(
-        self, model: torch.nn.Module, trace: ForwardTrace, known: Callable[[torch.Tensor], Traced]
+        self,
+        model: torch.nn.Module,
+        trace: ForwardTrace,
+        known: Callable[[torch.Tensor], TracedTensor],
     ):
         super().__init__()
         self.model = model
         self.trace = trace
         self.known = known
-        self.current = -1
+        self.current = -1  # number of the call that is running
         self.last = ""  # path of the module that made the latest call
         self.inside = tuple(f"{name}." for name in list_layer_names(model))
-        self._open: list[list[Any]] = [
-            ["", 0]
-        ]  # path and number of calls, of the forwards that are running
+        # Path and number of calls, of the forwards that are running.
+        self._open: list[list[Any]] = [["", 0]]
         self._hooks: list[Any] = []
 
     @property
@@ -109,7 +66,7 @@ class _Watch(TorchFunctionMode):
         return str(self._open[-1][0])
 
     def note(self, decision: Decision) -> None:
-        """Keeps a comparison, with the call that comes next."""
+        """Keep a comparison, with the call that comes next."""
         module, call = self._open[-1]
         self.trace.decisions.append(decision._replace(module=module, call=call))
 
@@ -117,11 +74,13 @@ class _Watch(TorchFunctionMode):
         for path, module in self.model.named_modules():
             if path:
 
-                def opened(module: torch.nn.Module, args: Any, path: str = path) -> None:
+                def open_frame(module: torch.nn.Module, args: Any, path: str = path) -> None:
                     self._open.append([path, 0])
 
-                self._hooks.append(module.register_forward_pre_hook(opened))
-                self._hooks.append(module.register_forward_hook(self._closed, always_call=True))
+                self._hooks.append(module.register_forward_pre_hook(open_frame))
+                self._hooks.append(
+                    module.register_forward_hook(self._close_frame, always_call=True)
+                )
         super().__enter__()
         return self
 
@@ -130,12 +89,11 @@ class _Watch(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        first = next(tensors_in(output), None)
+    def _close_frame(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        first = next(list_tensors(output), None)
         if first is not None and not self.module.startswith(self.inside):
-            with (
-                torch._C.DisableTorchFunction()
-            ):  # it reads a shape, which is none of the model's reads
+            # It reads a shape, which is none of the model's reads.
+            with torch._C.DisableTorchFunction():
                 self.trace.given[self.module] = self.known(first)
         self._open.pop()
 
@@ -151,8 +109,8 @@ class _Watch(TorchFunctionMode):
         if name in ("__get__", "size"):
             return self._read(function, args, kwargs)
         self.last = self.module
-        call = FunctionCall(CallKey(*self._open[-1]), name, _source())
-        for place, value in places_in(args, kwargs):
+        call = FunctionCall(CallKey(*self._open[-1]), name, _describe_source())
+        for place, value in list_places(args, kwargs):
             if isinstance(value, torch.Tensor):
                 call.arguments.append((place, self.known(value), value.requires_grad))
             elif isinstance(value, (int, slice, type(...), type(None), str)):
@@ -160,7 +118,7 @@ class _Watch(TorchFunctionMode):
         self.current = len(self.trace.calls)
         self.trace.calls.append(call)
         result = function(*args, **kwargs)
-        call.outputs = [self.known(tensor) for tensor in tensors_in(result)]
+        call.outputs = [self.known(tensor) for tensor in list_tensors(result)]
         self.current = -1
         self._open[-1][1] += bool(call.outputs)
         return result
@@ -168,14 +126,13 @@ class _Watch(TorchFunctionMode):
     def _read(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Reads an attribute of a tensor; sizes know what they are of."""
+        """Read an attribute of a tensor; sizes know what they are of."""
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
-            noted = self.trace.size_decisions.append
-            return torch.Size(
-                [Sourced(size, Size(traced, number), noted) for number, size in enumerate(value)]
-            )
+            note = self.trace.size_decisions.append
+            sizes = [Sourced(size, Size(traced, at), note) for at, size in enumerate(value)]
+            return torch.Size(sizes)
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
             size = Size(self.known(args[0]), dimension % args[0].dim())
@@ -184,24 +141,24 @@ class _Watch(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Applies the rule of each operator."""
+    """The rule of each operator, applied as it runs."""
 
-    def __init__(self, trace: ForwardTrace):
+    def __init__(self, trace: ForwardTrace, find_rule: Callable[[Any], Rule | None]):
         super().__init__()
         self.trace = trace
+        self.find_rule = find_rule
         self.watch: _Watch | None = None
-        self._known: dict[
-            int, tuple[Traced, torch.Tensor]
-        ] = {}  # the tensor is held, so that its id stays its own
+        # By id; the tensor is held, so that its id stays its own.
+        self._known: dict[int, tuple[TracedTensor, torch.Tensor]] = {}
 
-    def known(self, tensor: torch.Tensor) -> Traced:
-        """What is known of a tensor; one that nothing has made so far is a constant."""
+    def known(self, tensor: torch.Tensor) -> TracedTensor:
+        """Return what is known of a tensor; one that nothing has made so far is a constant."""
         if id(tensor) not in self._known:
-            self.remember(tensor, Traced([AxisNode(size) for size in tensor.shape]))
+            self.remember(tensor, TracedTensor([AxisNode(size) for size in tensor.shape]))
         return self._known[id(tensor)][0]
 
-    def remember(self, tensor: torch.Tensor, traced: Traced) -> Traced:
-        """Keeps what is known of a tensor. Returns it."""
+    def remember(self, tensor: torch.Tensor, traced: TracedTensor) -> TracedTensor:
+        """Keep what is known of a tensor. Returns it."""
         self._known[id(tensor)] = (traced, tensor)
         return traced
 
@@ -215,25 +172,25 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         assert self.watch is not None
         place = self.watch.module or "the model itself"
-        result = _assumed_result(function, args, kwargs)
+        result = _make_up_result(function, args, kwargs)
         if result is not None:
-            name = short_name(function)
+            name = get_short_name(function)
             if name != "_grouped_mm":  # of which nothing but its size is made up
                 self.trace.assumed.append(f"{name} in {place}")
         else:
             result = function(*args, **kwargs)
-        outputs = list(tensors_in(result))
+        outputs = list(list_tensors(result))
         if not outputs:
             return result
-        step = OperatorCall(function, args, kwargs, outputs, place, self.known)
+        step = OperatorCall(function, args, kwargs, results=outputs, place=place, known=self.known)
         step.call = self.watch.current
         if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
             step.picked = self.trace.calls[step.call].numbers
-        rule = rule_of(function)
-        dims = rule(step) if rule is not None else None
-        if dims is None or [[node.size for node in each] for each in dims] != [
-            list(out.shape) for out in outputs
-        ]:
+        step.rule = self.find_rule(function)
+        dims = step.rule(step) if step.rule is not None else None
+        sizes = [[node.size for node in nodes] for nodes in dims or ()]
+        # A rule whose dimensions are not as long as what came out is none, either.
+        if dims is None or sizes != [list(output.shape) for output in outputs]:
             self.trace.unknown[step.name] = place
             for node in (node for traced in step.inputs for node in traced.dims):
                 block(node, f"{step.name}, for which there is no rule, in {place}")
@@ -243,65 +200,67 @@ class _Operators(TorchDispatchMode):
 
     def _record(self, step: OperatorCall, dims: list[Any]) -> None:
         activation = any(each.root.activation for each in step.inputs)
-        names = (
-            frozenset[str]().union(*(each.parameters for each in step.inputs))
-            if not activation
-            else frozenset()
-        )
+        names = frozenset[str]()
+        if not activation:
+            names = names.union(*(each.parameters for each in step.inputs))
         views = any(each.alias_info is not None for each in step.function._schema.returns)
         for tensor, sizes in zip(step.results, dims, strict=True):
-            if (
-                id(tensor) in step.held
-            ):  # in place: what is written into a tensor is written into its memory
+            if id(tensor) in step.held:
+                # In place: what is written into a tensor is written into its memory.
                 traced = self.known(tensor)
                 traced.root.activation |= activation
                 traced.activation |= activation
                 traced.parameters = traced.parameters | names
             else:
-                counts = (
-                    tensor.dtype in (torch.int64, torch.int32)
-                    and not step.values
-                    and not step.ordered
+                is_integer = tensor.dtype in (torch.int64, torch.int32)
+                is_by_one = is_integer and not step.values and not step.ordered
+                fresh = TracedTensor(
+                    sizes,
+                    names,
+                    activation,
+                    identifiers=is_by_one and any(each.identifiers for each in step.inputs),
+                    base=step.inputs[0] if views and step.inputs else None,
+                    call=step.call,
                 )
-                identifiers = counts and any(each.identifiers for each in step.inputs)
-                base = step.inputs[0] if views and step.inputs else None
-                traced = self.remember(
-                    tensor, Traced(sizes, names, activation, identifiers, base, step.call)
-                )
+                traced = self.remember(tensor, fresh)
             step.outputs.append(traced)
         self.trace.records.append(step)
         if step.call >= 0:
             self.trace.calls[step.call].records.append(step)
 
 
-def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
-    """Runs one forward of the model on `inputs` and returns what it did.
+def trace(
+    model: torch.nn.Module, inputs: dict[str, Any], find_rule: Callable[[Any], Rule | None]
+) -> ForwardTrace:
+    """Run one forward of the model on `inputs` and returns what it did.
 
     Model and inputs are on one device; the meta device will do, and takes no memory. Values that a
     forward asks a meta tensor for are made up. Every floating parameter is taken as trained. Raises
     SetupError where the forward fails.
     """
-    found = ForwardTrace()
-    operators = _Operators(found)
-    watch = operators.watch = _Watch(model, found, operators.known)
+    forward = ForwardTrace()
+    operators = _Operators(forward, find_rule)
+    watch = operators.watch = _Watch(model, forward, operators.known)
     frozen = [
         each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
     ]
     for name, parameter in model.named_parameters():
         sizes = [AxisNode(size) for size in parameter.shape]
-        found.parameters[name] = operators.remember(parameter, Traced(sizes, frozenset([name])))
-    for number, tensor in enumerate(tensors_in(inputs)):
+        forward.parameters[name] = operators.remember(
+            parameter, TracedTensor(sizes, frozenset([name]))
+        )
+    for number, tensor in enumerate(list_tensors(inputs)):
         first = not number and not tensor.is_floating_point()
-        found.tokens = tensor.numel() if first else found.tokens
+        forward.tokens = tensor.numel() if first else forward.tokens
         sizes = [AxisNode(size) for size in tensor.shape]
-        known = operators.remember(tensor, Traced(sizes, activation=True, identifiers=first))
-        found.ids = known if first and tensor.dim() == 2 else found.ids
+        known = operators.remember(tensor, TracedTensor(sizes, activation=True, identifiers=first))
+        forward.ids = known if first and tensor.dim() == 2 else forward.ids
     training = model.training
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
         model.eval()
-        with torch.enable_grad(), sourced_attributes(model, watch.note), watch, operators:
+        with torch.enable_grad(), make_attributes_sourced(model, watch.note), watch, operators:
             output = model(**inputs)
     except Exception as error:
         raise SetupError(
@@ -314,27 +273,31 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
         model.train(training)
         for parameter in frozen:
             parameter.requires_grad_(False)
-    found.outputs = [operators.known(tensor) for tensor in tensors_in(output_values(output))]
-    return found
+    forward.outputs = [
+        operators.known(tensor) for tensor in list_tensors(get_output_values(output))
+    ]
+    return forward
 
 
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
-def _source() -> str:
-    """File and line of the innermost frame that belongs neither to torch nor to this folder."""
+def _describe_source() -> str:
+    """Return file and line of the innermost frame that belongs neither to torch nor to this
+    folder.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives that asks a meta tensor for its values: made up; None for any other
+def _make_up_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make up what an operator gives that asks a meta tensor for its values; None for any other
     operator.
     """
-    name = short_name(function)
-    tensors = list(tensors_in((args, kwargs)))
+    name = get_short_name(function)
+    tensors = list(list_tensors((args, kwargs)))
     if not tensors or tensors[0].device.type != "meta":
         return None
     first = tensors[0]
@@ -353,10 +316,3 @@ def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "bincount":
         return first.new_zeros((max(kwargs.get("minlength", 0), 1),))
     return None
-
-
-def output_values(output: Any) -> Any:
-    """What a model gives, dataclasses as dicts."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
-        return vars(output)
-    return output

@@ -3,25 +3,25 @@
 from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
     block,
-    concatenation,
+    compute_local_size,
     cut,
     find,
-    leaves,
-    local_size,
-    product,
+    find_segments,
+    list_leaves,
+    make_concatenation,
+    make_product,
     regroup,
-    segments_of,
     unify,
 )
 
 
 def sizes(node):
-    return [leaf.size for leaf in leaves(node)]
+    return [leaf.size for leaf in list_leaves(node)]
 
 
 def layout(node, axis):
     """Lengths of the segments, all of which have the axis; None where one has not."""
-    found = segments_of(node, axis)
+    found = find_segments(node, axis)
     return (
         None
         if found is None or any(whole for _, whole in found)
@@ -34,7 +34,7 @@ def test_a_view_takes_a_dimension_apart_and_puts_it_together():
     heads, width = regroup([whole], [4, 6], "view")
     assert sizes(whole) == [4, 6]
     (joined,) = regroup([heads, width], [24], "view")
-    assert leaves(joined) == leaves(whole)
+    assert list_leaves(joined) == list_leaves(whole)
     assert layout(whole, heads) == [24]
     assert layout(whole, width) == [6, 6, 6, 6]
 
@@ -52,7 +52,7 @@ def test_fused_parts_of_unequal_lengths_share_the_axis_of_heads():
     heads, _ = regroup([key], [4, 8], "view")
     unify(heads, regroup([value], [4, 8], "view")[0], "product")
     grouped, width = regroup([query], [8, 8], "view")
-    unify(grouped, product([heads, AxisNode(2)]), "product")
+    unify(grouped, make_product([heads, AxisNode(2)]), "product")
     assert layout(fused, heads) == [64, 32, 32]
     assert (
         layout(fused, width) is None
@@ -73,7 +73,7 @@ def test_two_halves_seen_as_a_dimension_of_two_are_one_axis():
     two, rest = regroup([seen], [2, 10], "view")
     unify(halves, seen, "add")
     assert layout(halves, rest) == [10, 10]
-    assert all(leaf.blocked for leaf in leaves(two))  # which of the halves it is cannot be cut
+    assert all(leaf.blocked for leaf in list_leaves(two))  # which of the halves it is cannot be cut
 
 
 def test_uniting_keeps_the_reason_of_either_side():
@@ -86,12 +86,16 @@ def test_uniting_keeps_the_reason_of_either_side():
 
 def test_a_part_that_lacks_the_axis_has_no_layout():
     sharded, other = AxisNode(8), AxisNode(4)
-    assert layout(concatenation([sharded, other]), sharded) is None
+    assert layout(make_concatenation([sharded, other]), sharded) is None
 
 
 def test_the_size_on_a_rank_counts_every_part():
     heads = AxisNode(4)
-    fused = concatenation(
-        [product([heads, AxisNode(2), AxisNode(8)]), product([heads, AxisNode(8)]), AxisNode(5)]
+    fused = make_concatenation(
+        [
+            make_product([heads, AxisNode(2), AxisNode(8)]),
+            make_product([heads, AxisNode(8)]),
+            AxisNode(5),
+        ]
     )
-    assert local_size(fused, {heads: 2}) == 32 + 16 + 5
+    assert compute_local_size(fused, {heads: 2}) == 32 + 16 + 5

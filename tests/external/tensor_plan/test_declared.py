@@ -16,7 +16,7 @@ from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.external.plan_proof import certify
 from recipe_lib.external.tensor_plan.infer import infer_plan
-from recipe_lib.external.tensor_plan.transformers_models import randomize
+from recipe_lib.external.tensor_plan.small_models import randomize
 from recipe_lib.models import DecoderSpec, build_meta
 from recipe_lib.parallel import World, shard_tensors
 from recipe_lib.parallel.world import world_of

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from recipe_lib.external.plan_proof import certify, rank_errors
+from recipe_lib.external.plan_proof import certify, measure_rank_errors
 from recipe_lib.external.tensor_plan.infer import infer_plan
+from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
-    example_inputs,
-    plan_for_config,
-    randomize,
-    shrink,
-    transformers_model,
+    build_example_inputs,
+    build_transformers_model,
+    infer_config_plan,
 )
 
 
@@ -80,7 +79,7 @@ def test_means_and_sums_over_a_cut_axis_are_put_together(size):
     ]
     certificate = certify(model, plan, size, inputs)
     assert certificate.checked and not certificate.failures, certificate.failures
-    assert max(rank_errors(model, plan, size, inputs).values()) < 1e-12
+    assert max(measure_rank_errors(model, plan, size, inputs).values()) < 1e-12
 
 
 def left_out(plan, kind, function):
@@ -104,13 +103,13 @@ def test_a_mean_taken_for_a_sum_is_caught():
         "what the model gives is off by" in each
         for each in certify(model, wrong, 2, inputs).failures
     )
-    assert max(rank_errors(model, wrong, 2, inputs).values()) > 1e-2
+    assert max(measure_rank_errors(model, wrong, 2, inputs).values()) > 1e-2
 
 
 def test_a_gradient_of_a_mean_that_is_not_summed_is_caught():
     model, plan, inputs = norm_of_heads()
     wrong = left_out(plan, "enter", "rsqrt")
-    errors = rank_errors(model, wrong, 2, inputs)
+    errors = measure_rank_errors(model, wrong, 2, inputs)
     assert errors["output 0"] < 1e-12 and max(errors.values()) > 1e-2
     assert certify(model, wrong, 2, inputs).failures
 
@@ -122,7 +121,7 @@ def test_what_is_no_sum_over_an_axis_keeps_it_whole_and_says_so(way, operator):
 
 
 def test_hidden_states_are_not_cut_though_their_norms_take_means():
-    plan = plan_for_config(small_config("olmo2"))
+    plan = infer_config_plan(small_config("olmo2"))
     for name in ("q_proj", "k_proj"):
         assert plan.parameter(f"model.layers.0.self_attn.{name}.weight").role == "column"
     assert plan.parameter("model.layers.0.post_attention_layernorm.weight").role == "replicated"
@@ -132,7 +131,7 @@ def test_hidden_states_are_not_cut_though_their_norms_take_means():
 def test_mamba_2_with_one_group_shares_its_heads_and_keeps_what_all_of_them_use():
     """in_proj is [z | x | B | C | dt]; conv_dim, an attribute, counts x, B and C."""
     config = small_config("bamba")
-    plan = plan_for_config(config)
+    plan = infer_config_plan(config)
     projection = plan.parameter("model.layers.0.mamba.in_proj.weight")
     assert (projection.segments, projection.whole) == ((128, 128, 16, 16, 16), (2, 3))
     (divided,) = [
@@ -141,13 +140,16 @@ def test_mamba_2_with_one_group_shares_its_heads_and_keeps_what_all_of_them_use(
         if each.module == "model.layers.0.mamba" and each.attribute == "conv_dim"
     ]
     assert (divided.value, divided.kept) == (160, 32)
-    model, inputs = transformers_model(config, "cpu"), example_inputs(config, device="cpu")
+    model, inputs = (
+        build_transformers_model(config, "cpu"),
+        build_example_inputs(config, device="cpu"),
+    )
     randomize(model)
     for size in (2, 4):
         certificate = certify(model, plan, size, inputs)
         assert certificate.checked and not certificate.failures, certificate.failures
     assert (
-        max(rank_errors(model, plan, 2, inputs).values()) < 1e-4
+        max(measure_rank_errors(model, plan, 2, inputs).values()) < 1e-4
     )  # in float32, as the scan and the norm are
     whole = dataclasses.replace(divided, kept=0)
     wrong = dataclasses.replace(

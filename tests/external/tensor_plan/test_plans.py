@@ -12,14 +12,14 @@ from torch import nn
 from benchmarks.tensor_plans import compared, randomize
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external import plan_proof
-from recipe_lib.external.plan_proof import certify, rank_errors
+from recipe_lib.external.plan_proof import certify, measure_rank_errors
 from recipe_lib.external.tensor_plan.infer import infer_plan
+from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
-    example_inputs,
-    plan_and_mask,
-    plan_for_config,
-    shrink,
-    transformers_model,
+    build_example_inputs,
+    build_transformers_model,
+    infer_config_plan,
+    infer_plan_and_mask,
 )
 from tests.external.tensor_plan.stored_plan import plan_from
 
@@ -53,7 +53,7 @@ def small_config(name, **changes):
 
 
 def random_model(config):
-    model = transformers_model(config, "cpu")
+    model = build_transformers_model(config, "cpu")
     randomize(model)
     return model
 
@@ -62,9 +62,9 @@ def random_model(config):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     config = small_config(name)
-    plan, mask = plan_and_mask(config)
+    plan, mask = infer_plan_and_mask(config)
     model = random_model(config)
-    inputs = example_inputs(config, device="cpu", mask=mask)
+    inputs = build_example_inputs(config, device="cpu", mask=mask)
     for size in {2, 4} & set(plan.legal_sizes):
         certificate = certify(model, plan, size, inputs)
         assert certificate.checked and not certificate.failures, certificate.failures
@@ -74,25 +74,25 @@ def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     agreed, _, theirs = compared(model, plan).partition("/")
     assert agreed == theirs
     double = name not in ("mixtral", "deepseek_v3")  # grouped products take no float64
-    errors = rank_errors(model.double() if double else model, plan, 2, inputs)
+    errors = measure_rank_errors(model.double() if double else model, plan, 2, inputs)
     # cohere and gemma compute norms in float32 whatever they are given
     assert max(errors.values()) < 1e-4, max(errors, key=errors.get)
 
 
 def test_gate_and_up_that_alternate_share_an_axis():
     config = small_config("gpt_oss")
-    plan = plan_for_config(config)
+    plan = infer_config_plan(config)
     found = plan.parameter("model.layers.0.mlp.experts.gate_up_proj")
     assert (found.role, found.dim, found.unit) == ("column", 2, 2)
     assert found.segments == (2 * config.intermediate_size,)
-    certificate = certify(random_model(config), plan, 2, example_inputs(config, device="cpu"))
+    certificate = certify(random_model(config), plan, 2, build_example_inputs(config, device="cpu"))
     assert certificate.checked and not certificate.failures, certificate.failures
 
 
 def test_the_plan_of_fused_attention_cuts_the_same_parameters():
     config = small_config("qwen3")
-    model = transformers_model(config, attention="sdpa")
-    plan, eager = infer_plan(model, example_inputs(config)), plan_for_config(config)
+    model = build_transformers_model(config, attention="sdpa")
+    plan, eager = infer_plan(model, build_example_inputs(config)), infer_config_plan(config)
     assert [(each.name, each.role, each.dim) for each in plan.parameters] == [
         (each.name, each.role, each.dim) for each in eager.parameters
     ]
@@ -100,14 +100,17 @@ def test_the_plan_of_fused_attention_cuts_the_same_parameters():
 
 def test_norms_of_heads_have_partial_gradients_and_taking_them_for_full_is_wrong():
     config = small_config("qwen3")
-    plan = plan_for_config(config, tokens=False)
+    plan = infer_config_plan(config, tokens=False)
     partial = {each.name.split(".")[-2] for each in plan.parameters if each.gradient == "partial"}
     assert partial == {"q_norm", "k_norm"}
     held = plan.to_dict()
     for each in held["parameters"]:
         each["gradient"] = "full" if each["gradient"] == "partial" else each["gradient"]
-    errors = rank_errors(
-        random_model(config).double(), plan_from(held), 2, example_inputs(config, device="cpu")
+    errors = measure_rank_errors(
+        random_model(config).double(),
+        plan_from(held),
+        2,
+        build_example_inputs(config, device="cpu"),
     )
     wrong = {name.split(".")[-2] for name, error in errors.items() if error > 0.1}
     assert wrong == {"q_norm", "k_norm"}
@@ -115,17 +118,19 @@ def test_norms_of_heads_have_partial_gradients_and_taking_them_for_full_is_wrong
 
 def test_a_missing_entry_point_makes_gradients_wrong():
     config = small_config("llama")
-    held = plan_for_config(config).to_dict()
+    held = infer_config_plan(config).to_dict()
     entering = next(each for each in held["boundaries"] if each["kind"] == "enter")
     held["boundaries"].remove(entering)
     model = random_model(config).double()
-    errors = rank_errors(model, plan_from(held), 2, example_inputs(config, device="cpu"))
+    errors = measure_rank_errors(
+        model, plan_from(held), 2, build_example_inputs(config, device="cpu")
+    )
     assert errors["model.layers.0.input_layernorm.weight"] > 0.1
 
 
 def test_fused_weights_are_cut_by_segments_and_a_contiguous_cut_is_caught():
     config = small_config("phi3", num_key_value_heads=4)
-    plan = plan_for_config(config)
+    plan = infer_config_plan(config)
     fused = plan.parameter("model.layers.0.self_attn.qkv_proj.weight")
     width = config.hidden_size // config.num_attention_heads
     assert fused.segments == (config.num_attention_heads * width, 4 * width, 4 * width)
@@ -135,7 +140,7 @@ def test_fused_weights_are_cut_by_segments_and_a_contiguous_cut_is_caught():
         for each in held["parameters"]:
             if name in each["name"]:
                 each["segments"] = [sum(each["segments"])]
-        inputs = example_inputs(config, device="cpu")
+        inputs = build_example_inputs(config, device="cpu")
         certificate = certify(random_model(config), plan_from(held), 2, inputs)
         assert "what the model gives is off by" in certificate.failures[0]
         row = "o_proj" if name == "qkv_proj" else "down_proj"
@@ -147,37 +152,37 @@ def test_fused_weights_are_cut_by_segments_and_a_contiguous_cut_is_caught():
 
 def test_an_axis_forced_through_a_norm_over_all_heads_is_caught():
     config = small_config("olmo2")
-    open_model = transformers_model(config)
+    open_model = build_transformers_model(config)
     for module in open_model.modules():
         if hasattr(module, "q_norm"):
             module.q_norm, module.k_norm = nn.Identity(), nn.Identity()
-    plan = infer_plan(open_model, example_inputs(config))
+    plan = infer_plan(open_model, build_example_inputs(config))
     assert plan.parameter("model.layers.0.self_attn.q_proj.weight").role == "column"
-    certificate = certify(random_model(config), plan, 2, example_inputs(config, device="cpu"))
+    certificate = certify(random_model(config), plan, 2, build_example_inputs(config, device="cpu"))
     rows = {each.name for each in plan.parameters if each.name.endswith("o_proj.weight")}
     assert rows and certificate.failures
 
 
 def test_a_missing_rewrite_is_caught():
     config = small_config("phi3")
-    plan = plan_for_config(config)
+    plan = infer_config_plan(config)
     assert plan.rewrites
     held = {**plan.to_dict(), "rewrites": []}
-    inputs = example_inputs(config, device="cpu")
+    inputs = build_example_inputs(config, device="cpu")
     assert certify(random_model(config), plan_from(held), 2, inputs).failures
 
 
 def test_fewer_heads_of_keys_than_ranks_cut_the_groups_instead():
     config = small_config("llama", num_key_value_heads=2, num_attention_heads=16)
-    assert plan_for_config(config).legal_sizes == (2,)
-    plan = plan_for_config(config, size=4)
+    assert infer_config_plan(config).legal_sizes == (2,)
+    plan = infer_config_plan(config, size=4)
     assert plan.legal_sizes == (2, 4, 8)
     assert plan.parameter("model.layers.0.self_attn.k_proj.weight").role == "replicated"
     assert plan.parameter("model.layers.0.self_attn.q_proj.weight").role == "column"
-    model, inputs = random_model(config), example_inputs(config, device="cpu")
+    model, inputs = random_model(config), build_example_inputs(config, device="cpu")
     certificate = certify(model, plan, 4, inputs)
     assert certificate.checked and not certificate.failures, certificate.failures
-    assert max(rank_errors(model.double(), plan, 4, inputs).values()) < 1e-6
+    assert max(measure_rank_errors(model.double(), plan, 4, inputs).values()) < 1e-6
 
 
 @pytest.mark.parametrize("keys", [1, 2])
@@ -185,12 +190,12 @@ def test_another_way_after_the_last_exchange_is_taken(keys):
     # with one head in a group on each rank, transformers repeats no keys and makes fewer calls
     config = small_config("llama", num_key_value_heads=keys, num_attention_heads=8)
     size = 8 // keys
-    plan = plan_for_config(config, size=size)
+    plan = infer_config_plan(config, size=size)
     assert size in plan.legal_sizes
-    model, inputs = random_model(config), example_inputs(config, device="cpu")
+    model, inputs = random_model(config), build_example_inputs(config, device="cpu")
     certificate = certify(model, plan, size, inputs)
     assert certificate.checked and not certificate.failures, certificate.failures
-    assert max(rank_errors(model.double(), plan, size, inputs).values()) < 1e-12
+    assert max(measure_rank_errors(model.double(), plan, size, inputs).values()) < 1e-12
 
 
 class Branches(nn.Module):
@@ -224,31 +229,34 @@ ONE_KEY_HEAD = {"falcon": "self_attention.query_key_value", "gpt_bigcode": "attn
 @pytest.mark.parametrize("name", ONE_KEY_HEAD)
 def test_of_a_fused_matrix_the_queries_are_cut_and_the_key_head_is_whole(name):
     config = small_config(name)
-    plan = plan_for_config(config)
+    plan = infer_config_plan(config)
     fused = plan.parameter(f"transformer.h.0.{ONE_KEY_HEAD[name]}.weight")
     assert (fused.role, fused.dim, fused.segments, fused.whole) == ("column", 0, (64, 8, 8), (1, 2))
-    model, inputs = random_model(config), example_inputs(config, device="cpu")
+    model, inputs = random_model(config), build_example_inputs(config, device="cpu")
     for size in (2, 4):
         certificate = certify(model, plan, size, inputs)
         assert certificate.checked and not certificate.failures, certificate.failures
-        assert max(rank_errors(copy.deepcopy(model).double(), plan, size, inputs).values()) < 1e-12
+        assert (
+            max(measure_rank_errors(copy.deepcopy(model).double(), plan, size, inputs).values())
+            < 1e-12
+        )
 
 
 def test_a_key_head_of_which_a_rank_has_its_part_alone_is_caught():
     config = small_config("gpt_bigcode")
-    held = plan_for_config(config, tokens=False).to_dict()
+    held = infer_config_plan(config, tokens=False).to_dict()
     held["boundaries"] = [each for each in held["boundaries"] if each["kind"] != "assemble"]
     for each in held["parameters"]:
         each["whole"] = []
     certificate = certify(
-        random_model(config), plan_from(held), 2, example_inputs(config, device="cpu")
+        random_model(config), plan_from(held), 2, build_example_inputs(config, device="cpu")
     )
     assert certificate.failures
 
 
 def test_rows_that_all_ranks_use_and_whose_gradient_is_not_summed_are_caught(monkeypatch):
     config = small_config("gpt_bigcode")
-    plan = plan_for_config(config, tokens=False)  # so that nothing else is scattered
+    plan = infer_config_plan(config, tokens=False)  # so that nothing else is scattered
     ranks = plan_proof._RankGroup.ranks
 
     def without_sum(group, rank):
@@ -256,8 +264,8 @@ def test_rows_that_all_ranks_use_and_whose_gradient_is_not_summed_are_caught(mon
         return dataclasses.replace(ranks(group, rank), scatter=own)
 
     monkeypatch.setattr(plan_proof._RankGroup, "ranks", without_sum)
-    errors = rank_errors(
-        random_model(config).double(), plan, 2, example_inputs(config, device="cpu")
+    errors = measure_rank_errors(
+        random_model(config).double(), plan, 2, build_example_inputs(config, device="cpu")
     )
     wrong = {name.split(".", 3)[3] for name, error in errors.items() if error > 1e-3}
     assert wrong == {"attn.c_attn.weight", "attn.c_attn.bias"}
@@ -285,7 +293,7 @@ def test_a_hostile_model_is_planned_by_its_structure(size):
     inputs = {"numbers": torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(0))}
     certificate = certify(real, plan, size, inputs)
     assert certificate.checked and not certificate.failures, certificate.failures
-    assert max(rank_errors(real.double(), plan, size, inputs).values()) < 1e-12
+    assert max(measure_rank_errors(real.double(), plan, size, inputs).values()) < 1e-12
     certificate = certify(real, plan, size, inputs)  # in float64
     assert certificate.checked and not certificate.failures
 
@@ -340,11 +348,11 @@ def test_an_unknown_operator_keeps_whole_what_it_touches():
 
 def test_tracing_leaves_the_model_as_it_was():
     config = small_config("phi3")
-    model = transformers_model(config).train()
+    model = build_transformers_model(config).train()
     for parameter in list(model.parameters())[::2]:
         parameter.requires_grad_(False)
     wanted = [parameter.requires_grad for parameter in model.parameters()]
-    plan = infer_plan(model, example_inputs(config))
+    plan = infer_plan(model, build_example_inputs(config))
     assert (
         model.training and [parameter.requires_grad for parameter in model.parameters()] == wanted
     )
@@ -358,14 +366,14 @@ def test_tracing_leaves_the_model_as_it_was():
         type(config.hidden_size),
         type(config.num_attention_heads),
     } == {int}
-    assert plan.hash() == plan_for_config(config).hash()  # what is frozen makes no difference
+    assert plan.hash() == infer_config_plan(config).hash()  # what is frozen makes no difference
 
 
 def test_a_plan_survives_being_written_and_its_hash_tells_plans_apart():
-    plan = plan_for_config(small_config("qwen3"))
+    plan = infer_config_plan(small_config("qwen3"))
     again = plan_from(plan.to_dict())
     assert again == plan and again.hash() == plan.hash()
-    assert plan_for_config(small_config("qwen3", intermediate_size=192)).hash() != plan.hash()
+    assert infer_config_plan(small_config("qwen3", intermediate_size=192)).hash() != plan.hash()
     with pytest.raises(
         ConfigError, match=r"tensor plan: found no list axes, expected what to_dict wrote"
     ):

@@ -15,16 +15,15 @@ from benchmarks.inferred_tp_memory import kept
 from benchmarks.tp_memory import OURS, formula, layers_of
 from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from recipe_lib.external.plan_proof import certify
-from recipe_lib.external.tensor_plan import token_sharing
+from recipe_lib.external.tensor_plan import infer
 from recipe_lib.external.tensor_plan.infer import infer_plan
-from recipe_lib.external.tensor_plan.operator_rules import rule_of
-from recipe_lib.external.tensor_plan.sharding_plan import replaced
+from recipe_lib.external.tensor_plan.sharding_plan import replace_argument
+from recipe_lib.external.tensor_plan.small_models import randomize, shrink
+from recipe_lib.external.tensor_plan.token_sharing import share_tokens
 from recipe_lib.external.tensor_plan.transformers_models import (
-    example_inputs,
-    plan_for_config,
-    randomize,
-    shrink,
-    transformers_model,
+    build_example_inputs,
+    build_transformers_model,
+    infer_config_plan,
 )
 from tests.plan.apart import apart
 
@@ -92,15 +91,18 @@ def test_what_looks_at_several_tokens_gets_whole_rows(way):
 
 def test_a_convolution_that_is_taken_for_position_wise_is_caught(monkeypatch):
     def careless(step):
-        ours, kernel = step.dims(step.get("input")), step.dims(step.get("weight"))
+        ours, kernel = step.get_dims(step.get("input")), step.get_dims(step.get("weight"))
         return [[ours[0], step.join(ours[1], kernel[0]), ours[2]]]
 
-    def rules(function):
-        return careless if "convolution" in str(function) else rule_of(function)
+    def share_by_careless_rules(trace, *asked):
+        for record in trace.records:
+            if "convolution" in record.name:
+                record.rule = careless
+        return share_tokens(trace, *asked)
 
     model = Mixing("convolution")
     randomize(model)
-    monkeypatch.setattr(token_sharing, "rule_of", rules)
+    monkeypatch.setattr(infer, "share_tokens", share_by_careless_rules)
     plan = infer_plan(model, ids())
     assert not any(each.module == "mix" for each in plan.boundaries)
     assert any("what the model gives is off by" in each for each in faults(model, plan))
@@ -108,7 +110,7 @@ def test_a_convolution_that_is_taken_for_position_wise_is_caught(monkeypatch):
 
 def test_a_norm_of_tokens_whose_gradient_is_taken_for_the_whole_one_is_caught():
     config = shrink(pytest.importorskip("transformers").AutoConfig.for_model("llama"))
-    plan = plan_for_config(config)
+    plan = infer_config_plan(config)
     norms = {each.name for each in plan.parameters if each.gradient == "partial"}
     assert len(norms) == 2 * config.num_hidden_layers + 1
     wrong = dataclasses.replace(
@@ -118,9 +120,9 @@ def test_a_norm_of_tokens_whose_gradient_is_taken_for_the_whole_one_is_caught():
             for each in plan.parameters
         ),
     )
-    model = transformers_model(config, "cpu")
+    model = build_transformers_model(config, "cpu")
     randomize(model)
-    inputs = example_inputs(config, device="cpu")
+    inputs = build_example_inputs(config, device="cpu")
     failures = certify(model, wrong, 2, inputs).failures
     assert len(failures) == len(norms) and all(
         "the gradient of" in each for each in failures
@@ -243,7 +245,7 @@ def test_an_argument_that_is_replaced_is_let_go_at_once():
     """And not when Python's collector runs, steps later."""
     gc.disable()
     try:
-        args, kwargs = replaced(([torch.zeros(3)], 2), {}, "0.0", torch.ones(3))
+        args, kwargs = replace_argument(([torch.zeros(3)], 2), {}, "0.0", torch.ones(3))
         given = weakref.ref(args[0][0])
         del args, kwargs
         assert given() is None

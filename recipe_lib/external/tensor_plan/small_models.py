@@ -1,0 +1,184 @@
+"""Small copies of large models, which a plan or a cut into stages is proven on.
+
+A copy is of the same class and kinds of layers, of sizes that a proof takes seconds for. Sizes are
+set by the names that transformers' configs use for them; a plan never looks at these names.
+"""
+
+import copy
+from typing import Any
+
+import torch
+
+SMALL_MODEL = 2**20  # elements of a model that needs no smaller copy to be proven
+_WIDTH = 64
+_HEADS = 8
+# What a size becomes, by the names that configs give it.
+_SIZES = {
+    64: (
+        "hidden_size n_embd d_model n_embed embed_dim word_embed_proj_dim dim model_dim"
+        " mamba_hidden_size embed_size attention_hidden_size recurrent_dim embedding_size"
+        " hidden_dim"
+    ),
+    8: (
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads"
+        " decoder_attention_heads linear_num_value_heads index_n_heads num_encoder_attention_heads"
+        " num_lightning_heads swa_num_attention_heads head_dim v_head_dim qk_nope_head_dim"
+        " qk_rope_head_dim attention_head_dim linear_key_head_dim linear_value_head_dim"
+        " mamba_head_dim mamba_d_head index_head_dim swa_head_dim global_head_dim d_kv"
+        " hidden_size_per_layer_input per_head_dim head_size rotary_dim"
+    ),
+    96: (
+        "intermediate_size ffn_dim n_inner ffn_hidden_size inner_dim decoder_ffn_dim"
+        " encoder_ffn_dim ffn_embed_dim d_ff dense_intermediate_size intermediate_size_mlp dim_ff"
+        " mlp_hidden_size mlp_dim"
+    ),
+    48: (
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"
+        " shared_intermediate_size moe_shared_expert_intermediate_size expert_dim"
+    ),
+    4: (
+        "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads"
+        " mamba_d_conv conv_kernel num_memory_blocks linear_conv_kernel_dim"
+    ),
+    2: (
+        "num_experts_per_tok num_experts_per_token moe_top_k moe_topk num_experts_per_topk moe_k"
+        " expand mamba_expand"
+    ),
+    1: (
+        "n_group topk_group num_expert_group num_nextn_predict_layers n_shared_experts"
+        " mamba_n_groups mamba_ngroups num_shared_experts moe_layer_start_index"
+        " first_k_dense_replace"
+    ),
+    16: (
+        "kv_lora_rank state_size mamba_d_state d_state time_step_rank mamba_dt_rank ssm_state_size"
+        " index_topk mlp_bias_rank lora_rank_decay sliding_window attention_window_size window_size"
+        " local_window_size sliding_window_size attention_chunk_size lru_width_min mamba_n_heads"
+        " mamba_num_heads n_mamba_heads mamba_head_count qk_head_dim"
+    ),
+    32: "q_lora_rank chunk_size mamba_chunk_size altup_lora_rank laurel_rank_max o_lora_rank",
+    128: (
+        "mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length"
+        " seq_length max_position"
+    ),
+    160: "vocab_size vocab_size_per_layer_input padded_vocab_size text_vocab_size",
+}
+_SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
+_LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"
+    " num_decoder_layers".split()
+)
+# Sizes that some configs leave open, though their models cannot be built without.
+_NEEDED = frozenset(
+    "head_dim num_key_value_heads n_routed_experts num_experts num_experts_per_tok v_head_dim"
+    " n_shared_experts moe_intermediate_size linear_num_value_heads linear_num_key_heads"
+    " linear_key_head_dim linear_value_head_dim intermediate_size".split()
+)
+
+
+_KEYS = (
+    "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num".split()
+)
+
+
+def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
+    """Shrink a transformers config: a copy of the same class, with one layer of each kind but at
+    least `layers`.
+
+    keys: heads of keys and values, where they are fewer than of queries; one stays one. Token ids
+    become small ones.
+    """
+    small = copy.deepcopy(config)
+    held = vars(small)
+    count = _cut_layer_lists(held, layers)
+    for name, value in list(held.items()):
+        if hasattr(value, "to_dict") and not isinstance(value, type):
+            held[name] = shrink(value, layers, keys)
+        elif name in _LAYERS and isinstance(value, int):
+            held[name] = count
+        elif name in _KEYS and isinstance(value, int):
+            held[name] = _choose_key_heads(value, vars(config), keys)
+        elif name.endswith("token_id") and isinstance(value, int):
+            held[name] = min(value, 2)
+        elif name in _NEEDED and value is None:
+            held[name] = _SIZE_OF.get(name, _HEADS)
+        elif (
+            name in _SIZE_OF
+            and isinstance(value, int)
+            and not isinstance(value, bool)
+            and value > 0
+        ):
+            held[name] = (
+                min(_SIZE_OF[name], value)
+                if _SIZE_OF[name] < 8 or name == "vocab_size"
+                else _SIZE_OF[name]
+            )
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(held.get(name), dict):
+            held[name] = _reset_rope(held[name])
+    if (
+        isinstance(held.get("expand"), int)
+        and isinstance(held.get("num_heads"), int)
+        and "head_dim" in held
+    ):
+        held["head_dim"] = (
+            held["expand"] * _WIDTH // held["num_heads"]
+        )  # heads of a state space share what is expanded
+    if isinstance(held.get("pad_token_id"), int):
+        held["pad_token_id"] = 0
+    return small
+
+
+def _choose_key_heads(value: int, original: dict[str, Any], fewer: int) -> int:
+    """Choose the heads of keys and values: one stays one, fewer than of queries stay fewer."""
+    names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+    heads = next((original[name] for name in names if isinstance(original.get(name), int)), value)
+    return 1 if value == 1 else fewer if value < heads else _HEADS
+
+
+def _reset_rope(held: dict[str, Any]) -> dict[str, Any]:
+    if any(isinstance(value, dict) for value in held.values()):  # one for each kind of layer
+        return {
+            key: _reset_rope(value) if isinstance(value, dict) else value
+            for key, value in held.items()
+        }
+    kept = {key: value for key, value in held.items() if not isinstance(value, (list, tuple))}
+    return (
+        {**kept, "rope_type": "default"} if kept.get("rope_type", "default") != "default" else kept
+    )
+
+
+def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
+    """Cut lists with an entry per layer to one layer of each kind. Returns the number of layers."""
+    whole = next((held[name] for name in _LAYERS if isinstance(held.get(name), int)), layers)
+    lists = {
+        name: value
+        for name, value in held.items()
+        if isinstance(value, (list, tuple)) and len(value) == whole
+    }
+    periods = [
+        value
+        for name, value in held.items()
+        if name.endswith(("period", "_every_n_layers", "_interval"))
+    ]
+    if not lists:
+        longest = max((value for value in periods if isinstance(value, int)), default=1)
+        return max(layers, min(longest + 1 if longest > 1 else layers, 9))
+    kinds = list(zip(*(map(repr, value) for value in lists.values()), strict=True))
+    kept = sorted({kinds.index(kind) for kind in kinds})
+    while len(kept) < min(layers, whole):
+        kept = sorted([*kept, next(number for number in range(whole) if number not in kept)])
+    for name, value in lists.items():
+        held[name] = type(value)(value[number] for number in kept)
+    return len(kept)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Fill a model with random weights: biases of zero and scales of one would hide what a cut does
+    to them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.1 * noise + (1 if parameter.dim() < 2 else 0))
