@@ -88,19 +88,19 @@ def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> 
     ):
         raise ConfigError(f"--system: {fault}; leave it out, and put it into the question")
     if arguments.prompts is not None:
-        answer_file(source, tokenizer, arguments)
+        answer_prompt_file(source, tokenizer, arguments)
     elif arguments.prompt is None:
-        with loaded(source, arguments) as (model, device):
+        with load_model(source, arguments) as (model, device):
             chat = Chat(
                 model,
                 source.spec,
                 tokenizer,
                 arguments.system,
-                options(tokenizer, arguments, device),
+                make_sampling_options(tokenizer, arguments, device),
             )
             talk(chat, str(source.adapter or source.folder))
     else:
-        complete(source, tokenizer, arguments)
+        print_answer(source, tokenizer, arguments)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -184,7 +184,7 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
     return turns.messages
 
 
-def prompt_tokens(
+def encode_prompt(
     tokenizer: Tokenizer, prompt: Prompt, raw: bool, system: str | None = None
 ) -> list[int]:
     """Return the ids that the model reads first. raw: without the chat template. system: the text
@@ -204,7 +204,7 @@ def prompt_tokens(
     return render_prompt(tokenizer, [*before, *turns])
 
 
-def settings_digest(
+def compute_settings_digest(
     source: GenerationSource, arguments: argparse.Namespace, prompts: Sequence[Any]
 ) -> str:
     """Return a digest of what answers follow from.
@@ -304,7 +304,7 @@ def _check_answer(line: bytes, number: int, settings: str, location: str) -> Non
         raise ConfigError(f"{location}: ends in the midst of a line; choose another --out")
 
 
-def answer_file(
+def answer_prompt_file(
     source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> None:
     """Answer the prompts of a file that have no answer yet, and write a line for each, batch by
@@ -315,27 +315,32 @@ def answer_file(
     for number, prompt in enumerate(prompts, start=1):
         if arguments.raw and not isinstance(prompt, str):
             raise DataError(f"--raw: prompt {number} is a conversation; leave --raw out")
-        tokens.append(prompt_tokens(tokenizer, prompt, arguments.raw, arguments.system))
+        tokens.append(encode_prompt(tokenizer, prompt, arguments.raw, arguments.system))
         check_prompt(tokens[-1], source.spec, f"prompt {number}")
     out = None if arguments.out is None else Path(arguments.out).expanduser()
-    answers = Answers(out, settings_digest(source, arguments, prompts))
+    answers = Answers(out, compute_settings_digest(source, arguments, prompts))
     options = {
         name: getattr(arguments, name)
         for name in ("max_new_tokens", "temperature", "top_k", "top_p")
     }
-    with loaded(source, arguments) as (model, device):
+    with load_model(source, arguments) as (model, device):
         if answers.count:
             get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
         for start in range(answers.count, len(prompts), arguments.batch_size):
             batch = range(len(prompts))[start : start + arguments.batch_size]
             generated = generate_batch(
-                model, source.spec, [tokens[number] for number in batch], stop_ids=tokenizer.stop_ids,
-                device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch], **options,
-            )  # fmt: skip
+                model,
+                source.spec,
+                [tokens[number] for number in batch],
+                stop_ids=tokenizer.stop_ids,
+                device=device,
+                seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch],
+                **options,
+            )
             pairs = zip(batch, generated, strict=True)
             answers.write(
                 [
-                    _describe(prompts[number], tokens[number], answer, tokenizer)
+                    _describe_answer(prompts[number], tokens[number], answer, tokenizer)
                     for number, answer in pairs
                 ]
             )
@@ -344,7 +349,7 @@ def answer_file(
     answers.close()
 
 
-def _describe(
+def _describe_answer(
     prompt: Prompt, tokens: list[int], answer: Generated, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Return what a line says of an answer. tokens: of the prompt."""
@@ -354,17 +359,21 @@ def _describe(
     return {key: prompt, "answer": text, "tokens": len(answer.tokens), "ended_by": answer.ended}
 
 
-def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+def print_answer(
+    source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
+) -> None:
     """Prints one answer."""
-    prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw, arguments.system)
+    prompt = encode_prompt(tokenizer, arguments.prompt, arguments.raw, arguments.system)
     try:
         check_prompt(prompt, source.spec, "--prompt")
     except CheckpointError as error:
         raise CheckpointError(f"{show(str(source.tokenizer))}: {error}") from error
     text = StreamDecoder(tokenizer, prompt)
     is_empty = True
-    with loaded(source, arguments) as (model, device):
-        tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
+    with load_model(source, arguments) as (model, device):
+        tokens = generate(
+            model, source.spec, prompt, **make_sampling_options(tokenizer, arguments, device)
+        )
         for token in show_prompt_phase(tokens, len(prompt)):
             piece = text.push(token)
             is_empty = is_empty and not piece
@@ -376,7 +385,7 @@ def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse
         get_logger().info("note: %s", NO_ANSWER)
 
 
-def options(
+def make_sampling_options(
     tokenizer: Tokenizer, arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """How tokens are chosen, as `generation.sample.generate` takes it."""
@@ -391,7 +400,7 @@ def options(
 
 
 @contextmanager
-def loaded(
+def load_model(
     source: GenerationSource, arguments: argparse.Namespace
 ) -> Iterator[tuple[Decoder, torch.device]]:
     """The model with its weights, and its device; what does not fit there is one line."""

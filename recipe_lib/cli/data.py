@@ -41,12 +41,24 @@ COLORS = {
 ACTIONS = ("show", "check")
 # What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
 FINDINGS = (
-    "bad-samples", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
-    "split-special-tokens", "control-characters", "label-tokens", "duplicates", "overlap", "untrained-tokens",
-)  # fmt: skip
-DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the template that training would use.
+    "bad-samples",
+    "truncation",
+    "no-answer-left",
+    "untrained-ends",
+    "generation-marks",
+    "unseen-messages",
+    "split-special-tokens",
+    "control-characters",
+    "label-tokens",
+    "duplicates",
+    "overlap",
+    "untrained-tokens",
+)
+DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the template that \
+training would use.
 
-  show   prints sequences as they will be trained: label tokens in green (off a terminal between « and »), special
+  show   prints sequences as they will be trained: label tokens in green (off a terminal between « \
+and »), special
          tokens in another color, the border of each document of a pack
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
 OPTIONS: Options = {
@@ -78,7 +90,7 @@ OPTIONS: Options = {
 
 def run(words: list[str]) -> int:
     """Prints samples, or the findings over all of them."""
-    arguments = read(words)
+    arguments = read_arguments(words)
     cfg = open_config(take_configs(arguments), arguments)[1].cfg
     check_data(cfg)
     return (
@@ -95,7 +107,7 @@ def parser(words: Sequence[str] = ()) -> Parser:
     return options
 
 
-def read(words: list[str]) -> argparse.Namespace:
+def read_arguments(words: list[str]) -> argparse.Namespace:
     """The command line."""
     if words and words[0] not in (*ACTIONS, "-h", "--help"):
         known = f"{did_you_mean(words[0], ACTIONS) or '; expected show or check'}"
@@ -123,7 +135,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
         truncation = "truncate" if data.truncation == "error" else data.truncation
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
     source = None
-    if cfg.tokenizer.path is None and (folder := _without_weights(cfg)):
+    if cfg.tokenizer.path is None and (folder := _find_folder_without_weights(cfg)):
         cfg = dataclasses.replace(
             cfg, tokenizer=dataclasses.replace(cfg.tokenizer, path=str(folder))
         )
@@ -138,7 +150,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     return tokenizer, dataset, validation, source
 
 
-def _without_weights(cfg: Any) -> Path | None:
+def _find_folder_without_weights(cfg: Any) -> Path | None:
     """The model's folder, where only its tokenizer was downloaded."""
     name = cfg.model.path
     folder = (find_model_folder(name) or find_downloaded_model(name)) if name else None
@@ -158,7 +170,7 @@ def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
             )
         slots = [[item] for item in range(min(arguments.limit, validation.items))]
     else:
-        slots = list(slots_of(cfg, dataset, arguments.step, arguments.limit))
+        slots = list(iterate_slots(cfg, dataset, arguments.step, arguments.limit))
     shown = [
         [show_item(validation if arguments.validation else dataset, item, tokenizer) for item in s]
         for s in slots
@@ -181,7 +193,7 @@ def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def slots_of(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int]]:
+def iterate_slots(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int]]:
     """The items of the first slots that a run of one process takes from a step on."""
     from recipe_lib.data import DataPlan
     from recipe_lib.training import derive_seed
@@ -264,7 +276,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
         print(json.dumps(found.numbers | {"findings": findings}))
     else:
         held_out = validation.report if validation is not None else None
-        report(found, format_report_lines(dataset.report, held_out, faults=False))
+        print_report(found, format_report_lines(dataset.report, held_out, faults=False))
     if note := dataset.report.describe_plain_template():
         print(note, file=sys.stderr)
     for finding in faults:
@@ -274,7 +286,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     return USER_ERROR if faults else DONE
 
 
-def report(found: Any, lines: list[str]) -> None:
+def print_report(found: Any, lines: list[str]) -> None:
     """The counts in words."""
     numbers = found.numbers
     for line in lines:

@@ -12,7 +12,7 @@ from typing import Any
 from recipe_lib.cli import doctor_probes
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers
 from recipe_lib.cli.doctor_probes import Step, run_isolated
-from recipe_lib.cli.launch import cores
+from recipe_lib.cli.launch import count_cores
 from recipe_lib.config.local_files import get_cache_root
 from recipe_lib.errors import DONE, ConfigError, raise_faults
 from recipe_lib.files import replace_text
@@ -24,9 +24,12 @@ VERSION = 3  # of what --json writes
 RANKS_PER_CORE = (
     4  # without GPUs: more would stand in each other's way, and a process takes some 200 MB
 )
-DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
-whole, collectives by size, copies to the host, rates of matrix products, memory, folders. Says in a line each
-what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; leaves no file but that of --write.
+DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies \
+between them arrive
+whole, collectives by size, copies to the host, rates of matrix products, memory, folders. Says in \
+a line each
+what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; leaves no file but \
+that of --write.
 
   tune doctor
   tune doctor --nproc_per_node 2 --write machine.json
@@ -54,11 +57,11 @@ OPTIONS: Options = {
 
 def run(words: list[str]) -> int:
     """Prints what was found; writes the measured rates where asked to."""
-    arguments = read(words)
-    facts = gather(arguments)
-    from recipe_lib.cli.doctor_report import ADVICE, judge, report
+    arguments = read_arguments(words)
+    facts = gather_facts(arguments)
+    from recipe_lib.cli.doctor_report import ADVICE, find_faults, format_report
 
-    findings = judge(facts)
+    findings = find_faults(facts)
     is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
         print(
@@ -67,9 +70,9 @@ def run(words: list[str]) -> int:
             )
         )
     else:
-        print(report(facts, findings), end="")
+        print(format_report(facts, findings), end="")
     if arguments.write:
-        print(write(arguments.write, facts), file=sys.stderr)
+        print(write_rates(arguments.write, facts), file=sys.stderr)
     return DONE if is_healthy else FOUND
 
 
@@ -78,7 +81,7 @@ def parser() -> Parser:
     return Parser("doctor", DESCRIPTION, OPTIONS)
 
 
-def read(words: Sequence[str]) -> argparse.Namespace:
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line; `nproc_per_node` is None for one rank a GPU."""
     arguments = parser().parse(words)
     raise_faults(ConfigError, find_low_numbers(arguments, nproc_per_node=1))
@@ -86,7 +89,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def gather(arguments: argparse.Namespace) -> dict[str, Any]:
+def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Look at, measure and try out everything; return it as `--json` shows it.
 
     machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why.
@@ -100,13 +103,16 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
         "data.cache_dir": get_cache_root(None),
     }
     with phase("measuring this machine's device"):
-        device = run_isolated(doctor_probes.device_steps, seconds=STEP_SECONDS)[0]
+        device = run_isolated(doctor_probes.list_device_steps, seconds=STEP_SECONDS)[0]
     facts: dict[str, Any] = {
-        "machine": doctor_probes.machine(folders), "steps": device.values, "failed": device.failed, "links": None,
-    }  # fmt: skip
+        "machine": doctor_probes.describe_machine(folders),
+        "steps": device.values,
+        "failed": device.failed,
+        "links": None,
+    }
     gpus = len(facts["steps"].get("torch", {}).get("gpus", []))
     ranks = arguments.nproc_per_node or max(1, gpus)
-    most = gpus or RANKS_PER_CORE * cores()
+    most = gpus or RANKS_PER_CORE * count_cores()
     if ranks > most:
         why = (
             "the GPUs that torch sees"
@@ -133,7 +139,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     def steps(rank: int, folder: Path) -> Iterable[Step]:
         if not on_gpu:
             torch.set_num_threads(
-                max(1, cores() // ranks)
+                max(1, count_cores() // ranks)
             )  # of this rank's process, among the others
         sizes = GPU_SIZES if on_gpu else CPU_SIZES
         return list_collective_steps(
@@ -162,7 +168,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def write(path: str, facts: dict[str, Any]) -> str:
+def write_rates(path: str, facts: dict[str, Any]) -> str:
     """Write the rates as a calibration of the planner's, if they were measured; return a line about
     it.
     """

@@ -28,8 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
-from recipe_lib.cli.launch import cores, end_with_parent
-from recipe_lib.cli.local_gpus import own_gpus
+from recipe_lib.cli.launch import count_cores, end_with_parent
+from recipe_lib.cli.local_gpus import list_local_gpus
 from recipe_lib.errors import get_first_line
 from recipe_lib.units import MIB
 
@@ -62,18 +62,18 @@ LOW_PRECISION = {
 }  # from which compute capability tensor cores and torch can
 
 
-def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
+def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
     """Everything here. folders: what it is for -> where. Bytes throughout."""
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cores": cores(),
+        "cores": count_cores(),
         "packages": {name: find_version(name) for name in PACKAGES},
         "compiler": (
             os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
         ),  # as Triton looks for one
         "driver": read_driver_version(),
-        "listed_gpus": [name for name, _ in own_gpus()],
+        "listed_gpus": [name for name, _ in list_local_gpus()],
         "shared_memory": probe_folder(Path("/dev/shm")),
         "folders": [{"use": use, **probe_folder(path)} for use, path in folders.items()],
     }
@@ -87,7 +87,7 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def in_range(package: str, version: str) -> bool:
+def is_in_range(package: str, version: str) -> bool:
     """Whether a version lies in the range that this package was made for."""
     first, after = RANGES[package]
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -136,7 +136,7 @@ def probe_folder(path: Path) -> dict[str, Any]:
     return {"path": str(path), "total": usage.total, "free": usage.free, "fault": fault}
 
 
-def device_steps(rank: int, folder: Path) -> Iterator[Step]:
+def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """Yield what torch says of itself and the GPUs, the rates of each GPU, or of a CPU, torchao,
     and copies.
     """
@@ -183,8 +183,12 @@ def describe_torch() -> dict[str, Any]:
     import torch
 
     described: dict[str, Any] = {
-        "version": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "gpus": [], "error": None,
-    }  # fmt: skip
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": None,
+        "gpus": [],
+        "error": None,
+    }
     if torch.version.cuda is None:
         return described
     module = torch.get_device_module("cuda")
@@ -274,18 +278,18 @@ def run_isolated(
         for rank in range(ranks):
             mine, theirs = Pipe(duplex=False)
             arguments = (work, rank, Path(name), theirs, os.getpid(), ranks == 1)
-            process = get_context("fork").Process(target=_live, args=arguments, daemon=True)
+            process = get_context("fork").Process(target=_run_steps, args=arguments, daemon=True)
             process.start()
             theirs.close()
             running.append((process, mine))
         for process, pipe in running:
-            outcomes.append(_follow(process, pipe, seconds))
+            outcomes.append(_collect_outcome(process, pipe, seconds))
             if outcomes[-1].failed:
                 seconds = GRACE_SECONDS
     return outcomes
 
 
-def _live(
+def _run_steps(
     work: Callable[[int, Path], Iterable[Step]],
     rank: int,
     folder: Path,
@@ -310,7 +314,7 @@ def _live(
                 return
 
 
-def _follow(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
+def _collect_outcome(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
     """Take in what a process sends until it has ended; kill it after so many seconds without a
     word.
     """

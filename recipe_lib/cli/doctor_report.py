@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
+from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, is_in_range
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
@@ -85,9 +85,9 @@ _BROKEN = {
 }
 
 
-def judge(facts: dict[str, Any]) -> list[Finding]:
+def find_faults(facts: dict[str, Any]) -> list[Finding]:
     """Return what is wrong."""
-    looks = (_judge_packages, _judge_gpus, _judge_links, _judge_host)
+    looks = (_check_packages, _check_gpus, _check_links, _check_host)
     found = [line for look in looks for line in look(facts)]
     for step, why in facts["failed"].items():
         name = next((_BROKEN[begin] for begin in _BROKEN if step.startswith(begin)), "not-measured")
@@ -104,11 +104,11 @@ def _list_copies(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: value for name, value in facts["steps"].items() if name.startswith("copies from")}
 
 
-def _judge_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     machine = facts["machine"]
     for name, ((major, minor), (above, after)) in RANGES.items():
         version = machine["packages"][name]
-        if not in_range(name, version or ""):
+        if not is_in_range(name, version or ""):
             expected = f"{name}>={major}.{minor},<{above}.{after}"
             yield "package-version", f"{name}: found {version or 'none'}, expected {expected}"
     needed = {"Triton": machine["packages"]["triton"], "a C compiler": machine["compiler"]}
@@ -117,7 +117,7 @@ def _judge_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "not-fused", f"there is no {missing}: kernels are not fused, and QLoRA is much slower"
 
 
-def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """GPUs that torch does not see or shares with other programs, and those that are slower than
     others.
     """
@@ -161,7 +161,7 @@ def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"GPU {number}: {line}; all ranks wait for the slowest"
 
 
-def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Copies between GPUs that deliver something else; collectives that hang, break or give wrong
     numbers.
     """
@@ -178,7 +178,7 @@ def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "collectives-fail", line
 
 
-def _judge_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Host memory, and folders that cannot be written to or are nearly full."""
     memory = facts["steps"].get("host memory")
     if memory and memory["free"] < MEMORY:
@@ -209,7 +209,7 @@ _LOW_MATMULS = [f"{name} matmuls" for name in LOW_PRECISION]
 WIDTH = 160  # columns without a terminal
 
 
-def report(facts: dict[str, Any], findings: list[Finding]) -> str:
+def format_report(facts: dict[str, Any], findings: list[Finding]) -> str:
     """Return the whole text, findings last: that is what stays on the screen."""
     console = open_console(get_terminal_width(WIDTH))
     for section in (
@@ -228,7 +228,7 @@ def report(facts: dict[str, Any], findings: list[Finding]) -> str:
     return read_console(console).lstrip("\n")
 
 
-def per_second(rate: float) -> str:
+def format_rate(rate: float) -> str:
     """Return bytes a second as links are advertised: GB is 10^9."""
     return f"{rate / 1e9:.2f} GB/s"
 
@@ -268,8 +268,8 @@ def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rates = steps.get(f"rates of GPU {number}")
         if rates:
             copied = (
-                f"to it {per_second(rates['copy_to_device'])}, from it"
-                f" {per_second(rates['copy_to_host'])}"
+                f"to it {format_rate(rates['copy_to_device'])}, from it"
+                f" {format_rate(rates['copy_to_host'])}"
             )
             parts += [f"bf16 matmuls {rates['bf16'] / 1e12:.1f} TFLOP/s", copied]
         rows.append((f"GPU {number}", ", ".join(parts)))
@@ -290,7 +290,7 @@ def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
                 for name in _LOW_MATMULS
                 if name in steps
             ),
-            ("its memory", f"{per_second(measured['bandwidth'])} read and written by an addition"),
+            ("its memory", f"{format_rate(measured['bandwidth'])} read and written by an addition"),
             ("an operator", f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"),
         ]
     return rows or [("none", "that torch sees")]
@@ -305,14 +305,14 @@ def _describe_links(facts: dict[str, Any]) -> Section:
         rates = [way["rate"] for way in copies]
         whole = f"{sum(not way['wrong'] for way in copies)} of {len(copies)} arrive whole"
         section.facts = [
-            ("copies", f"{whole}; {per_second(min(rates))} to {per_second(max(rates))}")
+            ("copies", f"{whole}; {format_rate(min(rates))} to {format_rate(max(rates))}")
         ]
     if links and not links["failed"]:
-        section.table = _tabulate_collectives(links)
+        section.table = _build_collectives_table(links)
     return section
 
 
-def _tabulate_collectives(measured: dict[str, Any]) -> Table:
+def _build_collectives_table(measured: dict[str, Any]) -> Table:
     """Return a line for each size, two columns for each operation: the time, and what goes over the
     links.
     """
@@ -326,7 +326,7 @@ def _tabulate_collectives(measured: dict[str, Any]) -> Table:
             seconds = points[size, operation]
             row += [
                 format_duration(seconds),
-                per_second(count_wire_bytes(operation, size, measured["ranks"]) / seconds),
+                format_rate(count_wire_bytes(operation, size, measured["ranks"]) / seconds),
             ]
         rows.append(row)
     header = ["size", *(name for operation in OPERATIONS for name in (operation, ""))]

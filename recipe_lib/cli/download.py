@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.arguments import Options, Parser
-from recipe_lib.cli.hub_refusals import one_line
+from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_folder
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
@@ -20,9 +20,11 @@ from recipe_lib.files import compute_sha256
 from recipe_lib.reading import read_bytes, read_text
 from recipe_lib.units import format_bytes
 
-DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and tokenizer files only.
+DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and \
+tokenizer files only.
 
-Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or HF_TOKEN."""
+Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or \
+HF_TOKEN."""
 
 OPTIONS: Options = {
     "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub"},
@@ -64,12 +66,12 @@ def run(words: list[str]) -> int:
 
     from huggingface_hub import HfApi, snapshot_download
 
-    with one_line(repo, arguments.revision):
+    with convert_hub_errors(repo, arguments.revision):
         info = HfApi().model_info(
             repo, revision=arguments.revision, files_metadata=True, timeout=20
         )
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        wanted = choose(repo, list(sizes), arguments.include)
+        wanted = choose_files(repo, list(sizes), arguments.include)
         if output is not None:
             check_unchanged(
                 output, [sibling for sibling in info.siblings or [] if sibling.rfilename in wanted]
@@ -82,11 +84,11 @@ def run(words: list[str]) -> int:
             allow_patterns=[glob.escape(name) for name in wanted],
         )
     print(folder)
-    print(f"next: {next_command(repo, output)}", file=sys.stderr)
+    print(f"next: {suggest_next_command(repo, output)}", file=sys.stderr)
     return DONE
 
 
-def next_command(repo: str, output: Path | None) -> str:
+def suggest_next_command(repo: str, output: Path | None) -> str:
     """What to type with the model: a config that was made for it, where there is one."""
     made = re.compile(rf"^ +path: {re.escape(repo)}$", re.MULTILINE)
     names = [name for configs in list_configs().values() for name in configs]
@@ -108,7 +110,7 @@ def check_unchanged(output: Path, siblings: list[Any]) -> None:
         if (
             path.is_file()
             and not _is_as_fetched(output, sibling.rfilename)
-            and not _is_the_hubs(path, sibling)
+            and not _is_same_as_on_hub(path, sibling)
         ):
             raise ConfigError(
                 f"{path}: is not what was downloaded, or was changed since; move it away, or choose"
@@ -129,7 +131,7 @@ def _is_as_fetched(output: Path, name: str) -> bool:
         return False
 
 
-def _is_the_hubs(path: Path, sibling: Any) -> bool:
+def _is_same_as_on_hub(path: Path, sibling: Any) -> bool:
     """Whether the file is what would be fetched: of one in git its blob's hash, of a large one the
     content's.
     """
@@ -143,7 +145,7 @@ def _is_the_hubs(path: Path, sibling: Any) -> bool:
     return blob.hexdigest() == sibling.blob_id
 
 
-def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:
+def choose_files(repo: str, names: list[str], include: list[str] | None) -> list[str]:
     """The files of a repository to fetch. CheckpointError if there are no weights that can be read
     safely.
     """

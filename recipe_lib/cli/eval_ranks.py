@@ -13,7 +13,7 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import load_run_config, run_of
+from recipe_lib.cli.export_trained import find_run, load_run_config
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes; rank 0 does both. Raises UserError."""
-    run = run_of(arguments.what)
+    run = find_run(arguments.what)
     named = Path(arguments.what).expanduser()
     is_adapter = any(
         (folder / ADAPTER_CONFIG).is_file() for folder in (named, named / ADAPTER_FOLDER)
@@ -75,26 +75,28 @@ def evaluate(arguments: argparse.Namespace) -> None:
         out = Path(arguments.out).expanduser()
     if out is not None:
         check_output_folder("--out", out, (EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE))
-    cfg = eval_config(arguments, source, run)
+    cfg = build_eval_config(arguments, source, run)
     with meet_ranks(cfg) as ranks:
         with ranks.heartbeat.phase("reading the data"):
             for line in settle_formats(cfg):
                 get_logger().info(line)
             tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
             dataset = _read_samples(cfg, tokenizer, source)
-            questions = {} if arguments.no_generate else _questions(dataset, tokenizer)
+            questions = {} if arguments.no_generate else _build_questions(dataset, tokenizer)
         world = make_world(cfg, ranks)
         _check_generates(cfg, questions)
-        placed = _placed(arguments, cfg, source, world)
-        with _fits(source, world):
+        placed = _load_evaluated_model(arguments, cfg, source, world)
+        with _report_out_of_memory(source, world):
             models = _measure(placed, cfg, arguments, dataset, questions, tokenizer, world)
         if not world.is_main:
             return
         names = {TUNED: str(source.adapter or source.folder)} | (
             {BASE: str(placed.base)} if BASE in models else {}
         )
-        settings = settings_of(cfg, arguments, world.size)
-        _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, out)
+        settings = describe_settings(cfg, arguments, world.size)
+        _print_results(
+            Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, out
+        )
 
 
 def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> Dataset:
@@ -114,24 +116,24 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
     return dataset
 
 
-def _placed(
+def _load_evaluated_model(
     arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World
 ) -> EvaluatedModel:
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
-    with _fits(source, world), world.heartbeat.phase("loading weights"):
+    with _report_out_of_memory(source, world), world.heartbeat.phase("loading weights"):
         return load_evaluated_model(
-            cfg, source, world, storage, _base_folder(arguments, cfg, source)
+            cfg, source, world, storage, _find_base_folder(arguments, cfg, source)
         )
 
 
 def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> None:
     """Runs tasks of lm-evaluation-harness, and prints their numbers."""
-    cfg = eval_config(arguments, source, run)
+    cfg = build_eval_config(arguments, source, run)
     tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
     tasks = [name.strip() for name in arguments.lm_eval.split(",") if name.strip()]
     options = {name: getattr(arguments, name) for name in ("include_path", "num_fewshot", "limit")}
     with start_world(cfg) as world:
-        placed = _placed(arguments, cfg, source, world)
+        placed = _load_evaluated_model(arguments, cfg, source, world)
         size = cfg.validation.batch_size or cfg.batch_size
 
         def measured(model: Any, which: str) -> dict[tuple[str, str], float]:
@@ -143,13 +145,15 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
                 batch_size=size,
                 seed=arguments.seed,
             )
-            with _fits(source, world), world.heartbeat.phase(f"tasks ({which})"):
+            with _report_out_of_memory(source, world), world.heartbeat.phase(f"tasks ({which})"):
                 return flatten_metrics(run_tasks(ours, tasks, **options))
 
         found = _measure_both(placed, arguments, measured)
     if arguments.json:
-        numbers = {which: {f"{task} {name}": value for (task, name), value in rows.items()}
-                   for which, rows in found.items()}  # fmt: skip
+        numbers = {
+            which: {f"{task} {name}": value for (task, name), value in rows.items()}
+            for which, rows in found.items()
+        }
         sys.stdout.write(json.dumps(numbers) + "\n")
         return
     rows = [
@@ -160,11 +164,13 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
     print("\n".join(format_table_lines(table, get_terminal_width())))
 
 
-def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSource) -> Path | None:
+def _find_base_folder(
+    arguments: argparse.Namespace, cfg: Any, source: GenerationSource
+) -> Path | None:
     """Of a model without adapters what its training began from: --base, or the run's model.path."""
     if source.adapter is not None or arguments.no_base:
         return None
-    named = arguments.base or (cfg.model.path if run_of(arguments.what) is not None else None)
+    named = arguments.base or (cfg.model.path if find_run(arguments.what) is not None else None)
     if named is None:
         return None
     folder = find_checkpoint(named)
@@ -172,14 +178,17 @@ def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSour
     return folder
 
 
-def _questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
+def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
     """The questions of all sequences that have one, and a line about those that have none."""
     asked = build_questions(dataset, tokenizer.stop_ids)
     if len(asked) < len(dataset):
         get_logger().info(
-            "note: %d of %d sequences have no question to answer (plain text, or an answer that max_seq_len has cut); "
-            "they count in loss and perplexity alone", len(dataset) - len(asked), len(dataset),
-        )  # fmt: skip
+            "note: %d of %d sequences have no question to answer (plain text, or an answer that \
+max_seq_len has cut); "
+            "they count in loss and perplexity alone",
+            len(dataset) - len(asked),
+            len(dataset),
+        )
     return asked
 
 
@@ -194,7 +203,7 @@ def _check_generates(cfg: Any, questions: dict[int, Question]) -> None:
 
 
 @contextmanager
-def _fits(source: GenerationSource, world: World) -> Iterator[None]:
+def _report_out_of_memory(source: GenerationSource, world: World) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -231,10 +240,15 @@ def _measure(
             }
             with world.heartbeat.phase(f"answers ({which})"):
                 found.answers = generate_answers(
-                    model, placed.source.spec, questions, world,
-                    batch_size=cfg.validation.batch_size, seed=arguments.seed,
-                    stop_ids=tokenizer.stop_ids, **options,
-                )  # fmt: skip
+                    model,
+                    placed.source.spec,
+                    questions,
+                    world,
+                    batch_size=cfg.validation.batch_size,
+                    seed=arguments.seed,
+                    stop_ids=tokenizer.stop_ids,
+                    **options,
+                )
         for name in ("exact_match", *arguments.metric) if questions else ():
             found.metrics[name] = compute_metric(name, found.answers, questions, tokenizer)
         return found
@@ -255,7 +269,7 @@ def _measure_both(
         return {BASE: measure(base, BASE), TUNED: tuned}
 
 
-def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:
+def _print_results(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:
     if out is not None:
         evaluation.write(out)
     if arguments.json:
@@ -295,20 +309,22 @@ _OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
-def eval_config(
+def build_eval_config(
     arguments: argparse.Namespace, source: GenerationSource, run: Path | None
 ) -> FullFinetuneConfig:
     """The config; its validation.source is what is looked at. ConfigError if there is none."""
     trained = None if run is None else load_run_config(run, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
-    words += _of_model(source, trained)
-    words += _of_samples(arguments, trained)
+    words += _list_model_overrides(source, trained)
+    words += _list_sample_overrides(arguments, trained)
     schema = FullFinetuneConfig if source.adapter is None else LoraFinetuneConfig
     cfg: FullFinetuneConfig = load_config([], [*words, *arguments.overrides], schema)
     return cfg
 
 
-def _of_model(source: GenerationSource, trained: FullFinetuneConfig | None) -> list[str]:
+def _list_model_overrides(
+    source: GenerationSource, trained: FullFinetuneConfig | None
+) -> list[str]:
     """Model, dtype, seed: of the run, or what the files say."""
     if trained is not None:
         model = dataclasses.asdict(trained.model)
@@ -327,7 +343,9 @@ def _of_model(source: GenerationSource, trained: FullFinetuneConfig | None) -> l
     return [*words, f"dtype={_NAMES.get(found, 'fp32')}", f"max_seq_len={longest}"]
 
 
-def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | None) -> list[str]:
+def _list_sample_overrides(
+    arguments: argparse.Namespace, trained: FullFinetuneConfig | None
+) -> list[str]:
     """Where the samples are, and how they become tokens."""
     words, held = [f"validation.batch_size={_BATCH}"], None
     if trained is not None:
@@ -369,7 +387,7 @@ def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | Non
     return words if most is None else [*words, f"validation.max_samples={most}"]
 
 
-def settings_of(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+def describe_settings(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """What an evaluation was done with, for its page."""
     found = {
         "validation.source": cfg.validation.source,

@@ -9,7 +9,8 @@ from recipe_lib.cli.arguments import SWITCH, Options, Parser
 from recipe_lib.errors import DONE, ConfigError, raise_faults
 from recipe_lib.units import choose_lines
 
-DESCRIPTION = """Writes what was trained in a form that other programs load, loads it again and compares logits.
+DESCRIPTION = """Writes what was trained in a form that other programs load, loads it again and \
+compares logits.
 
 CHECKPOINT is a run's output_dir, one of its state/step_N, or the folder of a PEFT adapter.
 
@@ -22,7 +23,8 @@ and for these also a model folder, of a run or not:
   --gguf KIND      one file for llama.cpp and Ollama; of an adapter's folder, the adapter by itself
   --quantize KIND  a Hugging Face folder with linears in 4 or 8 bits, by torchao
 
-An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the export differs."""
+An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the \
+export differs."""
 OPTIONS: Options = {
     "checkpoint": {
         "metavar": "CHECKPOINT",

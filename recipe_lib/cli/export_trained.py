@@ -48,7 +48,7 @@ from recipe_lib.checkpoint.verify import (
     load_model_with_adapter,
     make_adapter_settings,
 )
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
@@ -103,7 +103,7 @@ class ExportSource:
     state: Path | None
 
 
-def run_of(name: str) -> Path | None:
+def find_run(name: str) -> Path | None:
     """Return the output_dir of the run that wrote a folder: itself, or the one that its model/ or
     adapter/ is in.
     """
@@ -123,7 +123,7 @@ def load_run_config(folder: Path, recipe: str | None) -> Any:
     one that it names.
     """
     path = folder / CONFIG
-    return load_config(path, [], recipe_for(str(path), recipe).schema())
+    return load_config(path, [], find_config_recipe(str(path), recipe).schema())
 
 
 def find_export(arguments: argparse.Namespace) -> ExportSource:
@@ -135,11 +135,13 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         )
     if (path / ADAPTER_CONFIG).is_file():
         return ExportSource(
-            *_run_at(path.parent, arguments, path.name == ADAPTER_FOLDER), adapter=path, state=None
+            *_load_run_records(path.parent, arguments, path.name == ADAPTER_FOLDER),
+            adapter=path,
+            state=None,
         )
     if (path / "manifest.json").is_file():
         is_best = path.absolute().parent.name == BEST_FOLDER
-        folder, cfg, records = _run_at(
+        folder, cfg, records = _load_run_records(
             path.parent.parent.parent if is_best else path.parent.parent, arguments
         )
         if cfg is None:
@@ -149,7 +151,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         return ExportSource(
             folder, cfg, records, None, find_state(path.parent, str(path), SingleRank())
         )
-    folder, cfg, records = _run_at(path, arguments)
+    folder, cfg, records = _load_run_records(path, arguments)
     is_model = (path / "config.json").is_file()
     if folder is None:
         what = "is a model folder already" if is_model else "is no run, state or adapter"
@@ -159,7 +161,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     adapter = path / ADAPTER_FOLDER
     has_adapter = (adapter / ADAPTER_CONFIG).is_file()
     if has_adapter and not arguments.hf:
-        folder, cfg, records = _run_at(path, arguments, adapter=True)
+        folder, cfg, records = _load_run_records(path, arguments, adapter=True)
         saved = {
             file.stat().st_mtime: file.parent
             for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
@@ -189,7 +191,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     return ExportSource(folder, cfg, records, None, state)
 
 
-def _run_at(
+def _load_run_records(
     folder: Path, arguments: argparse.Namespace, adapter: bool = False
 ) -> tuple[Path | None, Any, Path | None]:
     """The run's folder, its config and where that is, if the folder is a run's."""
@@ -223,7 +225,7 @@ def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
     return find_state(best.parent, str(best), SingleRank())
 
 
-def implementation_of(found: ExportSource) -> str | None:
+def get_implementation(found: ExportSource) -> str | None:
     """Of the run's model, or what the adapter says of its base; None: see `read_trained_spec`."""
     if found.cfg is not None:
         return str(found.cfg.model.implementation)
@@ -234,14 +236,14 @@ def implementation_of(found: ExportSource) -> str | None:
     )
 
 
-def beside_weights(
+def build_export_arguments(
     found: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
     """Arguments of an export: the tokenizer's files, the template and stop tokens that the run
     used, and the card.
     """
     if found.cfg is None:
-        return _beside_strange_adapter(found, base, spec, is_adapter)
+        return _build_arguments_without_run(found, base, spec, is_adapter)
     cfg, run = found.cfg, found.records
     folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
@@ -273,7 +275,7 @@ def beside_weights(
     }
 
 
-def _beside_strange_adapter(
+def _build_arguments_without_run(
     found: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
     """Of an adapter without its run: the tokenizer that lies beside it is the one it was trained
@@ -303,7 +305,7 @@ def _list_commands(
     )
 
 
-def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
+def find_base(found: ExportSource, arguments: argparse.Namespace) -> Path:
     """The folder of an adapter's base: the one that --base, its run or the adapter itself names.
     CheckpointError.
     """
@@ -337,7 +339,7 @@ def write_merged(
 
     CheckpointError, StorageError; then there is no folder.
     """
-    implementation = implementation_of(found)
+    implementation = get_implementation(found)
     merge_adapter(
         base,
         adapter,
@@ -347,7 +349,7 @@ def write_merged(
         out_dtype=out_dtype,
         ranks=SingleRank(),
         implementation=implementation,
-        **beside_weights(
+        **build_export_arguments(
             found,
             base,
             read_trained_spec(read_config(base), str(base), implementation),
@@ -356,7 +358,7 @@ def write_merged(
     )
 
 
-def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
+def _choose_target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
     """Where to write; a folder that is there is not touched."""
     if arguments.out:
         out = Path(arguments.out).expanduser()
@@ -380,7 +382,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: holds an adapter; use --merge or --adapter"
         )
-    cfg, out = found.cfg, _target(found, "model", arguments)
+    cfg, out = found.cfg, _choose_target(found, "model", arguments)
     device = choose_device(arguments.device)
     base = find_checkpoint(cfg.model.path) if cfg.model.path else None
     config = read_config(base) if base else read_preset_config(cfg.model.preset)
@@ -391,13 +393,13 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     model.eval()
     load_state(found.state, model, None, SingleRank())
     sizes = int(cfg.checkpoint.max_shard_gib * GIB)
-    beside = beside_weights(found, base, spec, is_adapter=False)
+    beside = build_export_arguments(found, base, spec, is_adapter=False)
     export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **beside)
     if base:
         log_left_out(spec, base, "export")
     trained = compute_prompt_logits(model)
     del model
-    tell(
+    report_comparison(
         f"model: {out}",
         compare_logits(trained, compute_prompt_logits(load_model(spec, out, dtype, device))),
         dtype,
@@ -411,17 +413,17 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The adapter of a folder or of a state, alone or merged into its base."""
     if found.state is not None and not has_adapters(found.state):
         raise CheckpointError(f"{found.state}: is of a run that trained all weights; use --hf")
-    base = base_of(found, arguments)
+    base = find_base(found, arguments)
     config = read_config(base)
-    spec = read_trained_spec(config, str(base), implementation_of(found))
+    spec = read_trained_spec(config, str(base), get_implementation(found))
     check_weights(spec, base)
     device = choose_device(arguments.device)
     rewrite = found.state is not None or (arguments.adapter and arguments.out)
     out = None
     if arguments.merge:
-        out = _target(found, "model", arguments)
+        out = _choose_target(found, "model", arguments)
     elif rewrite:
-        out = _target(found, "adapter", arguments)
+        out = _choose_target(found, "adapter", arguments)
     if (
         rewrite
         and found.adapter is not None
@@ -431,7 +433,7 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
             f"{found.adapter}: brings {min(parts)} of its base along, which --adapter would not"
             " write; copy the folder as it is, or merge it (--merge)"
         )
-    model, dtype = _trained_model(found, spec, base, config, device)
+    model, dtype = _load_trained_model(found, spec, base, config, device)
     trained = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
     with tempfile.TemporaryDirectory(prefix="tune-export-") as scratch:
         adapter = found.adapter or Path(scratch) / "adapter"
@@ -443,10 +445,10 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
             _check_merged(found, arguments, base, adapter, out, dtype, device, trained)
         else:
             _check_adapter(found, base, spec, adapter, dtype, device, trained)
-            _tell_next(found, arguments, spec, adapter)
+            _print_next_commands(found, arguments, spec, adapter)
 
 
-def _trained_model(
+def _load_trained_model(
     found: ExportSource, spec: ModelSpec, base: Path, config: dict[str, Any], device: torch.device
 ) -> tuple[Decoder, torch.dtype]:
     """The model as it was trained: base, adapter, types and storage. And the type of its base."""
@@ -486,7 +488,7 @@ def _write_adapter(
         base_folder=base,
         source_config=config,
         world=SingleRank(),
-        **beside_weights(found, base, spec, is_adapter=True),
+        **build_export_arguments(found, base, spec, is_adapter=True),
     )
 
 
@@ -512,11 +514,13 @@ def _check_adapter(
         )
     logits = compute_prompt_logits(model)
     del model  # PEFT's comes in its place
-    tell(f"adapter: {adapter}", compare_logits(trained[0], logits, trained[1]), dtype, adapter)
+    report_comparison(
+        f"adapter: {adapter}", compare_logits(trained[0], logits, trained[1]), dtype, adapter
+    )
     print_wrapped(check_with_peft(adapter, base, spec, dtype, device, trained))
 
 
-def _tell_next(
+def _print_next_commands(
     found: ExportSource, arguments: argparse.Namespace, spec: ModelSpec, adapter: Path
 ) -> None:
     """The commands that go on from an adapter, each of which works with its folder as it is."""
@@ -551,7 +555,7 @@ def _check_merged(
     held = read_adapter(adapter)
     wanted = DTYPES[arguments.dtype] if arguments.dtype else dtype
     write_merged(found, base, adapter, out, dtype, wanted)
-    spec = read_trained_spec(read_config(out), str(out), implementation_of(found))
+    spec = read_trained_spec(read_config(out), str(out), get_implementation(found))
     print_wrapped(
         f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there"
     )
@@ -559,7 +563,7 @@ def _check_merged(
         trained[0], compute_prompt_logits(load_model(spec, out, wanted, device)), trained[1]
     )
     coarser = min(dtype, wanted, key=lambda kind: kind.itemsize)
-    tell(f"model: {out}", comparison, coarser, out)
+    report_comparison(f"model: {out}", comparison, coarser, out)
     print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(
@@ -569,7 +573,7 @@ def _check_merged(
     print_next(model_commands(out))
 
 
-def tell(written: str, comparison: Comparison, dtype: torch.dtype, out: Path) -> None:
+def report_comparison(written: str, comparison: Comparison, dtype: torch.dtype, out: Path) -> None:
     """Prints what was written and how it compares; CheckpointError if it differs by more than
     rounding.
     """

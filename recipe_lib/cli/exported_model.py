@@ -16,8 +16,8 @@ from recipe_lib.checkpoint.gguf.gguf_file import import_gguf
 from recipe_lib.checkpoint.model_folders import ADAPTER_KINDS, GROUP_SIZE
 from recipe_lib.checkpoint.quantized_export import check_quantizable, write_quantized
 from recipe_lib.checkpoint.tensor_matching import log_left_out
-from recipe_lib.cli.arguments import check_place
-from recipe_lib.cli.export_trained import CONFIG, base_of, find_export, run_of, write_merged
+from recipe_lib.cli.arguments import check_output_path
+from recipe_lib.cli.export_trained import CONFIG, find_base, find_export, find_run, write_merged
 from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_snapshot
 from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.suggest import show
@@ -67,7 +67,7 @@ def find_exported(arguments: argparse.Namespace) -> ExportedModel:
     return ExportedModel(folder, source.folder, source.adapter, alone, name)
 
 
-def target_of_export(found: ExportedModel, arguments: argparse.Namespace, ending: str) -> Path:
+def choose_export_path(found: ExportedModel, arguments: argparse.Namespace, ending: str) -> Path:
     """Where to write: --out, or next to the folder, its name with the ending. ConfigError:
     something is there.
     """
@@ -80,12 +80,14 @@ def target_of_export(found: ExportedModel, arguments: argparse.Namespace, ending
         out = found.folder.parent / (own + ending)
     if os.path.lexists(out):
         raise ConfigError(f"{out}: exists; choose another name with --out, or remove it")
-    check_place("--out", str(out))
+    check_output_path("--out", str(out))
     return out
 
 
 @contextmanager
-def merged_folder(found: ExportedModel, arguments: argparse.Namespace, out: Path) -> Iterator[Path]:
+def provide_merged_folder(
+    found: ExportedModel, arguments: argparse.Namespace, out: Path
+) -> Iterator[Path]:
     """The model's folder; of a run of adapters, a temporary one next to `out` with base and adapter
     merged.
     """
@@ -97,7 +99,7 @@ def merged_folder(found: ExportedModel, arguments: argparse.Namespace, out: Path
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: has no adapter; write it from its states with --adapter"
         )
-    base = base_of(source, arguments)
+    base = find_base(source, arguments)
     dtype = (
         DTYPES[source.cfg.dtype]
         if source.cfg is not None
@@ -122,7 +124,7 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     import_gguf()
     found = find_exported(arguments)
     kind = arguments.gguf
-    out = target_of_export(found, arguments, f"-{kind}.gguf")
+    out = choose_export_path(found, arguments, f"-{kind}.gguf")
     if found.adapter is not None and found.alone:
         if kind not in ADAPTER_KINDS:
             raise CheckpointError(
@@ -134,7 +136,7 @@ def export_gguf(arguments: argparse.Namespace) -> None:
             raise CheckpointError("--pre: the file of an adapter has no tokenizer; leave it out")
         report = write_gguf_adapter(found.adapter, found.base, out, kind, name=found.name)
     else:
-        with merged_folder(found, arguments, out) as folder:
+        with provide_merged_folder(found, arguments, out) as folder:
             report = write_gguf_model(folder, out, kind, name=found.name, pre=arguments.pre)
     print_wrapped(
         f"{'adapter' if found.alone else 'model'}: {out} ({kind},"
@@ -157,14 +159,14 @@ def export_quantized(arguments: argparse.Namespace) -> None:
             " and quantize the merged model"
         )
     kind = arguments.quantize
-    trained = _read_rounding(run_of(arguments.checkpoint))
+    trained = _read_rounding(find_run(arguments.checkpoint))
     usual = trained[1] if trained is not None and trained[0] == "int4" else GROUP_SIZE
     group_size = usual if arguments.group_size is None else arguments.group_size
     if group_size < 1:
         raise CheckpointError(f"--group-size: found {group_size}, expected a number >= 1")
-    out = target_of_export(found, arguments, f"-{kind}")
+    out = choose_export_path(found, arguments, f"-{kind}")
     check_quantizable(found.base, kind, group_size)  # before it is merged
-    with merged_folder(found, arguments, out) as folder:
+    with provide_merged_folder(found, arguments, out) as folder:
         report = write_quantized(folder, out, kind, group_size)
     scales = f"a scale for {group_size} weights" if kind == "int4" else "a scale for each row"
     print_wrapped(f"model: {out} ({kind}, {scales}, {format_bytes(count_folder_bytes(out))})")

@@ -19,10 +19,10 @@ from recipe_lib.cli.arguments import (
     SWITCH,
     Options,
     Parser,
-    check_place,
-    draw_faults,
+    check_output_path,
+    find_draw_faults,
+    find_lone_options,
     find_low_numbers,
-    tell_lone,
 )
 from recipe_lib.config.local_files import check_model_present
 from recipe_lib.config.suggest import show
@@ -35,16 +35,21 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Answers with a model, and streams the text to standard output.
 
-WHAT is a model folder, the folder of a PEFT adapter (its base is found by its adapter_config.json), a run's output_dir
+WHAT is a model folder, the folder of a PEFT adapter (its base is found by its \
+adapter_config.json), a run's output_dir
 (its model/ or adapter/, the newer one), or a hub id that `tune download` has fetched.
 
-With --prompt it gives one answer. Without, it is a conversation: what is typed is answered, and so is each line of a
+With --prompt it gives one answer. Without, it is a conversation: what is typed is answered, and \
+so is each line of a
 pipe. /reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer.
 
---prompts answers those of a file in batches, one JSON object a line; with --out FILE a second start goes on with it.
+--prompts answers those of a file in batches, one JSON object a line; with --out FILE a second \
+start goes on with it.
 
-The prompt is a user's message: it is put into the tokenizer's chat template, or without one into the plain template
-that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins from nothing."""
+The prompt is a user's message: it is put into the tokenizer's chat template, or without one into \
+the plain template
+that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins \
+from nothing."""
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 STORAGES = ("auto", "none", "nf4", "int8")
@@ -146,15 +151,16 @@ def check(arguments: argparse.Namespace) -> None:
     )
     low = find_low_numbers(arguments, **({} if lone else {"batch_size": 1}))
     raise_faults(
-        ConfigError, [*draw_faults(arguments), *tell_lone(lone, "--prompts"), *low, *faults]
+        ConfigError,
+        [*find_draw_faults(arguments), *find_lone_options(lone, "--prompts"), *low, *faults],
     )
     arguments.batch_size = arguments.batch_size or 8
     if arguments.out is not None:
         out = str(Path(arguments.out).expanduser())
-        check_place("--out", out, [("--prompts", arguments.prompts)], makes_folders=True)
+        check_output_path("--out", out, [("--prompts", arguments.prompts)], makes_folders=True)
 
 
-def is_terminal() -> bool:
+def is_interactive() -> bool:
     """Whether somebody types."""
     return bool(sys.stdin and sys.stdin.isatty())
 
@@ -165,9 +171,11 @@ def talk(chat: "Chat", name: str) -> None:
     A line that cannot be answered is told at a terminal; in a pipe it ends the conversation
     (ConfigError, DataError).
     """
-    if is_terminal():
+    if is_interactive():
         _tell(f"{name}; {HELP}")
-    for number, line in enumerate(_typed() if is_terminal() else _piped(), start=1):
+    for number, line in enumerate(
+        _read_typed_lines() if is_interactive() else _read_piped_lines(), start=1
+    ):
         question = line.strip()
         if question == "/exit":
             return
@@ -177,10 +185,10 @@ def talk(chat: "Chat", name: str) -> None:
         elif _is_broken(question):  # at a terminal
             _tell("note: this line is not UTF-8 and was left out; check the terminal's encoding")
         elif question:
-            _answer(chat, line, number)
+            _print_answer(chat, line, number)
 
 
-def _answer(chat: "Chat", question: str, number: int) -> None:
+def _print_answer(chat: "Chat", question: str, number: int) -> None:
     """Prints an answer as it is made. At a terminal what goes wrong with one question is told, and
     the next one may be asked; who reads the answers to a pipe would take the next one for this.
     number: of the line.
@@ -195,7 +203,7 @@ def _answer(chat: "Chat", question: str, number: int) -> None:
     except (ConfigError, DataError) as error:
         if begun:
             raise
-        if not is_terminal():
+        if not is_interactive():
             again = "; a line /reset before it begins anew" if chat.messages else ""
             raise type(error)(
                 *(f"standard input: line {number}: {fault}{again}" for fault in error.faults)
@@ -203,7 +211,7 @@ def _answer(chat: "Chat", question: str, number: int) -> None:
         _tell(f"note: {error}; this line was left out, /reset begins anew")
         return
     except KeyboardInterrupt:
-        if not is_terminal():
+        if not is_interactive():
             raise
         print(flush=True)
         _tell("stopped")
@@ -218,7 +226,7 @@ def _is_broken(line: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in line)
 
 
-def _typed() -> Iterator[str]:
+def _read_typed_lines() -> Iterator[str]:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then has its keys and its history)
     if hasattr(sys.stdin, "reconfigure"):
@@ -237,7 +245,7 @@ def _typed() -> Iterator[str]:
             print(file=sys.stderr)
 
 
-def _piped() -> Iterator[str]:
+def _read_piped_lines() -> Iterator[str]:
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(sys.stdin or (), start=1):

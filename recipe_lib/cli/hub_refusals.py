@@ -10,7 +10,9 @@ from recipe_lib.errors import ConfigError, SetupError, StorageError
 
 
 @contextmanager
-def one_line(repo: str, revision: str | None = None, *, uploads: bool = False) -> Iterator[None]:
+def convert_hub_errors(
+    repo: str, revision: str | None = None, *, uploads: bool = False
+) -> Iterator[None]:
     """Turn what the hub, the network or the disk refuses into one line with the remedy. uploads:
     files are sent.
     """
@@ -31,7 +33,7 @@ def one_line(repo: str, revision: str | None = None, *, uploads: bool = False) -
         verb = "upload" if uploads else "download"
         raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to {verb}") from error
     except (HTTPError, LocalEntryNotFoundError) as error:
-        raise hub_error(repo, revision, error, uploads) from error
+        raise make_hub_error(repo, revision, error, uploads) from error
     except (OSError, RuntimeError) as error:
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise StorageError(
@@ -45,7 +47,7 @@ def one_line(repo: str, revision: str | None = None, *, uploads: bool = False) -
         raise
 
 
-def hub_error(repo: str, revision: str | None, error: Any, uploads: bool = False) -> Exception:
+def make_hub_error(repo: str, revision: str | None, error: Any, uploads: bool = False) -> Exception:
     """Return what the hub answered, or that it did not, as one of our errors."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (

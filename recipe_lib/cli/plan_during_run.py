@@ -22,19 +22,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipe_lib.cli.launch import environment as launching
+from recipe_lib.cli.launch import set_environment as launching
 from recipe_lib.cli.local_gpus import is_expandable
-from recipe_lib.cli.plan_receipts import keep_receipt
+from recipe_lib.cli.plan_receipts import append_run_receipt
 from recipe_lib.cli.plan_request import (
-    explained,
+    build_planning_command,
+    explain_errors,
     hide_gpus,
-    planning_process,
     prepare,
-    read,
+    read_arguments,
     read_config,
 )
 from recipe_lib.cli.recipes import RecipeFile
-from recipe_lib.cli.torchrun_flags import shows_plan
+from recipe_lib.cli.torchrun_flags import should_show_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, escape_invisible
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrap_lines
@@ -78,12 +78,12 @@ def plan_beside(
 
     flags: torchrun's. words: the recipe's arguments.
     """
-    if not recipe.reads_as_ours() or not shows_plan(flags):
+    if not recipe.has_known_arguments() or not should_show_plan(flags):
         yield lambda code: None
         return
     with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
         figures, began = Path(folder) / "figures.json", time.time()
-        command, environment = planning_process(
+        command, environment = build_planning_command(
             "recipe_lib.cli.plan_during_run", figures, [*flags, str(recipe.path), *words]
         )
         process = subprocess.Popen(
@@ -112,12 +112,12 @@ def _compare(figures: Path, began: float, code: int) -> None:
     if not summary.is_file() or summary.stat().st_mtime < began:
         return
     measured = read_object(summary)
-    for line in comparison(planned, measured):
+    for line in format_comparison(planned, measured):
         get_logger().info(line)
-    keep_receipt(planned, measured)
+    append_run_receipt(planned, measured)
 
 
-def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
+def format_comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
     """Lines on planned and measured peaks. planned: the figures. summary: of the run's
     summary.json, which rank 0 writes.
     """
@@ -139,13 +139,13 @@ def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
     return [f"planned / measured: {', '.join(parts)}"] if parts else []
 
 
-def figures_of_plan(plan: "Plan") -> dict[str, Any]:
+def collect_figures(plan: "Plan") -> dict[str, Any]:
     """What is shown, bytes and seconds: peaks of the heaviest rank in its steps; and those of rank
     0, to compare.
     """
     first = min(plan.rank_plans, key=lambda rank: rank.rank)
-    return _peaks(plan.heaviest) | {
-        "first": _peaks(first),
+    return _find_peaks(plan.heaviest) | {
+        "first": _find_peaks(first),
         "verdict": plan.verdict,
         "estimate": plan.estimate,
         "usable": plan.device.usable,
@@ -154,7 +154,7 @@ def figures_of_plan(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def _peaks(rank: "RankPlan") -> dict[str, int]:
+def _find_peaks(rank: "RankPlan") -> dict[str, int]:
     peaks = [peak for peak in rank.peaks if peak.phase in STEP_PHASES] or rank.peaks
     return {
         "active": max(peak.active for peak in peaks),
@@ -196,11 +196,11 @@ def main(argv: list[str]) -> int:
     """The separate process: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its
     arguments]`.
     """
-    say = _quiet()
-    _be_modest()
+    say = _silence_output()
+    _limit_process()
     gpus = hide_gpus()
     try:
-        arguments = read(argv[1:])
+        arguments = read_arguments(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
         figures, settings = _plan(arguments)
         figures |= {"device": settings.hardware.name, "ranks": settings.ranks, "own_device": gpus}
@@ -229,8 +229,8 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     """
     recipe, cfg = read_config(arguments)
     if cfg.compile:
-        _allow(COMPILED_CPU_SECONDS)
-    with explained(recipe, cfg):
+        _set_cpu_limit(COMPILED_CPU_SECONDS)
+    with explain_errors(recipe, cfg):
         planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
@@ -239,17 +239,17 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     from recipe_lib.plan.tracing.trace_deep_model import choose_depths
     from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, list_short_steps
 
-    with explained(recipe, cfg):
+    with explain_errors(recipe, cfg):
         layers = sum(choose_depths(planned, shaped) or [count_layers(shaped)])
         is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
-        figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
+        figures = collect_figures(make_plan(planned, shaped, settings, steps)[0])
     run = asdict(describe_run(cfg, shaped, settings))
     figures |= {"is_short": is_short, "run": run}
     return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
 
 
-def _quiet() -> Callable[[str], None]:
+def _silence_output() -> Callable[[str], None]:
     """Sends what libraries print nowhere; gives what prints a line on the run's standard error."""
     terminal, is_terminal = os.dup(2), os.isatty(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -267,7 +267,7 @@ def _quiet() -> Callable[[str], None]:
     return say
 
 
-def _be_modest() -> None:
+def _limit_process() -> None:
     """Little CPU time, after everybody else, and none once the run is gone."""
 
     def too_slow(number: int, frame: FrameType | None) -> NoReturn:
@@ -275,12 +275,12 @@ def _be_modest() -> None:
         raise _TooSlow
 
     signal.signal(signal.SIGXCPU, too_slow)
-    _allow(CPU_SECONDS)
+    _set_cpu_limit(CPU_SECONDS)
     os.nice(10)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
 
 
-def _allow(seconds: int) -> None:
+def _set_cpu_limit(seconds: int) -> None:
     """CPU time; a few seconds more than any run gets end the process."""
     _TooSlow.allowed = seconds
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))

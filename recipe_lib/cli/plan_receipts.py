@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import put_json
+from recipe_lib.cli.arguments import write_json
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
 
-def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+def append_run_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     """Add the receipt of a run that has ended, if it ran on the GPU that was planned.
 
     figures: of its plan. summary: of its summary.json.
@@ -99,7 +99,9 @@ def list_receipts(arguments: argparse.Namespace) -> str:
         ) from error
     if arguments.json:
         listed = [asdict(receipt) for receipt in receipts]
-        put_json(arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed})
+        write_json(
+            arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed}
+        )
     return "" if arguments.json == "-" else render_receipts(receipts, unreadable, path)
 
 

@@ -19,9 +19,14 @@ from recipe_lib.cli.arguments import (
     find_low_numbers,
     read_numbers,
 )
-from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
+from recipe_lib.cli.local_gpus import VISIBLE, find_local_device, is_expandable, list_local_gpus
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
-from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
+from recipe_lib.cli.torchrun_flags import (
+    check_launch,
+    count_ranks_and_machines,
+    get_flag_value,
+    take_flags,
+)
 from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError, find_lines_in, raise_faults
@@ -38,13 +43,16 @@ ROOT = Path(__file__).parents[2]
 METHODS = ("setup_model", "setup_optimizer", "train_step")
 # A plan comes from what is on the machine; the packages that could ask a network are set offline.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-DESCRIPTION = """Plans a run: the recipe's own code runs on a simulated device, where tensors have sizes and no bytes.
-Needs no GPU and no weights. Takes the command line of `tune run`, with the flags for its processes anywhere.
+DESCRIPTION = """Plans a run: the recipe's own code runs on a simulated device, where tensors have \
+sizes and no bytes.
+Needs no GPU and no weights. Takes the command line of `tune run`, with the flags for its \
+processes anywhere.
 
   tune plan --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090
   tune plan llama3/8B_qlora --device 16GB --advice
 
-Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2 a mistake to correct."""
+Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2 a mistake to \
+correct."""
 
 
 _DEVICES = (
@@ -131,7 +139,7 @@ def parser() -> Parser:
     return Parser("plan", DESCRIPTION, OPTIONS)
 
 
-def read(words: Sequence[str]) -> argparse.Namespace:
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch; `flags` are torchrun's."""
     flags, own = take_flags(words)
     arguments = parser().parse(own)
@@ -161,7 +169,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         if size is not None and not 0 <= size < 2**20:
             raise ConfigError(f"--{name}-gib: found {size}, expected a number of GiB >= 0")
     if arguments.fit and (
-        arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))
+        arguments.device
+        or any(get_flag_value(flags, name) for name in ("--nproc-per-node", "--nnodes"))
     ):
         raise ConfigError(
             "--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out"
@@ -170,7 +179,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     if arguments.device:
         find_hardware(arguments.device)
     check_choice(arguments.sequence)
-    read_ranks(arguments.rank, known_ranks(arguments))
+    read_ranks(arguments.rank, count_planned_ranks(arguments))
     inputs = [(f"--{name}", getattr(arguments, name)) for name in ("calibration", "diff")]
     inputs += [("--plugin", path) for path in arguments.plugin]
     inputs += [("--config", path) for path in arguments.config or ()]
@@ -200,9 +209,10 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
     """ConfigError for what --receipts, which lists all runs, makes nothing of."""
     taken, options = ("help", "words", "receipts", "json", "quiet", "verbose"), parser()
     others = [
-        action.option_strings[0] for action in options._actions
+        action.option_strings[0]
+        for action in options._actions
         if action.dest not in taken and getattr(arguments, action.dest) != action.default
-    ]  # fmt: skip
+    ]
     unused = [*arguments.words, *arguments.flags, *others]
     if unused:
         raise ConfigError(f"--receipts: lists runs and makes no plan; leave {show(unused[0])} out")
@@ -216,7 +226,7 @@ def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     return recipe, loaded.cfg
 
 
-def planning_process(
+def build_planning_command(
     module: str, answer: Path, words: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """(command, environment) of a separate process that plans: `module ANSWER [torchrun flags]
@@ -231,27 +241,27 @@ def hide_gpus() -> bool:
     """In such a process: no GPU and no network from here on. Whether the machine has GPUs, which
     are asked before.
     """
-    gpus = own_gpus()
+    gpus = list_local_gpus()
     os.environ[VISIBLE] = ""
     os.environ.update(OFFLINE)
     return bool(gpus)
 
 
-def known_ranks(arguments: argparse.Namespace) -> int:
-    """Ranks of the run, as `device_for` gives them."""
+def count_planned_ranks(arguments: argparse.Namespace) -> int:
+    """Ranks of the run, as `choose_planned_device` gives them."""
     if arguments.fit:
         return parse_fit(arguments.fit)[0]
-    here, machines = rank_count(arguments.flags)
+    here, machines = count_ranks_and_machines(arguments.flags)
     return here * machines
 
 
-def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]:
+def choose_planned_device(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]:
     """Return (ranks, device, what was assumed): what is named, else what --calibration is of, else
     this machine's.
     """
     if arguments.fit:
         return *parse_fit(arguments.fit), []
-    here, machines = rank_count(arguments.flags)
+    here, machines = count_ranks_and_machines(arguments.flags)
     assumed = [f"{here} ranks on each of {machines} machines"] if machines > 1 else []
     if arguments.device:
         hardware = find_hardware(arguments.device)
@@ -261,7 +271,7 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]
         hardware, unknown = read_calibrated_device(arguments.calibration)
         of_file = f"the device is that of --calibration, {hardware.name}"
         assumed.append("; ".join(filter(None, [of_file, unknown, "--device names another"])))
-    elif own := own_device():
+    elif own := find_local_device():
         hardware = own
         assumed.append(f"the device is this machine's, {hardware.name}; --device names another")
     else:
@@ -270,13 +280,13 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]
     return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
 
 
-def settings_for(
+def build_settings(
     recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
 ) -> tuple["PlanSettings", list[str]]:
     """What a plan needs besides recipe and config, and what was assumed for it."""
     from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
 
-    ranks, hardware, assumed = device_for(arguments)
+    ranks, hardware, assumed = choose_planned_device(arguments)
     traced = read_ranks(arguments.rank, ranks)
     from recipe_lib.plan.build_plan import PlanSettings  # torch from here on
 
@@ -297,7 +307,7 @@ def settings_for(
         overrides=tuple(arguments.overrides),
         steps=sequence.steps,
         calibration=calibration,
-        outside=outside_for(cfg, arguments, hardware, ranks),
+        outside=estimate_outside(cfg, arguments, hardware, ranks),
     )
     return settings, assumed
 
@@ -313,15 +323,15 @@ def prepare(
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     shaped, said = make_plannable(cfg)
-    planned = recipe_class(recipe)
-    settings, assumed = settings_for(recipe, cfg, arguments)
+    planned = find_recipe_class(recipe)
+    settings, assumed = build_settings(recipe, cfg, arguments)
     if (
         decides and shaped.parallel.strategy == "auto" and settings.ranks > 1
     ):  # one rank shards nothing
         from recipe_lib.plan.search.advice import choose_strategy
         from recipe_lib.plan.search.trials import STRATEGY_KEY, apply_changes
 
-        with explained(recipe, cfg):
+        with explain_errors(recipe, cfg):
             strategy, line = choose_strategy(planned, shaped, settings, expandable=is_expandable())
         shaped, said = apply_changes(shaped, {STRATEGY_KEY: strategy}), [*said, line]
     assumptions = (*assumed, *said, *arguments.notes)
@@ -338,7 +348,9 @@ def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
     )
 
 
-def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ranks: int) -> Any:
+def estimate_outside(
+    cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ranks: int
+) -> Any:
     """Memory outside of torch where the command line says something about it, else None."""
     given = {
         name: int(size * GIB)
@@ -355,7 +367,7 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ran
     )
 
 
-def recipe_class(recipe: RecipeFile) -> type:
+def find_recipe_class(recipe: RecipeFile) -> type:
     """The one class of a recipe's file that has the methods a plan calls; ConfigError by name if
     there is not one.
     """
@@ -384,7 +396,7 @@ def recipe_class(recipe: RecipeFile) -> type:
 
 
 @contextmanager
-def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
+def explain_errors(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
     """What a recipe of the user's own raises on the simulated device becomes a line that says
     where; and what a model's class of another library does, a line that names it.
     """

@@ -37,7 +37,7 @@ FORMULA = (
 )
 
 
-def plans_for(
+def build_plans(
     config: Any, sizes: Sequence[int], tokens: bool = True
 ) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
     """The plan that cuts every axis; size to plan; and size to why there is none.
@@ -72,7 +72,7 @@ def plans_for(
     return whole, plans, illegal
 
 
-def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
+def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
     """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures
     (lines).
 
@@ -111,7 +111,7 @@ def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, 
     return found
 
 
-def as_json(
+def build_json(
     arguments: argparse.Namespace,
     whole: ShardingPlan,
     plans: dict[int, ShardingPlan],
@@ -140,7 +140,7 @@ def as_json(
     }
 
 
-def report(
+def print_report(
     model: str,
     tokens: int,
     whole: ShardingPlan,
@@ -160,39 +160,43 @@ def report(
         named = (
             ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         )
-        _line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
-        tables = [*_parameter_tables(plan), _boundaries(plan), _collectives(plan, sizes, tokens)]
-        for table in [*tables, _held(plan, sizes)]:
+        _print_line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
+        tables = [
+            *_build_parameter_tables(plan),
+            _build_boundary_table(plan),
+            _build_collective_table(plan, sizes, tokens),
+        ]
+        for table in [*tables, _build_size_table(plan, sizes)]:
             if table.rows:
                 terminal.put_section(console, show_table(table))
-        _line(console, "")
+        _print_line(console, "")
         for reason in dict.fromkeys(map(pattern_of, plan.refused)):
-            _line(console, f"note: {reason}")
+            _print_line(console, f"note: {reason}")
         if set(sizes) <= set(whole.legal_sizes):
             shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
-            _line(
+            _print_line(
                 console,
                 f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
             )
         else:  # made for this size alone, around what its ranks cannot share
-            _line(
+            _print_line(
                 console,
                 f"replicated for {named} ranks: {why_not(whole, sizes[0])}",
                 terminal.WARNING,
             )
-            _line(console, "")
+            _print_line(console, "")
     for size, why in illegal.items():
-        _line(console, f"not legal: {size}: {why}", terminal.WARNING)
+        _print_line(console, f"not legal: {size}: {why}", terminal.WARNING)
     for proof in proofs:
-        _proof(console, proof)
+        _print_proof(console, proof)
     print(terminal.read_console(console), end="")
 
 
-def _line(console: Console, text: str, style: str = "") -> None:
+def _print_line(console: Console, text: str, style: str = "") -> None:
     terminal.put(console, text, style, wrap=False)
 
 
-def _table(
+def _build_table(
     title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = ""
 ) -> Table:
     """Return a table of which the last `numbers` columns are numbers."""
@@ -200,7 +204,7 @@ def _table(
     return Table(title, header, rows, left, notes=(note,) if note else (), fold=True)
 
 
-def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
+def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
     """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks
     once a step.
     """
@@ -218,22 +222,26 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
         cut.append([each.name, len(names), shape, each.role, each.dim, segments, each.unit])
     return (
-        _table("cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut),
-        _table("whole on every rank", ["parameters", "count", "shape", "gradient", "why"], whole),
+        _build_table(
+            "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut
+        ),
+        _build_table(
+            "whole on every rank", ["parameters", "count", "shape", "gradient", "why"], whole
+        ),
     )
 
 
-def _boundaries(plan: ShardingPlan) -> Table:
+def _build_boundary_table(plan: ShardingPlan) -> Table:
     rows = []
     for each, count in boundary_counts(plan).items():
         cut = f", dim {each.dim}" if each.kind in ("leave", "cut", "gather", "slice") else ""
         bias = f", {each.bias} added after" if each.bias else ""
         what = f"{each.function} {each.place}{cut}{bias}"
         rows.append([each.kind, each.module or "the model itself", count, what, each.source])
-    return _table("boundaries", ["kind", "module", "count", "call", "source"], rows)
+    return _build_table("boundaries", ["kind", "module", "count", "call", "source"], rows)
 
 
-def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
+def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
     """Return bytes that a rank sends for a step of one micro-batch, by what they are for."""
     rows: list[list[Any]] = []
     counts = Counter((phase, name) for phase, name, _ in collectives(plan))
@@ -247,7 +255,7 @@ def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
             )
             rows.append([title, what, *(Bytes(total[phase]) for total in totals.values())])
     header = ["when", "what", *(f"t={size}" for size in sizes)]
-    return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
+    return _build_table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
 
 
 _PHASES = {
@@ -258,23 +266,23 @@ _PHASES = {
 }
 
 
-def _held(plan: ShardingPlan, sizes: list[int]) -> Table:
+def _build_size_table(plan: ShardingPlan, sizes: list[int]) -> Table:
     held = {size: held_elements(plan, size) for size in (1, *sizes)}
     rows = [[size, Count(elements), Bytes(BYTES * elements)] for size, elements in held.items()]
     title = f"parameters of a rank; {cut_share(plan):.2%} of the elements are cut"
-    return _table(title, ["t", "parameters", "bf16"], rows, 3)
+    return _build_table(title, ["t", "parameters", "bf16"], rows, 3)
 
 
-def _proof(console: Console, proof: dict[str, Any]) -> None:
+def _print_proof(console: Console, proof: dict[str, Any]) -> None:
     what = f"certificate, {proof['size']} ranks"
     if proof["failures"]:
-        _line(console, f"{what}: NOT PASSED", terminal.BAD)
+        _print_line(console, f"{what}: NOT PASSED", terminal.BAD)
         for failure in proof["failures"]:
-            _line(console, f"  {failure}")
+            _print_line(console, f"  {failure}")
     else:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
         said = (
             f"passed, {proof['checked']} comparisons of forward and gradients on a small"
             f" model{shared}"
         )
-        _line(console, f"{what}: {said}", terminal.GOOD)
+        _print_line(console, f"{what}: {said}", terminal.GOOD)

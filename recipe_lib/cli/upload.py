@@ -11,7 +11,7 @@ from typing import Any
 
 from recipe_lib.checkpoint.model_folders import find_exported_folder
 from recipe_lib.cli.arguments import SWITCH, Options, Parser
-from recipe_lib.cli.hub_refusals import one_line
+from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError
@@ -20,20 +20,37 @@ from recipe_lib.reading import describe_fault, read_bytes, read_object
 from recipe_lib.redaction import redact
 from recipe_lib.units import MIB, format_bytes
 
-DESCRIPTION = """Puts a model or an adapter into a repository on the Hugging Face hub, and makes the repository.
+DESCRIPTION = """Puts a model or an adapter into a repository on the Hugging Face hub, and makes \
+the repository.
 
-WHAT is a run's output_dir (its model/ or adapter/, the newer one), or such a folder. Weights, config, tokenizer and the
-model card (README.md) are sent, each listed with its bytes before; other files in the folder are named and stay.
+WHAT is a run's output_dir (its model/ or adapter/, the newer one), or such a folder. Weights, \
+config, tokenizer and the
+model card (README.md) are sent, each listed with its bytes before; other files in the folder are \
+named and stay.
 It takes a token that may write: `hf auth login`, or HF_TOKEN."""
 
 _CARD = "README.md"
 # All that is ever sent. States, optimizer states, metrics, logs and data have other names and other
 # folders.
 _SENT = (
-    "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json",
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", _CARD,
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    ADAPTER_CONFIG,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    _CARD,
+)
 _READ = (
     _CARD,
     "config.json",
@@ -74,12 +91,12 @@ def run(words: list[str]) -> int:
     print_wrapped(
         f"{len(sizes)} files of {folder}, {format_bytes(sum(sizes.values()))}, to {arguments.repo}"
     )
-    for note in _notes(folder, names):
+    for note in _list_notes(folder, names):
         print_wrapped(f"note: {note}")
     if arguments.dry_run:
         print("dry run: nothing was sent")
         return DONE
-    print_wrapped(f"uploaded: {send(folder, names, arguments)}")
+    print_wrapped(f"uploaded: {upload_files(folder, names, arguments)}")
     return DONE
 
 
@@ -130,7 +147,7 @@ def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
         ) from error
 
 
-def _notes(folder: Path, names: list[str]) -> Iterator[str]:
+def _list_notes(folder: Path, names: list[str]) -> Iterator[str]:
     """What stays here, and what whoever loads it will miss."""
     others = sorted(
         path.name + ("/" if path.is_dir() else "")
@@ -153,7 +170,7 @@ def _notes(folder: Path, names: list[str]) -> Iterator[str]:
             )
 
 
-def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
+def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
     """Makes the repository and one commit; returns the commit's address. ConfigError,
     SetupError.
     """
@@ -165,7 +182,7 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
             f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
         )
     api: Any = HfApi()
-    with one_line(repo, uploads=True):
+    with convert_hub_errors(repo, uploads=True):
         api.create_repo(repo, private=arguments.private, exist_ok=True)
         if arguments.private and not api.model_info(repo).private:
             raise ConfigError(
