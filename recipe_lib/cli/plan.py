@@ -83,7 +83,7 @@ def run(words: list[str]) -> int:
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Disable loggers of torch's that warn of its own code when another library's model is traced."""
+    """Disable loggers of torch's that warn of its own code where an external model is traced."""
     loggers = [
         logging.getLogger(name) for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor")
     ]

@@ -1,4 +1,7 @@
-"""`tune tp-plan`: how tensor parallel would shard a model, from its config.json alone."""
+"""`tune tp-plan`: show how tensor parallel would shard a model, from its config.json alone.
+
+This file reads the command line and the config; tp_plan_report.py makes, proves and prints plans.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -67,9 +70,9 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Prints the plan, and writes it where asked to."""
+    """Print the plan, and write it where asked to."""
     arguments = read_arguments(words)
-    held = read_model_config(arguments.model)
+    config_entries = read_model_config(arguments.model)
     if not has_package("transformers"):
         raise SetupError(
             f"tune tp-plan: found no package transformers; {format_install_line('transformers')}"
@@ -86,21 +89,29 @@ def run(words: list[str]) -> int:
         )
 
         # How weights are stored is no part of the model.
-        shape = {key: value for key, value in held.items() if key not in STORED}
+        shape = {key: value for key, value in config_entries.items() if key not in STORED}
         config = transformers_config(shape, show(arguments.model))
-        whole, plans, illegal = build_plans(config, arguments.tensor)
+        full_plan, plans, illegal = build_plans(config, arguments.tensor)
         proofs = certify_plans(config, plans) if arguments.certify else []
         if any(proof["failures"] for proof in proofs) and any(
             plan.shared_tokens for plan in plans.values()
         ):
-            without = build_plans(config, arguments.tensor, tokens=False)  # as a run would
-            proven = certify_plans(config, without[1])
-            if not any(proof["failures"] for proof in proven):
-                (whole, plans, illegal), proofs = without, proven
+            # A run falls back too, to a plan that does not share out tokens.
+            unshared = build_plans(config, arguments.tensor, tokens=False)
+            unshared_proofs = certify_plans(config, unshared[1])
+            if not any(proof["failures"] for proof in unshared_proofs):
+                full_plan, plans, illegal = unshared
+                proofs = unshared_proofs
+    results: dict[str, Any] = {
+        "full_plan": full_plan,
+        "plans": plans,
+        "illegal": illegal,
+        "proofs": proofs,
+    }
     if arguments.json:
-        write_json(arguments.json, build_json(arguments, whole, plans, illegal, proofs))
+        write_json(arguments.json, build_json(arguments, **results))
     if arguments.json != "-":
-        print_report(arguments.model, arguments.tokens, whole, plans, illegal, proofs)
+        print_report(arguments.model, arguments.tokens, **results)
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
 
 
@@ -110,7 +121,7 @@ def parser() -> Parser:
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The command line, checked as far as it can be without torch."""
+    """Return the command line, checked as far as it can be without torch. Raises ConfigError."""
     arguments = parser().parse(words)
     expected = "numbers above 1, commas between them: 2,4,8"
     arguments.tensor = read_numbers("--tensor", arguments.tensor, range(2, 2**20), expected)
@@ -120,9 +131,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def read_model_config(name: str) -> dict[str, Any]:
-    """The contents of MODEL's config.json. Raises ConfigError where there is none on this
-    machine.
-    """
+    """Return the contents of MODEL's config.json. Raises ConfigError if it is not here."""
     from recipe_lib.models.spec import read_config, read_preset_config
     from recipe_lib.plan.simulated_world.shape_only_model import find_in_hub_cache
 
@@ -135,15 +144,15 @@ def read_model_config(name: str) -> dict[str, Any]:
     cached = find_in_hub_cache(name)
     if cached is not None:
         return read_config(Path(cached))
-    near = find_nearest(name, presets)
-    if not near and not is_hub_id(name):
+    nearest = find_nearest(name, presets)
+    if not nearest and not is_hub_id(name):
         raise ConfigError(
             f"tune tp-plan: {show(name)}: no such folder; expected a model folder, a preset, or a"
             " hub id such as OWNER/NAME"
         )
     hint = (
-        f"did you mean {near}?"
-        if near
+        f"did you mean {nearest}?"
+        if nearest
         else f"fetch it with `tune download {show(name)}`, or name a preset"
     )
     raise ConfigError(

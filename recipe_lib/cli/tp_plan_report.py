@@ -1,4 +1,7 @@
-"""What `tune tp-plan` finds, proves and prints."""
+"""Make, prove and print the tensor-parallel plans of `tune tp-plan`.
+
+Imported after transformers is known to be there; recipe_lib.external.tensor_plan has the plan.
+"""
 
 import argparse
 import sys
@@ -40,86 +43,85 @@ FORMULA = (
 def build_plans(
     config: Any, sizes: Sequence[int], tokens: bool = True
 ) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
-    """The plan that cuts every axis; size to plan; and size to why there is none.
+    """Return the plan that cuts every axis, size -> plan, and size -> why it has none.
 
-    A size that cannot share every axis gets a plan of its own, around those that it can share.
-    tokens: shares out tokens, too.
-
-    Raises ConfigError if no size has a plan.
+    tokens: tokens are shared out too. Raises ConfigError if no size has a plan.
     """
-    whole = transformers_models.plan_for_config(config, 0, tokens)
+    full_plan = transformers_models.plan_for_config(config, 0, tokens)
     plans: dict[int, ShardingPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
-        plan = (
-            whole
-            if size in whole.legal_sizes
-            else transformers_models.plan_for_config(config, size, tokens)
-        )
+        plan = full_plan
+        # A size that cannot share every axis gets a plan of its own, around those that it can.
+        if size not in full_plan.legal_sizes:
+            plan = transformers_models.plan_for_config(config, size, tokens)
         if size in plan.legal_sizes:
             plans[size] = plan
         else:
-            illegal[size] = why_not(whole, size)
+            illegal[size] = why_not(full_plan, size)
     if not plans:
-        legal = ", ".join(map(str, whole.legal_sizes)) or "none"
+        legal = ", ".join(map(str, full_plan.legal_sizes)) or "none"
         reasons = dict.fromkeys(illegal.values())
         raise ConfigError(
             *(
-                f"--tensor {','.join(map(str, sizes))}: {why}; legal sizes: {legal}"
-                for why in reasons
+                f"--tensor {','.join(map(str, sizes))}: {reason}; legal sizes: {legal}"
+                for reason in reasons
             )
         )
-    return whole, plans, illegal
+    return full_plan, plans, illegal
 
 
 def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
-    """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures
-    (lines).
+    """Return the proof for each size: size, ranks, plan, checked and failures (lines).
 
-    The copy has a plan of its own, which has to hold every parameter as the model's does. ranks:
-    fewer than size where it has fewer heads.
+    A small copy of the model is proved, on as many ranks as can share it. ranks: fewer than size
+    where the copy has fewer heads.
     """
     elements = held_elements(next(iter(plans.values())), 1)
     small = config if elements <= SMALL_MODEL else shrink(config)
     model = transformers_models.transformers_model(small, "cpu")
     randomize(model)
     tokens = any(plan.shared_tokens for plan in plans.values())
-    whole, mask = transformers_models.plan_and_mask(small, 0, tokens)
+    full_plan, mask = transformers_models.plan_and_mask(small, 0, tokens)
     inputs = transformers_models.example_inputs(small, device="cpu", mask=mask)
-    found: list[dict[str, Any]] = []
+    proofs: list[dict[str, Any]] = []
     for size, plan in plans.items():
-        unlike = plan_differences(plan, whole)
-        copied = transformers_models.plan_and_mask(small, size, tokens)[0] if unlike else whole
-        difference = plan_differences(plan, copied)
+        copy_plan = full_plan
+        if plan_differences(plan, full_plan):
+            copy_plan = transformers_models.plan_and_mask(small, size, tokens)[0]
+        # The copy's plan has to hold every parameter as the model's does, or it proves another one.
+        difference = plan_differences(plan, copy_plan)
         failures = [f"the small copy has another plan: {difference}"] if difference else []
-        ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
+        ranks = max((legal for legal in copy_plan.legal_sizes if legal <= size), default=0)
         if not ranks:
             failures.append(f"no {size} ranks or fewer can share the small copy")
         checked = 0
         if not failures:
-            certificate = certify(model, copied, ranks, inputs)
-            failures, checked = list(certificate.failures), certificate.checked
-        found.append(
+            certificate = certify(model, copy_plan, ranks, inputs)
+            failures = list(certificate.failures)
+            checked = certificate.checked
+        proofs.append(
             {
                 "size": size,
                 "ranks": ranks,
-                "plan": copied.hash(),
+                "plan": copy_plan.hash(),
                 "checked": checked,
                 "failures": failures,
             }
         )
-    return found
+    return proofs
 
 
 def build_json(
     arguments: argparse.Namespace,
-    whole: ShardingPlan,
+    *,
+    full_plan: ShardingPlan,
     plans: dict[int, ShardingPlan],
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """What --json writes; bytes throughout."""
-    unlike = {plan.hash(): plan for plan in plans.values()}
+    """Return what --json writes; bytes throughout."""
+    distinct_plans = {plan.hash(): plan for plan in plans.values()}
     sizes = {
         str(size): {
             "plan": plan.hash(),
@@ -132,10 +134,10 @@ def build_json(
     return {
         "model": arguments.model,
         "tokens": arguments.tokens,
-        "legal_sizes": list(whole.legal_sizes),
+        "legal_sizes": list(full_plan.legal_sizes),
         "sizes": sizes,
-        "not_legal": {str(size): why for size, why in illegal.items()},
-        "plans": {name: plan.to_dict() for name, plan in unlike.items()},
+        "not_legal": {str(size): reason for size, reason in illegal.items()},
+        "plans": {name: plan.to_dict() for name, plan in distinct_plans.items()},
         "certificates": proofs,
     }
 
@@ -143,20 +145,20 @@ def build_json(
 def print_report(
     model: str,
     tokens: int,
-    whole: ShardingPlan,
+    *,
+    full_plan: ShardingPlan,
     plans: dict[int, ShardingPlan],
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> None:
-    """Print plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of
-    every axis.
-    """
+    """Print plans, numbers, refusals and proofs. full_plan: the plan that cuts every axis."""
     console = terminal.open_console(
         terminal.get_terminal_width(WIDTH), terminal.wants_color(sys.stdout)
     )
-    unlike = {plan.hash(): plan for plan in plans.values()}
-    for name, plan in unlike.items():
-        sizes = [size for size, other in plans.items() if other.hash() == name]
+    # Sizes with the same plan share its tables.
+    distinct_plans = {plan.hash(): plan for plan in plans.values()}
+    for name, plan in distinct_plans.items():
+        sizes = [size for size, size_plan in plans.items() if size_plan.hash() == name]
         named = (
             ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         )
@@ -172,21 +174,21 @@ def print_report(
         _print_line(console, "")
         for reason in dict.fromkeys(map(pattern_of, plan.refused)):
             _print_line(console, f"note: {reason}")
-        if set(sizes) <= set(whole.legal_sizes):
+        if set(sizes) <= set(full_plan.legal_sizes):
             shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
             _print_line(
                 console,
                 f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
             )
-        else:  # made for this size alone, around what its ranks cannot share
+        else:  # a plan of its own, around the axes that its ranks cannot share
             _print_line(
                 console,
-                f"replicated for {named} ranks: {why_not(whole, sizes[0])}",
+                f"replicated for {named} ranks: {why_not(full_plan, sizes[0])}",
                 terminal.WARNING,
             )
             _print_line(console, "")
-    for size, why in illegal.items():
-        _print_line(console, f"not legal: {size}: {why}", terminal.WARNING)
+    for size, reason in illegal.items():
+        _print_line(console, f"not legal: {size}: {reason}", terminal.WARNING)
     for proof in proofs:
         _print_proof(console, proof)
     print(terminal.read_console(console), end="")
@@ -205,39 +207,45 @@ def _build_table(
 
 
 def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
-    """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks
-    once a step.
-    """
-    cut, whole = [], []
-    groups = parameter_groups(plan)
-    for each, names in groups.items():
-        shape = " x ".join(map(str, each.shape))
-        if each.dim < 0:
-            added = ", added after the sum" if each.after_reduction else ""
-            whole.append([each.name, len(names), shape, each.gradient + added, each.reason])
+    """Return the table of what is cut, and of what every rank has, and why."""
+    cut_rows = []
+    replicated_rows = []
+    for group, names in parameter_groups(plan).items():
+        shape = " x ".join(map(str, group.shape))
+        if group.dim < 0:
+            added = ", added after the sum" if group.after_reduction else ""
+            gradient = group.gradient + added
+            replicated_rows.append([group.name, len(names), shape, gradient, group.reason])
             continue
+        # In parentheses: a segment of which a rank holds its part but computes the whole.
         lengths = [
-            f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)
+            f"({size})" if index in group.whole else str(size)
+            for index, size in enumerate(group.segments)
         ]
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
-        cut.append([each.name, len(names), shape, each.role, each.dim, segments, each.unit])
+        row = [group.name, len(names), shape, group.role, group.dim, segments, group.unit]
+        cut_rows.append(row)
     return (
         _build_table(
-            "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut
+            "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut_rows
         ),
         _build_table(
-            "whole on every rank", ["parameters", "count", "shape", "gradient", "why"], whole
+            "whole on every rank",
+            ["parameters", "count", "shape", "gradient", "why"],
+            replicated_rows,
         ),
     )
 
 
 def _build_boundary_table(plan: ShardingPlan) -> Table:
     rows = []
-    for each, count in boundary_counts(plan).items():
-        cut = f", dim {each.dim}" if each.kind in ("leave", "cut", "gather", "slice") else ""
-        bias = f", {each.bias} added after" if each.bias else ""
-        what = f"{each.function} {each.place}{cut}{bias}"
-        rows.append([each.kind, each.module or "the model itself", count, what, each.source])
+    for boundary, count in boundary_counts(plan).items():
+        has_dim = boundary.kind in ("leave", "cut", "gather", "slice")
+        dim = f", dim {boundary.dim}" if has_dim else ""
+        bias = f", {boundary.bias} added after" if boundary.bias else ""
+        call = f"{boundary.function} {boundary.place}{dim}{bias}"
+        module = boundary.module or "the model itself"
+        rows.append([boundary.kind, module, count, call, boundary.source])
     return _build_table("boundaries", ["kind", "module", "count", "call", "source"], rows)
 
 
@@ -248,12 +256,12 @@ def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -
     totals = {size: step_bytes(plan, size, tokens) for size in sizes}
     for phase, title in _PHASES.items():
         if any(total[phase] for total in totals.values()):
-            what = ", ".join(
+            calls = ", ".join(
                 pluralize(count, name)
-                for (of, name), count in sorted(counts.items())
-                if of == phase
+                for (of_phase, name), count in sorted(counts.items())
+                if of_phase == phase
             )
-            rows.append([title, what, *(Bytes(total[phase]) for total in totals.values())])
+            rows.append([title, calls, *(Bytes(total[phase]) for total in totals.values())])
     header = ["when", "what", *(f"t={size}" for size in sizes)]
     return _build_table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
 
@@ -267,22 +275,24 @@ _PHASES = {
 
 
 def _build_size_table(plan: ShardingPlan, sizes: list[int]) -> Table:
-    held = {size: held_elements(plan, size) for size in (1, *sizes)}
-    rows = [[size, Count(elements), Bytes(BYTES * elements)] for size, elements in held.items()]
+    rows = []
+    for size in (1, *sizes):
+        elements = held_elements(plan, size)
+        rows.append([size, Count(elements), Bytes(BYTES * elements)])
     title = f"parameters of a rank; {cut_share(plan):.2%} of the elements are cut"
     return _build_table(title, ["t", "parameters", "bf16"], rows, 3)
 
 
 def _print_proof(console: Console, proof: dict[str, Any]) -> None:
-    what = f"certificate, {proof['size']} ranks"
+    title = f"certificate, {proof['size']} ranks"
     if proof["failures"]:
-        _print_line(console, f"{what}: NOT PASSED", terminal.BAD)
+        _print_line(console, f"{title}: NOT PASSED", terminal.BAD)
         for failure in proof["failures"]:
             _print_line(console, f"  {failure}")
     else:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
-        said = (
+        result = (
             f"passed, {proof['checked']} comparisons of forward and gradients on a small"
             f" model{shared}"
         )
-        _print_line(console, f"{what}: {said}", terminal.GOOD)
+        _print_line(console, f"{title}: {result}", terminal.GOOD)
