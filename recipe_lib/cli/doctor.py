@@ -59,7 +59,6 @@ def run(words: list[str]) -> int:
     """Print facts and findings; write the measured rates where asked to."""
     arguments = read_arguments(words)
     facts = gather_facts(arguments)
-    # After the forks of `gather_facts`: it imports the planner's tables.
     from recipe_lib.cli.doctor_report import ADVICE, find_faults, format_report
 
     findings = find_faults(facts)

@@ -1,4 +1,4 @@
-"""Measure what `tune doctor` reports: packages and folders here, memory and GPUs in other processes.
+"""Measure what `tune doctor` reports: packages and folders here, the rest in other processes.
 
 `run_isolated` makes the steps in forks with a time limit. The forks need a parent that has never
 touched a GPU. The rates were measured on one GPU; copies between GPUs have not run so far
@@ -285,7 +285,7 @@ def _run_steps(
     parent: int,
     goes_on: bool,
 ) -> None:
-    """Make the steps as one process, which prints nothing; send the result of each through the pipe.
+    """Make the steps as one process, which prints nothing; send each result through the pipe.
 
     parent: process id. goes_on: also after a step that failed.
     """
@@ -307,7 +307,7 @@ def _run_steps(
 
 
 def _collect_outcome(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
-    """Collect what a process sends until it ends; kill it after so many seconds without a message."""
+    """Collect what a process sends until it ends; kill it if it sends nothing for `seconds`."""
     outcome = Outcome()
     step = "start"
     try:

@@ -1,5 +1,7 @@
-"""`tune eval [torchrun flags] WHAT [key=value ...]`: what was trained, measured on held-out
-samples, and its base.
+"""`tune eval [torchrun flags] WHAT [key=value ...]`: measure a model and its base on held-out
+samples.
+
+This file reads the command line; eval_ranks.py, which imports torch, evaluates on each rank.
 """
 
 import argparse
@@ -112,7 +114,7 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Evaluates, in this process or on several ranks; prints the numbers."""
+    """Evaluate, in this process or on several ranks; print the numbers."""
     flags, rest = take_flags(words, "eval")
     arguments = parser().parse(rest)
     check(arguments)
@@ -135,7 +137,8 @@ def main(argv: list[str]) -> None:
     check(arguments)
     try:
         evaluate(arguments)
-    except BrokenPipeError:  # the reader of the numbers is gone (`| head`)
+    except BrokenPipeError:
+        # The reader of the numbers is gone (`| head`); the rank has not failed.
         send_nowhere(sys.stdout)
 
 
@@ -145,8 +148,8 @@ def parser() -> Parser:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuses what makes no sense, all at once; plugins are imported. ConfigError."""
-    harness = [
+    """Import plugins and raise ConfigError for what makes no sense, all of it at once."""
+    harness_options = [
         name
         for name in ("include_path", "num_fewshot", "limit")
         if getattr(arguments, name) is not None
@@ -172,9 +175,10 @@ def check(arguments: argparse.Namespace) -> None:
             "--out: --lm-eval prints its numbers and writes nothing; leave one of the two out",
         ),
     )
-    lone = [] if arguments.lm_eval else find_lone_options(harness[:1], "--lm-eval")
+    lone = [] if arguments.lm_eval else find_lone_options(harness_options[:1], "--lm-eval")
     low = find_low_numbers(arguments, max_samples=1, limit=1, num_fewshot=0)
     raise_faults(ConfigError, [*find_draw_faults(arguments), *low, *faults, *lone])
+    # A plugin registers metrics, among which --metric chooses.
     for plugin in arguments.plugin:
         load_plugin(plugin)
     for name in arguments.metric:

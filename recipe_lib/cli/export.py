@@ -1,5 +1,7 @@
-"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: what was trained, as
-others load it.
+"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: write what was trained
+as other programs load it.
+
+This file reads the command line; export_trained.py and exported_model.py, with torch, export.
 """
 
 import argparse
@@ -72,7 +74,7 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Exports and checks; prints what was written and how it compares."""
+    """Export and check; print what was written and how it compares."""
     arguments = read(words)
     if arguments.gguf or arguments.quantize:
         from recipe_lib.cli.exported_model import export_gguf, export_quantized
@@ -91,13 +93,14 @@ def parser() -> Parser:
 
 
 def read(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line. Raises ConfigError."""
     arguments = parser().parse(words)
     kinds = ("merge", "adapter", "hf", "gguf", "quantize")
     if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
-        *others, last = (f"--{kind}" for kind in kinds)
+        *first_kinds, last = (f"--{kind}" for kind in kinds)
         raise ConfigError(
-            f"tune export: expected one of {', '.join(others)} and {last}; see `tune export --help`"
+            f"tune export: expected one of {', '.join(first_kinds)} and {last}; see `tune export"
+            " --help`"
         )
     faults = choose_lines(
         (

@@ -1,4 +1,4 @@
-"""What the Hugging Face hub refuses, as a line with the remedy."""
+"""Turn what the Hugging Face hub refuses into one line with the remedy."""
 
 import errno
 from collections.abc import Iterator
@@ -13,9 +13,11 @@ from recipe_lib.errors import ConfigError, SetupError, StorageError
 def convert_hub_errors(
     repo: str, revision: str | None = None, *, uploads: bool = False
 ) -> Iterator[None]:
-    """Turn what the hub, the network or the disk refuses into one line with the remedy. uploads:
-    files are sent.
+    """Turn what the hub, the network or the disk refuses into one line with the remedy.
+
+    uploads: files are sent. Raises ConfigError, SetupError or StorageError.
     """
+    # Imported here: only a command that uses the hub pays for it.
     from huggingface_hub.errors import (
         HFValidationError,
         HTTPError,
@@ -35,6 +37,7 @@ def convert_hub_errors(
     except (HTTPError, LocalEntryNotFoundError) as error:
         raise make_hub_error(repo, revision, error, uploads) from error
     except (OSError, RuntimeError) as error:
+        # A RuntimeError of the hub's library has no errno: its text says that the disk is full.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise StorageError(
                 f"{repo}: the disk is full; make room (what is there already is kept), or choose"
@@ -60,6 +63,7 @@ def make_hub_error(repo: str, revision: str | None, error: Any, uploads: bool = 
     page = f"{constants.ENDPOINT}/{repo}"
     owner = show(repo.partition("/")[0])
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    # The hub answers 404 for a repository that the token may not see, and so for another's.
     if uploads and isinstance(error, RepositoryNotFoundError):
         return SetupError(
             f"{repo}: the token's account may not write to {owner}; check REPO and the token"
@@ -69,6 +73,7 @@ def make_hub_error(repo: str, revision: str | None, error: Any, uploads: bool = 
             f"{repo}: the token may not write to {owner} (403); take one with write access, or"
             " another REPO"
         )
+    # Before RepositoryNotFoundError, of which it is a subclass.
     if isinstance(error, GatedRepoError):
         if get_token():
             return SetupError(

@@ -1,6 +1,6 @@
-"""`tune import FILE.yaml`: a config of torchtune's as one of ours, and what became of each key.
+"""`tune import FILE.yaml`: turn a config of torchtune's into one of ours, and tell of each key.
 
-The verb's word is one of Python's own, so that its module has another name (`MODULES` in main.py).
+`import` is a word of Python's own, so that the module has another name (`MODULES` in main.py).
 """
 
 import argparse
@@ -64,6 +64,7 @@ def run(words: list[str]) -> int:
 
 
 def _check_target(name: str) -> Path:
+    """Return the path of --out. Raises ConfigError for one that cannot be written or is there."""
     path = expand_home(name)
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
@@ -76,7 +77,7 @@ def _check_target(name: str) -> Path:
 
 
 def _format_explanation(imported: ImportedConfig) -> str:
-    """The table, and what to do next; broken between words on a terminal."""
+    """Return the table of keys and the notes; broken between words on a terminal."""
     lines = [
         f"{imported.source}: a config of torchtune's",
         *imported.format_table().splitlines(),

@@ -140,7 +140,7 @@ def make_plan_and_trace(
 
 
 def make_compared_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> Plan:
-    """Return the plan of --diff: a file's, or another config's for the same device and processes."""
+    """Return the plan of --diff: a file's, or another config's for the same device and ranks."""
     if arguments.diff.endswith(".json"):
         return read_plan(Path(arguments.diff))
     # The overrides are for the first config; its tables and advice are not compared.

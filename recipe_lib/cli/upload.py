@@ -1,5 +1,6 @@
-"""`tune upload WHAT REPO`: what a run has made, with its model card, to the Hugging Face hub; never
-states or data.
+"""`tune upload WHAT REPO`: put a trained model or adapter with its card on the Hugging Face hub.
+
+Sends the files of `_SENT` alone: never states, metrics or data.
 """
 
 import argparse
@@ -51,6 +52,7 @@ _SENT = (
     "chat_template.json",
     _CARD,
 )
+# Files of text, which may hold a secret.
 _READ = (
     _CARD,
     "config.json",
@@ -76,7 +78,7 @@ def parser() -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Lists the files, sends them in one commit and prints its address."""
+    """List the files, send them in one commit and print its address."""
     arguments = parser().parse(words)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
         raise ConfigError(
@@ -101,8 +103,9 @@ def run(words: list[str]) -> int:
 
 
 def find_folder(name: str) -> Path:
-    """The folder of a model or an adapter that is named, or the newer of a run's.
-    CheckpointError.
+    """Return the folder of a model or an adapter that is named, or the newer of a run's.
+
+    Raises CheckpointError.
     """
     named = Path(name).expanduser()
     if not named.is_dir():
@@ -123,13 +126,14 @@ def find_folder(name: str) -> Path:
 
 
 def choose_files(folder: Path) -> list[str]:
-    """The names of what is sent. ConfigError: a text among them that holds a secret."""
-    found = [path for path in folder.iterdir() if path.is_file()]
-    names = sorted(path.name for path in found if any(path.match(pattern) for pattern in _SENT))
+    """Return the names of the files to send. Raises ConfigError for a text that holds a secret."""
+    files = [path for path in folder.iterdir() if path.is_file()]
+    names = sorted(path.name for path in files if any(path.match(pattern) for pattern in _SENT))
     for name in names:
         path = folder / name
         if name in _READ:
             text = _read(read_bytes, path).decode(errors="replace")
+            # What a log would redact must not be published.
             if redact(text) != text:
                 raise ConfigError(
                     f"{path}: holds what looks like a token or a password; take it out, nothing was"
@@ -148,14 +152,14 @@ def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
 
 
 def _list_notes(folder: Path, names: list[str]) -> Iterator[str]:
-    """What stays here, and what whoever loads it will miss."""
-    others = sorted(
+    """Yield what is not sent, and what others who load it will miss."""
+    unsent = sorted(
         path.name + ("/" if path.is_dir() else "")
         for path in folder.iterdir()
         if path.name not in names
     )
-    if others:
-        yield f"stays here, being neither weights, tokenizer nor card: {', '.join(others)}"
+    if unsent:
+        yield f"stays here, being neither weights, tokenizer nor card: {', '.join(unsent)}"
     if _CARD not in names:
         yield (
             f"there is no model card; write {folder / _CARD}, or export again from the run, which"
@@ -171,12 +175,15 @@ def _list_notes(folder: Path, names: list[str]) -> Iterator[str]:
 
 
 def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
-    """Makes the repository and one commit; returns the commit's address. ConfigError,
-    SetupError.
+    """Make the repository and one commit; return the commit's address.
+
+    Raises ConfigError and SetupError.
     """
     from huggingface_hub import HfApi, get_token
 
-    repo, revision = arguments.repo, arguments.revision
+    repo = arguments.repo
+    revision = arguments.revision
+    # Before anything is asked of the hub, whose answer would be a 401.
     if get_token() is None:
         raise SetupError(
             f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
@@ -184,6 +191,7 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
     api: Any = HfApi()
     with convert_hub_errors(repo, uploads=True):
         api.create_repo(repo, private=arguments.private, exist_ok=True)
+        # `private` makes a new repository so; one that is there stays as it is.
         if arguments.private and not api.model_info(repo).private:
             raise ConfigError(
                 f"{repo}: is there already and is public; make it private on its page, or choose"
@@ -191,7 +199,7 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
             )
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        done = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             allow_patterns=[glob.escape(name) for name in names],
@@ -200,4 +208,4 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
                 f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes"
             ),
         )
-    return str(done.commit_url)
+    return str(commit.commit_url)
