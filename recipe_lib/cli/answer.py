@@ -298,7 +298,7 @@ def _check_answer(line: bytes, number: int, settings: str, location: str) -> Non
 def answer_prompt_file(
     source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> None:
-    """Answer the prompts of a file that have no answer yet, batch by batch, and write a line each."""
+    """Answer the prompts of a file that have no answer yet, batch by batch; write a line each."""
     prompts = read_prompts(Path(arguments.prompts).expanduser())
     tokens = []
     # All of them before the model is loaded: the last may be at fault.

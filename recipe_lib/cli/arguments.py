@@ -265,7 +265,6 @@ def _is_same_file(path: str, input_path: str) -> bool:
 
 
 def _is_ours(kind: str, path: str) -> bool:
-    """Return True if a file is one that the option of this kind writes."""
     try:
         content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
         if kind in _WORDS:

@@ -64,8 +64,8 @@ def run(words: list[str]) -> int:
     findings = find_faults(facts)
     is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
-        result = {"version": VERSION, "healthy": is_healthy, "findings": findings, **facts}
-        print(json.dumps(result, indent=2))
+        head = {"version": VERSION, "healthy": is_healthy, "findings": findings}
+        print(json.dumps(head | facts, indent=2))
     else:
         print(format_report(facts, findings), end="")
     if arguments.write:
@@ -181,6 +181,5 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
     low_precision = {
         name: steps[f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in steps
     }
-    rates = add_links(measured, links, low_precision)
-    replace_text(Path(path), json.dumps(rates, indent=2) + "\n")
+    replace_text(Path(path), json.dumps(add_links(measured, links, low_precision), indent=2) + "\n")
     return f"{path}: rates of {measured['device']}; `tune plan --calibration {path}` uses the file"

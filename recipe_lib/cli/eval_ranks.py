@@ -131,11 +131,11 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
 def _load_evaluated_model(
     arguments: argparse.Namespace, *, cfg: Any, source: GenerationSource, world: World
 ) -> EvaluatedModel:
-    """Load the tuned model, sharded as the config says, and find its base."""
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     with _report_out_of_memory(source, world), world.heartbeat.phase("loading weights"):
-        base = _find_base_folder(arguments, cfg, source)
-        return load_evaluated_model(cfg, source, world, storage, base)
+        return load_evaluated_model(
+            cfg, source, world, storage, _find_base_folder(arguments, cfg, source)
+        )
 
 
 def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> None:
@@ -167,9 +167,10 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
         }
         sys.stdout.write(json.dumps(by_name) + "\n")
         return
-    rows = []
-    for task, name in metrics[TUNED]:
-        rows.append([task, name, *(f"{values[task, name]:.4f}" for values in metrics.values())])
+    rows = [
+        [task, name, *(f"{values[task, name]:.4f}" for values in metrics.values())]
+        for task, name in metrics[TUNED]
+    ]
     table = Table("Tasks", ["task", "metric", *metrics], rows, left=("task", "metric"))
     print("\n".join(format_table_lines(table, get_terminal_width())))
 
@@ -206,7 +207,6 @@ def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Questi
 
 
 def _check_generates(cfg: Any, questions: dict[int, Question]) -> None:
-    """Raise ConfigError if answers are asked of a model whose layers are divided among ranks."""
     for name in ("tensor", "context", "pipeline"):
         if questions and getattr(cfg.parallel, name) > 1:
             raise ConfigError(
@@ -218,7 +218,6 @@ def _check_generates(cfg: Any, questions: dict[int, Question]) -> None:
 
 @contextmanager
 def _report_out_of_memory(source: GenerationSource, world: World) -> Iterator[None]:
-    """Turn torch's OutOfMemoryError into ours, with what to try."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -341,10 +340,9 @@ def _list_model_overrides(
     """Return overrides for model, dtype and length: the run's, or what the model's files say."""
     if trained is not None:
         words = [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
-        for name, value in dataclasses.asdict(trained.model).items():
-            if value is not None:
-                words.append(f"model.{name}={json.dumps(value)}")
-        return words
+        model = dataclasses.asdict(trained.model)
+        set_values = {name: value for name, value in model.items() if value is not None}
+        return words + [f"model.{name}={json.dumps(value)}" for name, value in set_values.items()]
     words = [f"model.path={json.dumps(str(source.folder))}"]
     if isinstance(source.spec, ExternalSpec):
         words.append(f"model.implementation={source.spec.implementation}")
@@ -376,8 +374,12 @@ def _list_sample_overrides(
     if arguments.data:
         values = {"source": arguments.data, "format": arguments.format or "auto"}
     elif validation is not None:
-        names = ("source", "format", "split", "columns")
-        values = {name: getattr(validation, name) for name in names}
+        values = {
+            "source": validation.source,
+            "format": validation.format,
+            "split": validation.split,
+            "columns": validation.columns,
+        }
     elif sources:
         values = {"source": sources[-1].partition("=")[2]}
     elif arguments.lm_eval:

@@ -101,7 +101,7 @@ class ExportSource:
 
 
 def find_run(name: str) -> Path | None:
-    """Return a run's output_dir: the folder itself, or the one that its model/ or adapter/ is in."""
+    """Return a run's output_dir: the folder itself, or that of its model/ or adapter/."""
     folder = Path(name).expanduser()
     if (folder / CONFIG).is_file():
         return folder
@@ -132,8 +132,9 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         )
     if (path / ADAPTER_CONFIG).is_file():
         # A run's record tells of its adapter/ alone.
-        is_of_run = path.name == ADAPTER_FOLDER
-        run, cfg, records = _load_run_records(path.parent, arguments, is_of_run)
+        run, cfg, records = _load_run_records(
+            path.parent, arguments, adapter=path.name == ADAPTER_FOLDER
+        )
         return ExportSource(run=run, cfg=cfg, records=records, adapter=path, state=None)
     if (path / "manifest.json").is_file():
         # OUTPUT_DIR/state/step_N, or OUTPUT_DIR/state/best/step_N.
@@ -148,8 +149,9 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
     run, cfg, records = _load_run_records(path, arguments)
     if run is None:
-        is_model = (path / "config.json").is_file()
-        reason = "is a model folder already" if is_model else "is no run, state or adapter"
+        reason = "is no run, state or adapter"
+        if (path / "config.json").is_file():
+            reason = "is a model folder already"
         raise CheckpointError(
             f"{shown}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's"
             " folder"
@@ -208,7 +210,7 @@ def _load_run_records(
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
-    """Return the best step of a run that keeps it, as its newest state says, or the newest state."""
+    """Return the best step of a run that keeps it, as its newest state says; else the newest."""
     best = find_best_state(root) if cfg.checkpoint.keep_best else None
     if best is None:
         return find_state(root, "latest", SingleRank())
@@ -234,11 +236,10 @@ def get_implementation(source: ExportSource) -> str | None:
 def build_export_arguments(
     source: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Return arguments of an export: the run's tokenizer, template and stop tokens, and the card."""
+    """Return arguments of an export: the run's tokenizer, template, stop tokens, and the card."""
     if source.cfg is None:
         return _build_arguments_without_run(source, base, spec, is_adapter)
     cfg = source.cfg
-    run = source.records
     folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
     template = find_trained_template(cfg, tokenizer)
@@ -249,14 +250,14 @@ def build_export_arguments(
         exported = f"best step {step}: {extra['metric']} {extra['value']:.4f}" if is_best else None
     else:
         # A run that was killed has none.
-        summary = find_object(run / SUMMARY_FILE) if run else {}
+        summary = find_object(source.records / SUMMARY_FILE) if source.records else {}
         step = summary.get("exported_step")
         exported = summary.get("outcome")
     shown = get_public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
     adapter = cfg.trained_adapters if is_adapter else None
     commands = _list_commands(spec, shown, adapter=adapter, template=template is not None)
     card = None
-    if run:
+    if run := source.records:
         card = run_card(
             cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported
         )
@@ -397,8 +398,7 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     if base:
         log_left_out(spec, base, "export")
     trained = compute_prompt_logits(model)
-    # Two models need not fit on the device.
-    del model
+    del model  # the exported one comes in its place
     exported = compute_prompt_logits(load_model(spec, out, dtype, device))
     report_comparison(f"model: {out}", compare_logits(trained, exported), dtype=dtype, out=out)
     print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
@@ -438,16 +438,21 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
             adapter = out if arguments.adapter and out else adapter
             _write_adapter(model, spec, source, base=base, config=config, out=adapter)
         del model
-        common: dict[str, Any] = {
-            "base": base,
-            "adapter": adapter,
-            "dtype": dtype,
-            "trained": trained,
-        }
         if arguments.merge and out:
-            _merge_and_check(source, arguments, out=out, device=device, **common)
+            _merge_and_check(
+                source,
+                arguments,
+                base=base,
+                adapter=adapter,
+                out=out,
+                dtype=dtype,
+                device=device,
+                trained=trained,
+            )
         else:
-            _check_adapter(spec=spec, device=device, **common)
+            _check_adapter(
+                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, trained=trained
+            )
             _print_next_commands(source, arguments, spec=spec, adapter=adapter)
 
 
@@ -482,7 +487,6 @@ def _write_adapter(
     config: dict[str, Any],
     out: Path,
 ) -> None:
-    """Write the adapter of a model as the folder `out`."""
     if source.state is not None:
         lora = source.cfg.lora
         name = str(source.cfg.model.path)

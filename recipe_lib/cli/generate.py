@@ -118,8 +118,6 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that make no sense, all of them at once."""
     prompt = arguments.prompt
     prompts = arguments.prompts
-    raw = arguments.raw
-    system = arguments.system
     lone = [
         name
         for name in ("out", "batch_size")
@@ -127,7 +125,7 @@ def check(arguments: argparse.Namespace) -> None:
     ]
     faults = choose_lines(
         (
-            prompt == "" and not raw,
+            prompt == "" and not arguments.raw,
             "--prompt: is empty; give a text, or begin from nothing with --raw",
         ),
         (
@@ -139,16 +137,16 @@ def check(arguments: argparse.Namespace) -> None:
             f"--prompts: found {show(str(prompts))}, expected a file {' or '.join(SUFFIXES)}",
         ),
         (
-            raw and prompt is None and prompts is None,
+            arguments.raw and prompt is None and prompts is None,
             "--raw: continues a text, and there is none; give it with --prompt",
         ),
         (
-            raw and system is not None,
+            arguments.raw and arguments.system is not None,
             "--system: --raw writes no messages; leave one of the two out",
         ),
-        (system == "", "--system: is empty; give a text, or leave it out"),
+        (arguments.system == "", "--system: is empty; give a text, or leave it out"),
         (_is_broken(prompt or ""), "--prompt: is not UTF-8; give it in UTF-8 text"),
-        (_is_broken(system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
+        (_is_broken(arguments.system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
     )
     # A --batch-size without --prompts is told already.
     low = find_low_numbers(arguments, **({} if lone else {"batch_size": 1}))

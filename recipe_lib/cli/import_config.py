@@ -64,7 +64,6 @@ def run(words: list[str]) -> int:
 
 
 def _check_target(name: str) -> Path:
-    """Return the path of --out. Raises ConfigError for one that cannot be written or is there."""
     path = expand_home(name)
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(

@@ -163,7 +163,6 @@ class Launcher:
                 self._send_signal(signal.SIGKILL)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Hand a signal on to the ranks; of SIGHUP they get SIGTERM, and at the third SIGKILL."""
         self.received.append(number)
         # For a rank that has not left its process id yet.
         (self.folder / "stop").touch()
@@ -172,7 +171,6 @@ class Launcher:
         self._send_signal(signal.SIGKILL if len(self.received) > 2 else forwarded)
 
     def _send_signal(self, number: int) -> None:
-        """Send a signal to the ranks of this machine that run."""
         for file in (self.folder / "pids").iterdir():
             try:
                 os.kill(int(file.name), number)
@@ -180,7 +178,6 @@ class Launcher:
                 continue
 
     def _exit_code(self) -> int:
-        """Return the exit code of the launch. Raises SetupError for what torchrun refused."""
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError

@@ -87,7 +87,6 @@ def read_planned_memory(config: Path) -> str:
 
 
 def _describe_no_match(words: Sequence[str]) -> str:
-    """Return a line on words that no config has, with the nearest that one has."""
     names = [name for configs in list_configs().values() for name in configs]
     parts = {part for name in names for part in (*name.split("/"), *re.split(r"[/_]", name))}
     unknown = next(

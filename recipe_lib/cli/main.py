@@ -105,7 +105,6 @@ def _run_and_flush(words: list[str]) -> int:
 
 
 def _run_verb(words: list[str]) -> int:
-    """Run the verb that the words begin with, or answer -h, -V and `help`; return the exit code."""
     while words and words[0] in VERBOSITY:
         set_verbosity(VERBOSITY[words[0]])
         words = words[1:]

@@ -244,8 +244,7 @@ def build_planning_command(
     # Temporary files next to the answer, as the process may be killed and leave them.
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(answer.parent)}
     # -P: no module in the working folder may take the place of an installed one.
-    command = [sys.executable, "-P", "-m", module, str(answer), *words]
-    return command, {**os.environ, **variables}
+    return [sys.executable, "-P", "-m", module, str(answer), *words], os.environ | variables
 
 
 def hide_gpus() -> bool:
@@ -288,8 +287,11 @@ def choose_planned_device(arguments: argparse.Namespace) -> tuple[int, Hardware,
     else:
         hardware = find_hardware(DEFAULT_DEVICE)
         assumed.append("there is no GPU here: planned for one of 24 GB; --device names another")
-    hardware = dataclasses.replace(hardware, ranks_per_node=local_ranks)
-    return local_ranks * machines, hardware, assumed
+    return (
+        local_ranks * machines,
+        dataclasses.replace(hardware, ranks_per_node=local_ranks),
+        assumed,
+    )
 
 
 def build_settings(
@@ -355,8 +357,11 @@ def prepare(
 
 def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
     """Return `0,3` as numbers; none without a text."""
-    expected = f"numbers below {ranks}, commas between them"
-    return read_numbers("--rank", text, range(ranks), expected) if text else ()
+    return (
+        read_numbers("--rank", text, range(ranks), f"numbers below {ranks}, commas between them")
+        if text
+        else ()
+    )
 
 
 def estimate_outside(
@@ -382,12 +387,15 @@ def find_recipe_class(recipe: RecipeFile) -> type:
     Raises ConfigError if there is none, or more than one.
     """
     module = load_module(recipe.path)
-    classes = []
-    for value in vars(module).values():
-        # A class that the file imports is not its recipe.
-        is_local = isinstance(value, type) and value.__module__ == module.__name__
-        if is_local and all(callable(getattr(value, name, None)) for name in METHODS):
-            classes.append(value)
+    # A class that the file imports is not its recipe.
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    classes = [
+        value for value in classes if all(callable(getattr(value, name, None)) for name in METHODS)
+    ]
     if len(classes) == 1:
         return classes[0]
     methods = " and ".join([", ".join(METHODS[:-1]), METHODS[-1]])

@@ -199,7 +199,6 @@ def _check_adapter(cfg: Any) -> str | None:
 
 
 def _is_made_by_a_run(name: str, kind: str) -> bool:
-    """Return True for a path like outputs/NAME/model that is not there yet."""
     path = Path(name).expanduser()
     return path.name == kind and len(path.parts) > 2 and not os.path.exists(path)
 

@@ -104,7 +104,6 @@ def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> in
 
 
 def _refuse_unknown(word: str) -> NoReturn:
-    """Raise ConfigError for a flag that torchrun has not, with the nearest that it has."""
     name = word.partition("=")[0]
     flag = name.replace("_", "-")
     known_flags = sorted(WITH_VALUE | WITHOUT_VALUE)
@@ -147,7 +146,6 @@ def check_launch(flags: Sequence[str], verb: str = "run") -> None:
 
 
 def _is_count(text: str) -> bool:
-    """Return True if the text is a number from 1 to 99999."""
     return text.isascii() and text.isdigit() and len(text) < 6 and int(text) >= 1
 
 

@@ -214,8 +214,9 @@ def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
         shape = " x ".join(map(str, group.shape))
         if group.dim < 0:
             added = ", added after the sum" if group.after_reduction else ""
-            gradient = group.gradient + added
-            replicated_rows.append([group.name, len(names), shape, gradient, group.reason])
+            replicated_rows.append(
+                [group.name, len(names), shape, group.gradient + added, group.reason]
+            )
             continue
         # In parentheses: a segment of which a rank holds its part but computes the whole.
         lengths = [
@@ -223,8 +224,9 @@ def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
             for index, size in enumerate(group.segments)
         ]
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
-        row = [group.name, len(names), shape, group.role, group.dim, segments, group.unit]
-        cut_rows.append(row)
+        cut_rows.append(
+            [group.name, len(names), shape, group.role, group.dim, segments, group.unit]
+        )
     return (
         _build_table(
             "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut_rows
@@ -244,8 +246,9 @@ def _build_boundary_table(plan: ShardingPlan) -> Table:
         dim = f", dim {boundary.dim}" if has_dim else ""
         bias = f", {boundary.bias} added after" if boundary.bias else ""
         call = f"{boundary.function} {boundary.place}{dim}{bias}"
-        module = boundary.module or "the model itself"
-        rows.append([boundary.kind, module, count, call, boundary.source])
+        rows.append(
+            [boundary.kind, boundary.module or "the model itself", count, call, boundary.source]
+        )
     return _build_table("boundaries", ["kind", "module", "count", "call", "source"], rows)
 
 
@@ -275,10 +278,8 @@ _PHASES = {
 
 
 def _build_size_table(plan: ShardingPlan, sizes: list[int]) -> Table:
-    rows = []
-    for size in (1, *sizes):
-        elements = held_elements(plan, size)
-        rows.append([size, Count(elements), Bytes(BYTES * elements)])
+    elements = {size: held_elements(plan, size) for size in (1, *sizes)}
+    rows = [[size, Count(count), Bytes(BYTES * count)] for size, count in elements.items()]
     title = f"parameters of a rank; {cut_share(plan):.2%} of the elements are cut"
     return _build_table(title, ["t", "parameters", "bf16"], rows, 3)
 
