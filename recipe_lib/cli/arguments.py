@@ -148,11 +148,10 @@ class Parser(argparse.ArgumentParser):
         )
         if required:
             # A misspelled option is the likelier mistake: its value was taken for a positional one.
-            known_options = self._list_long_options()
-            options = [word for word in self._words if word.startswith("--") and word != "--"]
-            unknown = [word for word in options if word.split("=", 1)[0] not in known_options]
-            if unknown:
-                self._refuse(unknown[0])
+            for word in self._words:
+                is_option = word.startswith("--") and word != "--"
+                if is_option and word.split("=", 1)[0] not in self._list_long_options():
+                    self._refuse(word)
             # argparse counts positional arguments that may be absent when options stand between
             # others
             optional = {action.metavar for action in self._actions if action.nargs == "*"}

@@ -86,9 +86,9 @@ def choose_target(source: Path, destination: str) -> Path:
     if target.suffix in suffixes:
         return target
     if target.suffix in (".py", *CONFIG_SUFFIXES):
-        kind = "recipe" if is_recipe else "config"
         raise ConfigError(
-            f"{show(destination)}: the copy of a {kind} ends in {' or '.join(suffixes)}"
+            f"{show(destination)}: the copy of a {'recipe' if is_recipe else 'config'} ends in"
+            f" {' or '.join(suffixes)}"
         )
     # Any other suffix is a part of the name: `8B_v1.2`.
     return target.with_name(target.name + source.suffix)

@@ -320,7 +320,8 @@ def print_report(inspection: Any, lines: list[str]) -> None:
             if held_out["pairs"]
             else pluralize(held_out["sequences"], "sequence")
         )
-        overlap = numbers["overlapping_sequences"]
-        print_wrapped(f"validation: {count}, {overlap} of them also trained on")
+        print_wrapped(
+            f"validation: {count}, {numbers['overlapping_sequences']} of them also trained on"
+        )
     faults = dict.fromkeys(finding.name for finding in inspection.findings)
     print_wrapped(f"faults: {', '.join(faults) or 'none'}")

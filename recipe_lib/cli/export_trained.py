@@ -120,10 +120,7 @@ def load_run_config(folder: Path, recipe: str | None) -> Any:
 
 
 def find_export(arguments: argparse.Namespace) -> ExportSource:
-    """Return what CHECKPOINT is; a state is verified byte by byte.
-
-    Raises CheckpointError and ConfigError.
-    """
+    """Return what CHECKPOINT is, a state verified. Raises CheckpointError and ConfigError."""
     path = Path(arguments.checkpoint).expanduser()
     shown = show(arguments.checkpoint)
     if not path.is_dir():
@@ -303,10 +300,7 @@ def _list_commands(
 
 
 def find_base(source: ExportSource, arguments: argparse.Namespace) -> Path:
-    """Return the folder of the base that --base, the adapter or its run names.
-
-    Raises CheckpointError.
-    """
+    """Return the folder of the base that --base, adapter or run names. Raises CheckpointError."""
     if arguments.base:
         return find_checkpoint(arguments.base)
     # The adapter's own name of it is found from any folder, the config's may be a path from where
@@ -457,12 +451,7 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
 
 
 def _load_trained_model(
-    source: ExportSource,
-    spec: ModelSpec,
-    *,
-    base: Path,
-    config: dict[str, Any],
-    device: torch.device,
+    source: ExportSource, spec: ModelSpec, base: Path, config: dict[str, Any], device: torch.device
 ) -> tuple[Decoder, torch.dtype]:
     """Return the model as it was trained, its adapter on its base, and the base's type."""
     if source.state is not None:
@@ -576,10 +565,7 @@ def _merge_and_check(
     device: torch.device,
     trained: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Merge the adapter into its base, load the model again and compare its logits.
-
-    trained: logits with the adapter, and those of its base.
-    """
+    """Merge the adapter into its base, load the model again and compare as `_check_adapter`."""
     num_adapted = len(read_adapter(adapter).tensors)
     out_dtype = DTYPES[arguments.dtype] if arguments.dtype else dtype
     write_merged(source, base=base, adapter=adapter, out=out, dtype=dtype, out_dtype=out_dtype)
