@@ -388,7 +388,7 @@ def test_the_benchmark_keeps_what_was_found(
     from benchmarks import gpu_check, gpu_doctor
 
     facts = healthy()
-    monkeypatch.setattr(gpu_doctor.doctor, "gather", lambda arguments: facts)
+    monkeypatch.setattr(gpu_doctor.doctor, "gather_facts", lambda arguments: facts)
     monkeypatch.setattr(gpu_doctor, "list_local_gpus", lambda: [])
     assert gpu_check.main(["doctor", "--output", str(tmp_path)]) == 0
     facts["steps"]["torch"]["gpus"] = []
