@@ -25,8 +25,8 @@ from benchmarks.planned_peaks import (
     read_plans,
     write_header,
 )
-from recipe_lib.cli.plan import recipe_class
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.plan_request import find_recipe_class
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import parse_fit
@@ -78,7 +78,7 @@ def fastest_of(name: str, size: int, ranks: int) -> Fastest:
     cards = f"{ranks}x{size}GB"
     best = searched(name, cards).fitting[0]
     cfg, settings = prepared(name, cards)
-    kind = recipe_class(recipe_for(name))
+    kind = find_recipe_class(find_config_recipe(name))
     plain = estimate_run(kind, cfg, settings)
     return Fastest(cards, format_overrides(best.changes), best.speed, plain.tokens / plain.seconds)
 
@@ -89,14 +89,16 @@ def searched(name: str, cards: str, words: tuple[str, ...] = ()) -> SearchResult
     """
     cfg, settings = prepared(name, cards, words)
     fixed = {word.partition("=")[0] for word in words} | {METHOD}
-    return search(recipe_class(recipe_for(name)), cfg, settings, want=1, fixed=fixed, processes=1)
+    return search(
+        find_recipe_class(find_config_recipe(name)), cfg, settings, want=1, fixed=fixed, processes=1
+    )
 
 
 def prepared(
     name: str, cards: str, words: tuple[str, ...] | list[str] = ()
 ) -> tuple[Any, PlanSettings]:
     """What a plan takes: the config and where it runs, with sequences as long as it allows."""
-    cfg, _ = make_plannable(load_config(name, words, recipe_for(name).schema()))
+    cfg, _ = make_plannable(load_config(name, words, find_config_recipe(name).schema()))
     ranks, hardware = parse_fit(cards)
     sequence = choose_sequence(cfg, "max", ranks=ranks)
     return cfg, PlanSettings(hardware, sequence, ranks, phases=("load", "save"))

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import longest
 from benchmarks.fastest_settings import searched
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.plan.search.trials import format_overrides
 from recipe_lib.units import format_bytes, format_count
@@ -156,7 +156,7 @@ def write_section(lines: list[Line], model: str) -> str:
         if not of_method:
             continue
         config = f"{MODELS[model]}_{method}"
-        recipe = recipe_for(config)
+        recipe = find_config_recipe(config)
         cfg = load_config(config, (), recipe.schema())
         sequences = cfg.batch_size * cfg.gradient_accumulation_steps
         command = f"tune run --nproc_per_node CARDS {recipe.name} --config {config} SETTINGS"

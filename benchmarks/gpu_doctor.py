@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from recipe_lib.cli import doctor
-from recipe_lib.cli.doctor_report import judge, report
-from recipe_lib.cli.local_gpus import own_gpus
+from recipe_lib.cli.doctor_report import find_faults, format_report
+from recipe_lib.cli.local_gpus import list_local_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DRY_RUN = "dry-run-cpu"
@@ -25,14 +25,14 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.py doctor", description=__doc__)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(words)
-    asked = [] if own_gpus() else ["--nproc_per_node", "2"]
-    facts = doctor.gather(doctor.read(asked))
-    findings = judge(facts)
+    asked = [] if list_local_gpus() else ["--nproc_per_node", "2"]
+    facts = doctor.gather_facts(doctor.read_arguments(asked))
+    findings = find_faults(facts)
     gpus = facts["steps"].get("torch", {}).get("gpus", [])
     name = f"{len(gpus)}x-{'-'.join(gpus[0]['name'].lower().split())}" if gpus else DRY_RUN
     options.output.mkdir(parents=True, exist_ok=True)
     base = options.output / f"gpu-doctor-{name}"
-    text = report(facts, findings)
+    text = format_report(facts, findings)
     note = (
         "" if gpus else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
     )
@@ -42,5 +42,5 @@ def main(words: list[str]) -> int:
     told = {"date": date, "findings": findings, **facts}
     base.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     print(text)
-    print(doctor.write(f"{base}-rates.json", facts))
+    print(doctor.write_rates(f"{base}-rates.json", facts))
     return doctor.FOUND if findings else 0

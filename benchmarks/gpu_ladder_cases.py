@@ -8,8 +8,8 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from recipe_lib.cli.plan_request import recipe_class
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.plan_request import find_recipe_class
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence, choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
@@ -50,12 +50,12 @@ class ConfigCase:
         cfg = self.read()
         shape, _ = make_plannable(cfg)
         shape.compile = cfg.compile
-        return recipe_class(recipe_for(self.config)), shape
+        return find_recipe_class(find_config_recipe(self.config)), shape
 
 
 @functools.cache
 def _read(config: str, overrides: tuple[str, ...]) -> Any:
-    return load_config(config, overrides, recipe_for(config).schema())
+    return load_config(config, overrides, find_config_recipe(config).schema())
 
 
 @dataclasses.dataclass(frozen=True)

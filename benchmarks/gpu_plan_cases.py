@@ -5,8 +5,8 @@ plan`.
 import dataclasses
 from typing import Any, Protocol
 
-from recipe_lib.cli.plan_request import recipe_class
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.plan_request import find_recipe_class
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
@@ -134,9 +134,9 @@ class PlanCase:
         """The recipe's class, and the config with nothing but the model's shape; its recipe's
         module is imported.
         """
-        recipe = recipe_for(self.config)
+        recipe = find_config_recipe(self.config)
         cfg, _ = make_plannable(load_config(self.config, self.overrides, recipe.schema()))
-        return recipe_class(recipe), cfg
+        return find_recipe_class(recipe), cfg
 
 
 def describe(case: PlanCase) -> str:

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipe_lib.cli.plan_request import recipe_class
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.plan_request import find_recipe_class
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
@@ -108,12 +108,12 @@ def run(case: Case, counts: list[int] | None = None) -> None:
     from benchmarks.gpu_check import fill_weights, random_batches
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
-    recipe_file = recipe_for(case.config)
+    recipe_file = find_config_recipe(case.config)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         own = (*case.overrides, "device=auto", "max_seq_len=128", f"output_dir={folder}/out")
         cfg, _ = make_plannable(load_config(case.config, own, recipe_file.schema()))
         with start_world(cfg) as world:
-            recipe = case.recipe(recipe_class(recipe_file))(cfg, world)
+            recipe = case.recipe(find_recipe_class(recipe_file))(cfg, world)
             recipe.setup_model()
             fill_weights(recipe.model)
             recipe.setup_optimizer()

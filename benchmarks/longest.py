@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.fastest_settings import prepared
-from recipe_lib.cli.plan import recipe_class
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.plan_request import find_recipe_class
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import make_plan
 from recipe_lib.plan.plan_schema import FITS
@@ -173,7 +173,7 @@ def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
     """The place among LENGTHS of the longest that the straight line through two estimates has room
     for; -1: none.
     """
-    kind, points = recipe_class(recipe_for(config)), []
+    kind, points = find_recipe_class(find_config_recipe(config)), []
     for tokens in (cards * 2**14, cards * 2**16):
         try:
             cfg, settings = prepared(config, on, settings_of(variant, tokens, cards))
@@ -193,7 +193,7 @@ def _planned(
     """The whole plan of a length; None where it does not fit."""
     words = settings_of(variant, tokens, line.cards)
     cfg, settings = prepared(config, on, words)
-    plan, trace = make_plan(recipe_class(recipe_for(config)), cfg, settings)
+    plan, trace = make_plan(find_recipe_class(find_config_recipe(config)), cfg, settings)
     if (
         plan.verdict != FITS or plan.time is None or plan.notes
     ):  # of tensors that kernels cannot count

@@ -25,8 +25,8 @@ import torch
 import yaml
 
 from benchmarks.planner_stacks import written_out_norm
-from recipe_lib.cli.plan import recipe_class
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.plan_request import find_recipe_class
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.models import decoder, read_preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -145,7 +145,7 @@ def config_of(row: PublishedSpeed, folder: Path) -> Any:
     """The row's config, ready to be planned. folder: for the config.json of another shape than the
     config's.
     """
-    schema = recipe_for(row.config).schema()
+    schema = find_config_recipe(row.config).schema()
     cfg, _ = make_plannable(load_config(row.config, row.overrides, schema))
     if row.shape:
         preset, _ = find_shape(load_config(row.config, (), schema).model.path)
@@ -174,7 +174,7 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
         kernel_rates, "choose_attention_backend", lambda architecture: "flash"
     )
     with norms, flash:
-        plan, trace = make_plan(recipe_class(recipe_for(row.config)), cfg, settings)
+        plan, trace = make_plan(find_recipe_class(find_config_recipe(row.config)), cfg, settings)
     assert plan.time is not None, row.id
     tokens = plan.time.tokens_per_step / row.gpus
     share = operations(trace) / tokens * row.published / hardware.rate(cfg.dtype)

@@ -66,7 +66,7 @@ class Stack:
 
 def recipe_class(stack: Stack, recipe: str = RECIPE) -> type:
     """Our recipe with the parts of that stack."""
-    ours = plan_request.recipe_class(RecipeFile.find(recipe))
+    ours = plan_request.find_recipe_class(RecipeFile.find(recipe))
     return type("Imitation", (_Imitated, ours), {"stack": stack}) if stack != Stack() else ours
 
 

@@ -1,11 +1,9 @@
-"""What `tune generate` does with a model: answers a prompt, the prompts of a file, or a
-conversation.
+"""Load the model of `tune generate`, and answer a prompt, a file's prompts, or a conversation.
 
-Of --prompts FILE many prompts are answered in batches, one JSON object a line.
-
-FILE has a prompt a line (.txt), or a JSON object a line (.jsonl) with `prompt` (a text) or
-`messages` (a conversation that ends with the user's turn). With --out the answers go to a file that
-a second start goes on with; each line there says by `settings` what it was made with.
+The FILE of --prompts has a prompt a line (.txt), or a JSON object a line (.jsonl) with `prompt` (a
+text) or `messages` (a conversation that ends with the user's turn). They are answered in batches,
+one JSON object a line. With --out a second start goes on with the file; each line there says by
+`settings` what it was made with.
 """
 
 import argparse
@@ -53,10 +51,12 @@ from recipe_lib.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
 Prompt = str | list[Mapping[str, Any]]
 
-# Keys of a row that change nothing in its answer.
+# Keys of a line that are not read: they change nothing in its answer.
 _UNREAD = ("category", "id", "index", "source")
 _EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
+# Of the files that answers depend on: weights, config, template, tokenizer.
 _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
+# Options that answers depend on.
 _DRAWN = (
     "max_new_tokens",
     "temperature",
@@ -88,34 +88,32 @@ def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> 
     ):
         raise ConfigError(f"--system: {fault}; leave it out, and put it into the question")
     if arguments.prompts is not None:
-        answer_file(source, tokenizer, arguments)
+        answer_prompt_file(source, tokenizer, arguments)
     elif arguments.prompt is None:
-        with loaded(source, arguments) as (model, device):
+        with load_model(source, arguments) as (model, device):
             chat = Chat(
                 model,
                 source.spec,
                 tokenizer,
                 arguments.system,
-                options(tokenizer, arguments, device),
+                make_sampling_options(tokenizer, arguments, device),
             )
             talk(chat, str(source.adapter or source.folder))
     else:
-        complete(source, tokenizer, arguments)
+        print_answer(source, tokenizer, arguments)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the texts or conversations of a file. Raises DataError with the line of what is
-    neither.
-    """
-    named = show(str(path))
+    """Return the texts or conversations of a file. Raises DataError with the faulty line."""
+    shown_path = show(str(path))
     try:
         text = read_text(path, JSON_LIMIT)
     except OSError as error:
-        raise DataError(f"--prompts: {named}: {error.strerror}") from error
+        raise DataError(f"--prompts: {shown_path}: {error.strerror}") from error
     except ValueError as error:
-        raise DataError(f"--prompts: {named}: is not UTF-8; give it in UTF-8 text") from error
+        raise DataError(f"--prompts: {shown_path}: is not UTF-8; give it in UTF-8 text") from error
     prompts: list[Prompt] = []
-    unread: set[str] = set()
+    unread_keys: set[str] = set()
     # Lines end as those of a text file do; str.splitlines would also cut at U+2028, which a JSON
     # text may hold.
     for number, line in enumerate(io.StringIO(text, newline=None), start=1):
@@ -124,13 +122,13 @@ def read_prompts(path: Path) -> list[Prompt]:
         if path.suffix == ".txt":
             prompts.append(line.removesuffix("\n"))
         else:
-            row = _read_row(line, f"{named}:{number}")
-            unread |= row.keys() & _UNREAD
-            prompts.append(_read_prompt(row, f"{named}:{number}"))
+            row = _read_row(line, f"{shown_path}:{number}")
+            unread_keys |= row.keys() & _UNREAD
+            prompts.append(_read_prompt(row, f"{shown_path}:{number}"))
     if not prompts:
-        raise DataError(f"--prompts: {named}: found no prompt, expected one a line")
-    if unread:
-        get_logger().info("prompts: %s: not read: %s", named, ", ".join(sorted(unread)))
+        raise DataError(f"--prompts: {shown_path}: found no prompt, expected one a line")
+    if unread_keys:
+        get_logger().info("prompts: %s: not read: %s", shown_path, ", ".join(sorted(unread_keys)))
     return prompts
 
 
@@ -139,6 +137,7 @@ def _read_row(line: str, location: str) -> dict[str, Any]:
     row = parse_sample(line.encode())
     if isinstance(row, SampleFault):
         raise DataError(f"{location}: {row}; correct the line")
+    # JSON can escape half a surrogate pair, which UTF-8 cannot write.
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -149,14 +148,12 @@ def _read_row(line: str, location: str) -> dict[str, Any]:
 
 
 def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
-    """Return what a row asks. Raises DataError for a row that asks nothing or two things, or has an
-    unknown key.
-    """
+    """Return the prompt of a row. Raises DataError for none, two, or an unknown key."""
     prompt_keys = [name for name in ("prompt", "messages") if name in row]
     unknown_keys = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
     if len(prompt_keys) != 1:
-        named = " and ".join(prompt_keys) or ", ".join(map(show, row)) or "no keys"
-        raise DataError(f"{location}: found {named}, {_EXPECTED}")
+        keys = " and ".join(prompt_keys) or ", ".join(map(show, row)) or "no keys"
+        raise DataError(f"{location}: found {keys}, {_EXPECTED}")
     if unknown_keys:
         raise DataError(
             f"{location}: found {', '.join(map(show, unknown_keys))}, which no prompt is read with;"
@@ -184,37 +181,36 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
     return turns.messages
 
 
-def prompt_tokens(
+def encode_prompt(
     tokenizer: Tokenizer, prompt: Prompt, raw: bool, system: str | None = None
 ) -> list[int]:
-    """Return the ids that the model reads first. raw: without the chat template. system: the text
-    before, if any.
+    """Return the token ids that the model reads first.
+
+    raw: without the chat template. system: the text of the system message, if any.
     """
     if raw:
+        # From nothing, the model begins at BOS.
         tokens = tokenizer.encode(str(prompt), add_bos=tokenizer.add_bos_by_default or not prompt)
         if not tokens:
             raise ConfigError(
                 "--prompt: is empty and the tokenizer has no BOS token to begin from; give a text"
             )
         return tokens
-    before: list[Mapping[str, Any]] = (
-        [] if system is None else [{"role": "system", "content": system}]
-    )
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return render_prompt(tokenizer, [*before, *turns])
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return render_prompt(tokenizer, messages)
 
 
-def settings_digest(
+def compute_settings_digest(
     source: GenerationSource, arguments: argparse.Namespace, prompts: Sequence[Any]
 ) -> str:
-    """Return a digest of what answers follow from.
-
-    That is the weights' files by name, size and time, the prompts, and how tokens are drawn.
-    """
-    paths = sorted(source.folder.iterdir()) + (
-        sorted(source.adapter.iterdir()) if source.adapter else []
-    )
+    """Return a digest of what answers depend on: model, prompts, and how tokens are drawn."""
+    paths = sorted(source.folder.iterdir())
+    if source.adapter:
+        paths += sorted(source.adapter.iterdir())
     files = [path for path in paths if path.suffix in _MODEL_SUFFIXES and path.is_file()]
+    # By size and time: reading all weights would take minutes.
     settings: list[Any] = [
         [path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files
     ]
@@ -224,33 +220,28 @@ def settings_digest(
 
 
 class Answers:
-    """Where answers go: a file that a second start goes on with, or standard output."""
+    """The output of answers: a file that a second start goes on with, or standard output."""
 
     def __init__(self, path: Path | None, settings: str):
-        """Count the answers that are there; nothing is written yet. Raises ConfigError like
-        `count_answers`.
-        """
+        """Count the answers that are there; write nothing. Raises ConfigError."""
         self.settings = settings
         self.path = path
         self.count, self._size = (0, 0) if path is None else count_answers(path, settings)
         self._file: LineFile | None = None
 
     def write(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Add the next answers, a line each: all of them or none. Raises StorageError."""
+        """Append the next answers, a line each: all of them or none. Raises StorageError."""
         text = ""
         for answer in answers:
             self.count += 1
-            text += (
-                json.dumps(
-                    {"number": self.count, "settings": self.settings, **answer}, ensure_ascii=False
-                )
-                + "\n"
-            )
+            row = {"number": self.count, "settings": self.settings, **answer}
+            text += json.dumps(row, ensure_ascii=False) + "\n"
         if self.path is None:
             sys.stdout.write(text)
             sys.stdout.flush()
             return
         with report_storage_faults():
+            # With the first answer, so that a start that fails leaves no file.
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = LineFile(self.path, self._size)
@@ -263,10 +254,9 @@ class Answers:
 
 
 def count_answers(path: Path, settings: str) -> tuple[int, int]:
-    """Count the answers in a file of an earlier start, and their bytes.
+    """Count the answers in a file of an earlier start; return their number and bytes.
 
-    Half a line at its end, as a kill leaves it, counts only as ours if it begins as the next answer
-    would begin. Raises ConfigError for a file of other settings, or of something else.
+    Raises ConfigError for a file of other settings, or of something else.
     """
     try:
         file = open_regular(path)
@@ -280,6 +270,7 @@ def count_answers(path: Path, settings: str) -> tuple[int, int]:
     with file:
         while line := file.readline(JSON_LIMIT):
             begin = json.dumps({"number": count + 1, "settings": settings})[:-1].encode()
+            # Half a line at the end, as a kill leaves it: the next answer is written over it.
             if not line.endswith(b"\n") and begin.startswith(line[: len(begin)]):
                 break
             _check_answer(line, count + 1, settings, f"--out: {show(str(path))}:{count + 1}")
@@ -289,7 +280,7 @@ def count_answers(path: Path, settings: str) -> tuple[int, int]:
 
 
 def _check_answer(line: bytes, number: int, settings: str, location: str) -> None:
-    """Raise ConfigError for a line that is no answer, or another one."""
+    """Raise ConfigError for a line that is not the answer of that number and those settings."""
     try:
         row = parse_json(line)
         is_same = (row["number"], row["settings"]) == (number, settings)
@@ -304,38 +295,42 @@ def _check_answer(line: bytes, number: int, settings: str, location: str) -> Non
         raise ConfigError(f"{location}: ends in the midst of a line; choose another --out")
 
 
-def answer_file(
+def answer_prompt_file(
     source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> None:
-    """Answer the prompts of a file that have no answer yet, and write a line for each, batch by
-    batch.
-    """
+    """Answer the prompts of a file that have no answer yet, batch by batch; write a line each."""
     prompts = read_prompts(Path(arguments.prompts).expanduser())
     tokens = []
+    # All of them before the model is loaded: the last may be at fault.
     for number, prompt in enumerate(prompts, start=1):
         if arguments.raw and not isinstance(prompt, str):
             raise DataError(f"--raw: prompt {number} is a conversation; leave --raw out")
-        tokens.append(prompt_tokens(tokenizer, prompt, arguments.raw, arguments.system))
+        tokens.append(encode_prompt(tokenizer, prompt, arguments.raw, arguments.system))
         check_prompt(tokens[-1], source.spec, f"prompt {number}")
     out = None if arguments.out is None else Path(arguments.out).expanduser()
-    answers = Answers(out, settings_digest(source, arguments, prompts))
+    answers = Answers(out, compute_settings_digest(source, arguments, prompts))
     options = {
         name: getattr(arguments, name)
         for name in ("max_new_tokens", "temperature", "top_k", "top_p")
     }
-    with loaded(source, arguments) as (model, device):
+    with load_model(source, arguments) as (model, device):
         if answers.count:
             get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
         for start in range(answers.count, len(prompts), arguments.batch_size):
             batch = range(len(prompts))[start : start + arguments.batch_size]
             generated = generate_batch(
-                model, source.spec, [tokens[number] for number in batch], stop_ids=tokenizer.stop_ids,
-                device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch], **options,
-            )  # fmt: skip
+                model,
+                source.spec,
+                [tokens[number] for number in batch],
+                stop_ids=tokenizer.stop_ids,
+                device=device,
+                seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch],
+                **options,
+            )
             pairs = zip(batch, generated, strict=True)
             answers.write(
                 [
-                    _describe(prompts[number], tokens[number], answer, tokenizer)
+                    _describe_answer(prompts[number], tokens[number], answer, tokenizer)
                     for number, answer in pairs
                 ]
             )
@@ -344,27 +339,32 @@ def answer_file(
     answers.close()
 
 
-def _describe(
+def _describe_answer(
     prompt: Prompt, tokens: list[int], answer: Generated, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return what a line says of an answer. tokens: of the prompt."""
+    """Return the line of an answer. tokens: of the prompt."""
+    # After the prompt's tokens, since a tokenizer may join the first of the answer to them.
     decoder = StreamDecoder(tokenizer, tokens)
     text = "".join(map(decoder.push, answer.tokens)) + decoder.finish()
     key = "prompt" if isinstance(prompt, str) else "messages"
     return {key: prompt, "answer": text, "tokens": len(answer.tokens), "ended_by": answer.ended}
 
 
-def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
-    """Prints one answer."""
-    prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw, arguments.system)
+def print_answer(
+    source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
+) -> None:
+    """Print one answer as it is made."""
+    prompt = encode_prompt(tokenizer, arguments.prompt, arguments.raw, arguments.system)
     try:
         check_prompt(prompt, source.spec, "--prompt")
     except CheckpointError as error:
         raise CheckpointError(f"{show(str(source.tokenizer))}: {error}") from error
     text = StreamDecoder(tokenizer, prompt)
     is_empty = True
-    with loaded(source, arguments) as (model, device):
-        tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
+    with load_model(source, arguments) as (model, device):
+        tokens = generate(
+            model, source.spec, prompt, **make_sampling_options(tokenizer, arguments, device)
+        )
         for token in show_prompt_phase(tokens, len(prompt)):
             piece = text.push(token)
             is_empty = is_empty and not piece
@@ -376,10 +376,10 @@ def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse
         get_logger().info("note: %s", NO_ANSWER)
 
 
-def options(
+def make_sampling_options(
     tokenizer: Tokenizer, arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """How tokens are chosen, as `generation.sample.generate` takes it."""
+    """Return how tokens are chosen, as keyword arguments of `generate`."""
     return {
         "max_new_tokens": arguments.max_new_tokens,
         "stop_ids": tokenizer.stop_ids,
@@ -391,22 +391,23 @@ def options(
 
 
 @contextmanager
-def loaded(
+def load_model(
     source: GenerationSource, arguments: argparse.Namespace
 ) -> Iterator[tuple[Decoder, torch.device]]:
-    """The model with its weights, and its device; what does not fit there is one line."""
+    """Yield the model with its weights, and its device.
+
+    Raises OutOfMemoryError if the model, or what is done with it, does not fit on the device.
+    """
     device = choose_device(arguments.device)
-    trained = (
-        DTYPE_NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
-    )
+    dtype = DTYPE_NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     if source.adapter is not None:
-        kept = "" if storage == "none" else f", kept in {storage}"
-        get_logger().info("adapter: %s on %s%s", source.adapter, source.folder, kept)
+        suffix = "" if storage == "none" else f", kept in {storage}"
+        get_logger().info("adapter: %s on %s%s", source.adapter, source.folder, suffix)
     elif source.folder == Path(arguments.checkpoint).expanduser() / MODEL_FOLDER:
         get_logger().info("model: %s", source.folder)
     try:
-        yield load_source(source, choose_dtype(trained, source.config), device, storage), device
+        yield load_source(source, choose_dtype(dtype, source.config), device, storage), device
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"{show(str(source.folder))}: the model does not fit on {device}; try --dtype bf16,"

@@ -1,5 +1,7 @@
-"""An argparse parser whose mistakes are one line with the nearest right spelling, and whose help is
-plain.
+"""Read a verb's command line, and check the files that its options name.
+
+`Parser` is argparse with our errors: one line, with the nearest right spelling, in place of the
+usage text. Each verb has `OPTIONS`, a `parser()` that shell completion reads too, and `run(words)`.
 """
 
 import argparse
@@ -52,38 +54,47 @@ DRAW_OPTIONS: Options = {
 def add_configs(
     parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default"
 ) -> None:
-    """The config that a verb looks at, by position or as `--config`, several of which are merged,
-    and its overrides.
+    """Add the arguments of a verb that looks at a config: CONFIG, `--config` and overrides.
+
+    about: the help of the overrides.
     """
-    named = any(word == "--config" or word.startswith("--config=") for word in words)
+    has_config_option = any(word == "--config" or word.startswith("--config=") for word in words)
     parser.add_argument(
         "config",
-        nargs="?" if named else None,
+        # With --config the positional one may be absent, and argparse has to know before it parses.
+        nargs="?" if has_config_option else None,
         metavar="CONFIG",
         help="a name of `tune ls`, or a path",
     )
-    parser.add_argument("--config", dest="more", action="append", default=[], metavar="CONFIG",
-                        help="further ones, of which the later win, key by key")  # fmt: skip
+    parser.add_argument(
+        "--config",
+        dest="more",
+        action="append",
+        default=[],
+        metavar="CONFIG",
+        help="further ones, of which the later win, key by key",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=about)
 
 
 def take_configs(arguments: argparse.Namespace) -> list[str]:
-    """The configs of `add_configs`, first to last; with all of them named, the first word is an
-    override.
-    """
-    first = [] if arguments.config is None else [arguments.config]
-    if first and arguments.more and (first[0].startswith("~") or "=" in first[0]):
-        arguments.overrides, first = [*first, *arguments.overrides], []
-    return [*first, *arguments.more]
+    """Return the configs of `add_configs`, first to last."""
+    first = arguments.config
+    # With all configs given by --config, argparse takes the first override for the positional one.
+    if first is not None and arguments.more and (first.startswith("~") or "=" in first):
+        arguments.overrides = [first, *arguments.overrides]
+        first = None
+    return arguments.more if first is None else [first, *arguments.more]
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come
-    in any order.
-    """
+    """The parser of one verb. Options and positional arguments may come in any order."""
 
     def __init__(self, verb: str, description: str, options: Options) -> None:
-        """verb: as typed after `tune`. description: what the verb does, for `--help`."""
+        """Add the verb's options, and those that every verb has.
+
+        verb: as typed after `tune`. description: what the verb does, for `--help`.
+        """
         super().__init__(
             prog=f"tune {verb}",
             description=description,
@@ -96,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(*names.split(), **settings)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """The arguments; ConfigError for anything that is not one."""
+        """Return the arguments. Raises ConfigError for a word that is none of the verb's."""
         self._words = list(words)
         arguments, extra = self.parse_known_intermixed_args(list(words))
         if extra:
@@ -114,15 +125,15 @@ class Parser(argparse.ArgumentParser):
         name = word.split("=", 1)[0]
         raise ConfigError(
             f"{self.prog}: unknown option"
-            f" {show(name)}{did_you_mean(name, self.options()) or self._hint}"
+            f" {show(name)}{did_you_mean(name, self._list_long_options()) or self._hint}"
         )
 
     def print_help(self, file: Any = None) -> None:
-        """Writes the help; unlike argparse, not as if it were written where the disk is full."""
+        """Write the help."""
+        # argparse's own ignores OSError: on a full disk the exit code would be 0.
         (file or sys.stdout).write(self.format_help())
 
-    def options(self) -> list[str]:
-        """The long options of the verb."""
+    def _list_long_options(self) -> list[str]:
         return [
             name
             for action in self._actions
@@ -131,29 +142,28 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def error(self, message: str) -> NoReturn:
-        """argparse found a mistake: its message as one line, without the usage text."""
-        said, required, names = message.replace("\n", " ").partition(
+        """Raise argparse's message as one line, without the usage text."""
+        text, required, names = message.replace("\n", " ").partition(
             "the following arguments are required: "
         )
-        if required:  # a misspelled option may be why
-            options = [word for word in self._words if word.startswith("--") and word != "--"]
-            unknown = [word for word in options if word.split("=", 1)[0] not in self.options()]
-            if unknown:
-                self._refuse(unknown[0])
+        if required:
+            # A misspelled option is the likelier mistake: its value was taken for a positional one.
+            for word in self._words:
+                is_option = word.startswith("--") and word != "--"
+                if is_option and word.split("=", 1)[0] not in self._list_long_options():
+                    self._refuse(word)
             # argparse counts positional arguments that may be absent when options stand between
             # others
             optional = {action.metavar for action in self._actions if action.nargs == "*"}
             missing = [name for name in names.split(", ") if name not in optional]
-            said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        raise ConfigError(f"{self.prog}: {said}{self._hint}")
+            text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        raise ConfigError(f"{self.prog}: {text}{self._hint}")
 
 
-# Files that a command writes where an option says: checked before the work is done, and never over
-# another file.
-
-
+# A file that an option names is checked before the work is done, and never written over a file that
+# is not ours.
 _RATES = ({"matmul", "device", "version"},)
-# By what a file of ours is known again: keys of its JSON object, or of the first line's.
+# Option or file name -> keys by which a JSON file of ours, or the first line of one, is recognized.
 _KEYS: dict[str, tuple[set[str], ...]] = {
     # A plan, a tensor-parallel plan, a list of receipts.
     "--json": (
@@ -166,7 +176,8 @@ _KEYS: dict[str, tuple[set[str], ...]] = {
     "summary.json": ({"models", "sequences", "label_tokens"},),
     "examples.jsonl": ({"sequence", "place"},),
 }
-# By what it begins with, and what follows within the first bytes; of a snapshot, anywhere.
+# Option or file name -> how such a file of ours begins, and what stands in its first 4096 bytes (of
+# a snapshot, anywhere).
 _WORDS = {
     "--html": (b"<!DOCTYPE html>", b'content="tune-recipes: plan"'),
     "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),
@@ -180,15 +191,14 @@ def check_output(
     inputs: Iterable[tuple[str, str | None]] = (),
     kind: str | None = None,
 ) -> None:
-    """Raise ConfigError for a file that cannot be written, that the command reads, or that no
-    earlier use has written.
+    """Raise ConfigError for a file that cannot be written, is an input, or is not ours.
 
-    inputs: option and path of what the command reads, or writes elsewhere. kind: by which a file is
-    known again; default: the option.
+    inputs: option and path of each file that the command reads, or writes elsewhere.
+    kind: key of `_KEYS` or `_WORDS` by which a file of ours is recognized; default: the option.
     """
     if path is None or (option == "--json" and path == "-"):
         return
-    check_place(option, path, inputs)
+    check_output_path(option, path, inputs)
     if os.path.exists(path) and not _is_ours(kind or option, path):
         raise ConfigError(
             f"{option}: {show(path)} is there already and is no file that {option} writes; move it"
@@ -196,17 +206,16 @@ def check_output(
         )
 
 
-def check_place(
+def check_output_path(
     option: str,
     path: str,
     inputs: Iterable[tuple[str, str | None]] = (),
     *,
     makes_folders: bool = False,
 ) -> None:
-    """Raise ConfigError for a name that no file can be written under, and that of an input; see
-    `check_output`.
+    """Raise ConfigError for a path that no file can be written to, or that of an input.
 
-    makes_folders: the command makes the folders that the name lies in.
+    inputs: as of `check_output`. makes_folders: the command makes the folders of the path.
     """
     check_replaceable(f"{option}: {show(path)}", path)
     folder = os.path.dirname(path) or "."
@@ -223,8 +232,9 @@ def check_place(
 
 
 def check_replaceable(named: str, path: Path | str) -> None:
-    """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file. named:
-    the path, for it.
+    """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file.
+
+    named: the path, as the error shows it.
     """
     try:
         check_regular(path)
@@ -237,9 +247,7 @@ def check_replaceable(named: str, path: Path | str) -> None:
 
 
 def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError for a folder that cannot be written, and one that has other files of these
-    names.
-    """
+    """Raise ConfigError for a folder that cannot be written, or has other files of these names."""
     check_folder(folder, option)
     for name in names:
         if os.path.lexists(folder / name):
@@ -247,8 +255,9 @@ def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None
 
 
 def _is_same_file(path: str, input_path: str) -> bool:
-    """Return whether two names, which need not be there yet, are of one file."""
+    """Return True if two paths, which need not exist yet, are of one file."""
     input_path = os.path.expanduser(input_path)
+    # samefile also sees hard links, but wants both to exist.
     if os.path.exists(path) and os.path.exists(input_path):
         return os.path.samefile(path, input_path)
     return os.path.realpath(path) == os.path.realpath(input_path)
@@ -267,9 +276,10 @@ def _is_ours(kind: str, path: str) -> bool:
     return isinstance(value, dict) and any(keys <= value.keys() for keys in _KEYS[kind])
 
 
-def draw_faults(arguments: argparse.Namespace) -> list[str]:
-    """What is wrong with how many tokens are to be drawn, and how."""
-    temperature, top_p, seed = arguments.temperature, arguments.top_p, arguments.seed
+def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
+    """Return what is wrong with the values of `DRAW_OPTIONS`, a line each."""
+    temperature = arguments.temperature
+    top_p = arguments.top_p
     idle = [
         f"--{name.replace('_', '-')}"
         for name in ("top_k", "top_p")
@@ -288,39 +298,39 @@ def draw_faults(arguments: argparse.Namespace) -> list[str]:
             f"--top-p: found {top_p}, expected a number above 0 and up to 1",
         ),
         (temperature == 0 and idle, f"{unused}; add --temperature 1"),
-        (not 0 <= seed < 2**63, f"--seed: found {seed}, expected a number from 0 to 2^63 - 1"),
+        (
+            not 0 <= arguments.seed < 2**63,
+            f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1",
+        ),
     )
 
 
 def find_low_numbers(arguments: argparse.Namespace, **least: int) -> list[str]:
-    """Return a fault for each option, by its name, that is given and smaller than may be."""
-    given = {name: getattr(arguments, name) for name in least}
+    """Return a fault for each option that is given and below its least value."""
+    values = {name: getattr(arguments, name) for name in least}
     return [
-        f"--{name.replace('_', '-')}: found {number}, expected a number >= {least[name]}"
-        for name, number in given.items()
-        if number is not None and number < least[name]
+        f"--{name.replace('_', '-')}: found {value}, expected a number >= {least[name]}"
+        for name, value in values.items()
+        if value is not None and value < least[name]
     ]
 
 
 def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[int, ...]:
-    """Return `2,4` as numbers, each once. Raises ConfigError where one of them is none or not
-    legal.
-    """
+    """Return `2,4` as numbers, each once. Raises ConfigError for a part that is no legal number."""
     parts = text.split(",")
+    # isdigit alone would take superscripts and other scripts' digits.
     if not all(part.isascii() and part.isdigit() and int(part) in legal for part in parts):
         raise ConfigError(f"{option}: found {quote(text)}, expected {expected}")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def tell_lone(names: Iterable[str], option: str) -> list[str]:
-    """Return a fault for each option, by its name, that is given without the one that it is of."""
+def find_lone_options(names: Iterable[str], option: str) -> list[str]:
+    """Return a fault for each option name that is given without the option that it belongs to."""
     return [f"--{name.replace('_', '-')}: is of {option}, which is missing" for name in names]
 
 
-def put_json(path: str, value: Any) -> None:
-    """Write what --json asks for, indented: to standard output for `-`, else as a file, whole or
-    not at all.
-    """
+def write_json(path: str, value: Any) -> None:
+    """Write indented JSON to standard output for `-`, else to a file, whole or not at all."""
     text = json.dumps(value, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)

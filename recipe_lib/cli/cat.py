@@ -1,9 +1,12 @@
-"""`tune cat CONFIG`: a config's file, every value that will be used, or every key explained."""
+"""`tune cat CONFIG`: show a config's file, every value that will be used, or every key explained.
+
+Imports no torch.
+"""
 
 from collections.abc import Sequence
 
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, take_configs
-from recipe_lib.cli.recipes import open_config, recipe_for
+from recipe_lib.cli.recipes import find_config_recipe, open_config
 from recipe_lib.config.load import LoadedConfig
 from recipe_lib.config.paths import find_config, list_recipes
 from recipe_lib.config.registry import load_plugin
@@ -27,7 +30,7 @@ def parser(words: Sequence[str] = ()) -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Prints the config in the form asked for."""
+    """Print the config in the form asked for."""
     arguments = parser(words).parse(words)
     if arguments.resolved and arguments.describe:
         raise ConfigError(
@@ -40,18 +43,20 @@ def run(words: list[str]) -> int:
         raise ConfigError(
             "tune cat: several configs are merged for --resolved only; give one, or add --resolved"
         )
-    if name := next((name for name in configs if name in list_recipes()), None):
+    recipes = list_recipes()
+    if name := next((name for name in configs if name in recipes), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
     if arguments.resolved:
         print_resolved(open_config(configs, arguments)[1])
         return DONE
     path = find_config(configs[0])
+    # A plugin registers formats, losses and optimizers, which --describe lists.
     for plugin in arguments.plugin:
         load_plugin(plugin)
     if arguments.describe:
         from recipe_lib.config.describe import describe_text
 
-        print(describe_text(recipe_for(configs[0]).schema()))
+        print(describe_text(find_config_recipe(configs[0]).schema()))
     else:
         try:
             text = read_text(path)
@@ -64,10 +69,11 @@ def run(words: list[str]) -> int:
 
 
 def print_resolved(loaded: LoadedConfig) -> None:
-    """Print a line `key: value  # where` for each key."""
+    """Print a line `key: value  # where it was set` for each key."""
     from recipe_lib.config.describe import format_value
 
-    lines = [(f"{key}: {format_value(value)}", where) for key, value, where in loaded.rows]
+    lines = [(f"{key}: {format_value(value)}", origin) for key, value, origin in loaded.rows]
+    # One long value must not push all the origins off the screen.
     width = min(max(len(line) for line, _ in lines), 60)
-    for line, where in lines:
-        print(f"{line:{width}}  # {where}")
+    for line, origin in lines:
+        print(f"{line:{width}}  # {origin}")

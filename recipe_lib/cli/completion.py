@@ -1,7 +1,6 @@
-"""`tune completion SHELL`: what a shell completes after `tune`: verbs, options, names of recipes
-and configs, files.
+"""`tune completion SHELL`: print the script by which a shell completes verbs, options and names.
 
-Written by shtab (https://docs.iterative.ai/shtab) from the parsers of the verbs.
+shtab (https://docs.iterative.ai/shtab) writes it from the parsers of the verbs.
 """
 
 import argparse
@@ -12,7 +11,8 @@ from recipe_lib.cli.arguments import Options, Parser
 from recipe_lib.config.paths import list_configs, list_recipes
 from recipe_lib.errors import DONE, ConfigError
 
-DESCRIPTION = """Prints what a shell completes after `tune`. For a session, or in the file that it starts with:
+DESCRIPTION = """Prints what a shell completes after `tune`. For a session, or in the file that it \
+starts with:
 
   bash: eval "$(tune completion bash)"
   zsh:  eval "$(tune completion zsh)"   after compinit"""
@@ -35,7 +35,7 @@ def parser() -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Prints the script."""
+    """Print the script."""
     shell = parser().parse(words).shell
     try:
         import shtab
@@ -46,32 +46,33 @@ def run(words: list[str]) -> int:
     names = sorted(
         {*list_recipes(), *(name for configs in list_configs().values() for name in configs)}
     )
-    preamble: Any = {
-        name: text.format(names=" ".join(names)) for name, text in _NAMES.items()
-    }  # by shell
-    print(shtab.complete(tree(), shell, preamble=preamble))
+    # Shell -> its function that completes the names.
+    preamble: Any = {name: text.format(names=" ".join(names)) for name, text in _NAMES.items()}
+    print(shtab.complete(build_parser_tree(), shell, preamble=preamble))
     return DONE
 
 
-def tree() -> argparse.ArgumentParser:
-    """`tune` with all of its verbs, as one parser."""
-    from recipe_lib.cli.main import VERBS, module_of
+def build_parser_tree() -> argparse.ArgumentParser:
+    """Return `tune` with all of its verbs as one parser, as shtab reads it."""
+    from recipe_lib.cli.main import VERBS, get_module_name
 
-    whole = argparse.ArgumentParser(
+    tune_parser = argparse.ArgumentParser(
         prog="tune", description="Fine-tunes language models by recipes that you own."
     )
-    whole.add_argument("-V", "--version", action="store_true", help="the version")
-    verbs = whole.add_subparsers()
+    tune_parser.add_argument("-V", "--version", action="store_true", help="the version")
+    verbs = tune_parser.add_subparsers()
     for verb, text in VERBS.items():
-        own = importlib.import_module(module_of(verb)).parser()
-        for action in own._actions:
-            _mark(action)
-        verbs.add_parser(verb, help=text, parents=[own], conflict_handler="resolve", add_help=False)
-    return whole
+        verb_parser = importlib.import_module(get_module_name(verb)).parser()
+        for action in verb_parser._actions:
+            _set_completion(action)
+        verbs.add_parser(
+            verb, help=text, parents=[verb_parser], conflict_handler="resolve", add_help=False
+        )
+    return tune_parser
 
 
-def _mark(action: argparse.Action) -> None:
-    """Says what an argument's value is, by its name in the help."""
+def _set_completion(action: argparse.Action) -> None:
+    """Set what completes an argument's value, by its metavar: names, files or folders."""
     import shtab
 
     name = str(action.metavar or "")

@@ -1,4 +1,4 @@
-"""`tune cp RECIPE|CONFIG DEST`: a copy of a shipped file that is yours to change."""
+"""`tune cp RECIPE|CONFIG DEST`: copy a shipped file, to make it yours."""
 
 import os
 from pathlib import Path
@@ -35,10 +35,10 @@ def parser() -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Copies, and prints where to."""
+    """Copy the file, and print where to."""
     arguments = parser().parse(words)
     source = find_source(arguments.source)
-    target = place(source, arguments.destination)
+    target = choose_target(source, arguments.destination)
     check_replaceable(show(str(target)), target)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{show(str(target))}: is the file to copy; give another name")
@@ -52,6 +52,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"{show(str(source))}: cannot be read: {error.strerror}") from error
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Aside and then renamed: a copy is whole or not there, and replaces nothing by a race.
         with write_aside(target, replace=arguments.force) as temporary:
             write_bytes(temporary, content)
     except OSError as error:
@@ -61,11 +62,9 @@ def run(words: list[str]) -> int:
 
 
 def find_source(name: str) -> Path:
-    """The file of a recipe or a config, by name or by path."""
-    recipes, configs = (
-        list_recipes(),
-        [config for group in list_configs().values() for config in group],
-    )
+    """Return the file of a recipe or a config, by name or by path. Raises ConfigError."""
+    recipes = list_recipes()
+    configs = [config for group in list_configs().values() for config in group]
     if name in recipes or name.endswith(".py"):
         return find_recipe(name)
     if name in configs or name.endswith(CONFIG_SUFFIXES):
@@ -74,18 +73,22 @@ def find_source(name: str) -> Path:
     raise ConfigError(f"{show(name)}: no such recipe or config{hint}")
 
 
-def place(source: Path, destination: str) -> Path:
-    """Where the copy goes: into a folder under its own name, or to a file that ends as the source
-    must.
+def choose_target(source: Path, destination: str) -> Path:
+    """Return the path of the copy: in a folder under its own name, or a file with its suffix.
+
+    Raises ConfigError for a suffix that such a file cannot have.
     """
     target = Path(destination).expanduser()
     if target.is_dir() or destination.endswith(os.sep):
         return target / source.name
-    what, fitting = ("recipe", (".py",)) if source.suffix == ".py" else ("config", CONFIG_SUFFIXES)
-    if target.suffix in fitting:
+    is_recipe = source.suffix == ".py"
+    suffixes = (".py",) if is_recipe else CONFIG_SUFFIXES
+    if target.suffix in suffixes:
         return target
     if target.suffix in (".py", *CONFIG_SUFFIXES):
         raise ConfigError(
-            f"{show(destination)}: the copy of a {what} ends in {' or '.join(fitting)}"
+            f"{show(destination)}: the copy of a {'recipe' if is_recipe else 'config'} ends in"
+            f" {' or '.join(suffixes)}"
         )
+    # Any other suffix is a part of the name: `8B_v1.2`.
     return target.with_name(target.name + source.suffix)

@@ -1,5 +1,7 @@
-"""`tune data show CONFIG` and `tune data check CONFIG`: a config's samples as they will be trained,
-before anything is.
+"""`tune data show CONFIG` and `tune data check CONFIG`: look at samples as they will be trained.
+
+`show` prints sequences with their label tokens, `check` reads every sample and reports faults. The
+samples are read by the code that training reads them with.
 """
 
 import argparse
@@ -39,14 +41,27 @@ COLORS = {
     (False, False): "dim",
 }
 ACTIONS = ("show", "check")
-# What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
+# Names of the faults that `check` reports, as recipe_lib.data.inspect has them, which is imported
+# only to look at samples.
 FINDINGS = (
-    "bad-samples", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
-    "split-special-tokens", "control-characters", "label-tokens", "duplicates", "overlap", "untrained-tokens",
-)  # fmt: skip
-DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the template that training would use.
+    "bad-samples",
+    "truncation",
+    "no-answer-left",
+    "untrained-ends",
+    "generation-marks",
+    "unseen-messages",
+    "split-special-tokens",
+    "control-characters",
+    "label-tokens",
+    "duplicates",
+    "overlap",
+    "untrained-tokens",
+)
+DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the template that \
+training would use.
 
-  show   prints sequences as they will be trained: label tokens in green (off a terminal between « and »), special
+  show   prints sequences as they will be trained: label tokens in green (off a terminal between « \
+and »), special
          tokens in another color, the border of each document of a pack
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
 OPTIONS: Options = {
@@ -77,8 +92,8 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Prints samples, or the findings over all of them."""
-    arguments = read(words)
+    """Print samples, or the findings over all of them."""
+    arguments = read_arguments(words)
     cfg = open_config(take_configs(arguments), arguments)[1].cfg
     check_data(cfg)
     return (
@@ -95,8 +110,9 @@ def parser(words: Sequence[str] = ()) -> Parser:
     return options
 
 
-def read(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+def read_arguments(words: list[str]) -> argparse.Namespace:
+    """Return the command line. Raises ConfigError."""
+    # Before argparse, whose message would name no nearest word.
     if words and words[0] not in (*ACTIONS, "-h", "--help"):
         known = f"{did_you_mean(words[0], ACTIONS) or '; expected show or check'}"
         raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
@@ -110,43 +126,51 @@ def read(words: list[str]) -> argparse.Namespace:
 
 
 def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer", Any, Any, Any]:
-    """(tokenizer, training set, validation set or None, source of the model); for `check` bad
-    samples are counted.
-    """
+    """Return (tokenizer, training set, validation set or None, source of the model or None)."""
     from recipe_lib.data import build_datasets, settle_formats
     from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import load_tokenizer_for
 
     checks = arguments.action == "check"
     if checks:
-        data = dataclasses.replace(cfg.data, on_invalid="skip", check_label_mask=False, cache=False)
-        truncation = "truncate" if data.truncation == "error" else data.truncation
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
+        # What would end a run at the first bad sample is counted over all of them.
+        truncation = "truncate" if cfg.data.truncation == "error" else cfg.data.truncation
+        data = dataclasses.replace(
+            cfg.data,
+            on_invalid="skip",
+            check_label_mask=False,
+            cache=False,
+            truncation=truncation,
+        )
+        cfg = dataclasses.replace(cfg, data=data)
     source = None
-    if cfg.tokenizer.path is None and (folder := _without_weights(cfg)):
+    # A model's tokenizer may be here without its weights, by `tune download --include`.
+    if cfg.tokenizer.path is None and (folder := _find_folder_without_weights(cfg)):
         cfg = dataclasses.replace(
             cfg, tokenizer=dataclasses.replace(cfg.tokenizer, path=str(folder))
         )
     elif cfg.tokenizer.path is None:
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
-    found = "".join(f"{escape_invisible(line)}\n" for line in settle_formats(cfg))
-    found = "" if arguments.json else found
-    sys.stdout.write(found if checks else "")
+    format_lines = "".join(f"{escape_invisible(line)}\n" for line in settle_formats(cfg))
+    if checks and not arguments.json:
+        sys.stdout.write(format_lines)
     tokenizer = load_tokenizer_for(cfg, source)
     dataset, validation = build_datasets(cfg, tokenizer, may_be_empty=checks)
-    sys.stderr.write("" if checks or is_quiet() else found)
+    # Of `show` standard output has the sequences alone.
+    if not (checks or arguments.json or is_quiet()):
+        sys.stderr.write(format_lines)
     return tokenizer, dataset, validation, source
 
 
-def _without_weights(cfg: Any) -> Path | None:
-    """The model's folder, where only its tokenizer was downloaded."""
+def _find_folder_without_weights(cfg: Any) -> Path | None:
+    """Return the model's folder where only its tokenizer was downloaded, else None."""
     name = cfg.model.path
     folder = (find_model_folder(name) or find_downloaded_model(name)) if name else None
     return folder if folder is not None and not any(folder.glob("*.safetensors")) else None
 
 
 def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
-    """Prints the first samples, or packs, of a step's order."""
+    """Print the first sequences, or packs, in the order that training takes them from a step on."""
     from recipe_lib.data.inspect import show_item
 
     tokenizer, dataset, validation, _ = read_datasets(cfg, arguments)
@@ -156,33 +180,29 @@ def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
                 "--validation: the config has no validation.source; set it, or leave"
                 " --validation out"
             )
+        dataset = validation
         slots = [[item] for item in range(min(arguments.limit, validation.items))]
     else:
-        slots = list(slots_of(cfg, dataset, arguments.step, arguments.limit))
-    shown = [
-        [show_item(validation if arguments.validation else dataset, item, tokenizer) for item in s]
-        for s in slots
+        slots = list(iterate_slots(cfg, dataset, arguments.step, arguments.limit))
+    # The documents of each slot: an item of pairs has two, and a pack has several items.
+    sequences = [
+        [document for item in slot for document in show_item(dataset, item, tokenizer)]
+        for slot in slots
     ]
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "sequences": [
-                        [dataclasses.asdict(document) for item in slot for document in item]
-                        for slot in shown
-                    ]
-                }
-            )
-        )
+        as_dicts = [list(map(dataclasses.asdict, documents)) for documents in sequences]
+        print(json.dumps({"sequences": as_dicts}))
         return DONE
-    for number, slot in enumerate(shown, start=1):
-        documents = [document for item in slot for document in item]
+    for number, documents in enumerate(sequences, start=1):
         print_slot(number, documents, packed=cfg.data.packing and not arguments.validation)
     return DONE
 
 
-def slots_of(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int]]:
-    """The items of the first slots that a run of one process takes from a step on."""
+def iterate_slots(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int]]:
+    """Yield the items of each of the `count` slots that one process takes from a step on.
+
+    Raises ConfigError for a step after the last epoch.
+    """
     from recipe_lib.data import DataPlan
     from recipe_lib.training import derive_seed
 
@@ -193,44 +213,47 @@ def slots_of(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int
         shuffle=cfg.data.shuffle,
         packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
     )
-    total = plan.total_steps(cfg.epochs, None)
-    first = step * cfg.batch_size * cfg.gradient_accumulation_steps
-    if first >= total:
-        last = (total - 1) // (cfg.batch_size * cfg.gradient_accumulation_steps)
+    # The plan has one slot a step, so that slots count; a step of the run takes several.
+    total_slots = plan.total_steps(cfg.epochs, None)
+    slots_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
+    first = step * slots_per_step
+    if first >= total_slots:
         raise ConfigError(
-            f"--step: found {step}, expected at most {last}: the config's epochs end there"
+            f"--step: found {step}, expected at most {(total_slots - 1) // slots_per_step}: the"
+            " config's epochs end there"
         )
-    for at in range(first, min(first + count, total)):
-        yield [int(item) for slot in plan.slots(at) for item in slot]
+    for index in range(first, min(first + count, total_slots)):
+        yield [int(item) for slot in plan.slots(index) for item in slot]
 
 
 def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> None:
-    """One sequence of a batch: a document, a pair, or a pack of them."""
+    """Print one sequence of a batch: a document, a pair, or a pack of documents."""
     from rich.text import Text
 
     from recipe_lib.report.terminal import get_terminal_width, open_console, put
 
     colors = wants_color(sys.stdout)
     console = open_console(get_terminal_width(), colors)
-    tokens, trained = (
-        sum(document.tokens for document in documents),
-        sum(document.trained for document in documents),
-    )
-    what = "pack" if packed else "sequence"
-    held = f" in {len(documents)} documents" if len(documents) > 1 else ""
-    shares = f"{tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})"
-    put(console, f"── {what} {number}: {shares}", wrap=False)
-    for at, document in enumerate(documents, start=1):
+    tokens = sum(document.tokens for document in documents)
+    trained = sum(document.trained for document in documents)
+    kind = "pack" if packed else "sequence"
+    parts = f" in {len(documents)} documents" if len(documents) > 1 else ""
+    counts = f"{tokens} tokens{parts}, {trained} trained ({trained / max(1, tokens):.0%})"
+    put(console, f"── {kind} {number}: {counts}", wrap=False)
+    for index, document in enumerate(documents, start=1):
         answer = f", {document.answer}" if document.answer else ""
+        heading = f"   {document.place}{answer}"
         if len(documents) > 1:
-            place = f"{document.place}, {document.tokens} tokens"
-            put(console, f"-- document {at} of {len(documents)}{answer}: {place}", wrap=False)
-        else:
-            put(console, f"   {document.place}{answer}", wrap=False)
+            heading = (
+                f"-- document {index} of {len(documents)}{answer}: {document.place},"
+                f" {document.tokens} tokens"
+            )
+        put(console, heading, wrap=False)
         line = Text()
         for is_trained, pieces in itertools.groupby(
             document.pieces, key=lambda piece: piece.trained
         ):
+            # Without colors, marks stand around the label tokens.
             line.append("«" if is_trained and not colors else "")
             for piece in pieces:
                 style = COLORS[is_trained, piece.special] if colors else ""
@@ -238,11 +261,12 @@ def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> N
             line.append("»" if is_trained and not colors else "")
         console.print(line, soft_wrap=True)
     console.print()
-    sys.stdout.write(console.file.getvalue())  # type: ignore[attr-defined]  # spaces at the ends of lines are tokens too
+    # As it stands: `read_console` would strip the spaces at the ends of lines, which are tokens.
+    sys.stdout.write(console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
-    """Prints counts and what is wrong; exit code 2 if something is that was not allowed."""
+    """Print counts and faults; return exit code 2 if one of them is not allowed."""
     from recipe_lib.data import format_report_lines
     from recipe_lib.data.inspect import collect_ids, inspect, list_special_tokens
 
@@ -251,20 +275,21 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     if source is not None and source.folder is not None:
         from recipe_lib.checkpoint.weight_loading import find_untrained_embeddings
 
+        # Only those that the samples use.
         special = list_special_tokens(tokenizer)
         used = sorted(special.keys() & collect_ids(dataset, validation))
         untrained = [
             special[token]
             for token in find_untrained_embeddings(source.spec, source.folder, used, special)
         ]
-    found = inspect(dataset, validation, cfg.max_seq_len, untrained)
-    faults = [finding for finding in found.findings if finding.name not in arguments.allow]
+    inspection = inspect(dataset, validation, cfg.max_seq_len, untrained)
+    faults = [finding for finding in inspection.findings if finding.name not in arguments.allow]
     if arguments.json:
-        findings = [dataclasses.asdict(finding) for finding in found.findings]
-        print(json.dumps(found.numbers | {"findings": findings}))
+        findings = [dataclasses.asdict(finding) for finding in inspection.findings]
+        print(json.dumps(inspection.numbers | {"findings": findings}))
     else:
         held_out = validation.report if validation is not None else None
-        report(found, format_report_lines(dataset.report, held_out, faults=False))
+        print_report(inspection, format_report_lines(dataset.report, held_out, faults=False))
     if note := dataset.report.describe_plain_template():
         print(note, file=sys.stderr)
     for finding in faults:
@@ -274,9 +299,9 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     return USER_ERROR if faults else DONE
 
 
-def report(found: Any, lines: list[str]) -> None:
-    """The counts in words."""
-    numbers = found.numbers
+def print_report(inspection: Any, lines: list[str]) -> None:
+    """Print the counts of an inspection in words. lines: on what was read, printed first."""
+    numbers = inspection.numbers
     for line in lines:
         print_wrapped(escape_invisible(line))
     if numbers["sequences"]:
@@ -289,13 +314,14 @@ def report(found: Any, lines: list[str]) -> None:
     if numbers["sequences"] and numbers.get("untrained_tokens") == []:
         print_wrapped("special tokens: every one that the samples use has a trained embedding")
     if "validation" in numbers:
-        trained, held_out = numbers["overlapping_sequences"], numbers["validation"]
+        held_out = numbers["validation"]
         count = (
             pluralize(held_out["pairs"], "pair")
             if held_out["pairs"]
             else pluralize(held_out["sequences"], "sequence")
         )
-        print_wrapped(f"validation: {count}, {trained} of them also trained on")
-    print_wrapped(
-        f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}"
-    )
+        print_wrapped(
+            f"validation: {count}, {numbers['overlapping_sequences']} of them also trained on"
+        )
+    faults = dict.fromkeys(finding.name for finding in inspection.findings)
+    print_wrapped(f"faults: {', '.join(faults) or 'none'}")

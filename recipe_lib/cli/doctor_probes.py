@@ -1,13 +1,8 @@
-"""What `tune doctor` looks at: packages and folders here; host memory and GPUs in processes of
-their own.
+"""Measure what `tune doctor` reports: packages and folders here, the rest in other processes.
 
-The rates were measured on one GPU; copies between GPUs have not run so far
-(docs/measurements/on_a_gpu.md). What compares numbers is the same code on any device, and is tested
-with copies that deliver the wrong ones.
-
-A driver or a link that is broken does not answer, or takes the process along: `run_isolated` does
-the steps in forks with a time limit. The result of each step is sent as soon as it is there. The
-forks need a parent that has never touched a GPU.
+`run_isolated` makes the steps in forks with a time limit. The forks need a parent that has never
+touched a GPU. The rates were measured on one GPU; copies between GPUs have not run so far
+(docs/measurements/on_a_gpu.md), but their check is the same code on any device, and tested on CPU.
 """
 
 import gc
@@ -28,16 +23,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
-from recipe_lib.cli.launch import cores, end_with_parent
-from recipe_lib.cli.local_gpus import own_gpus
+from recipe_lib.cli.launch import count_cores, end_with_parent
+from recipe_lib.cli.local_gpus import list_local_gpus
 from recipe_lib.errors import get_first_line
 from recipe_lib.units import MIB
 
-GRACE_SECONDS = 3.0  # how long the others may say nothing after one rank has failed
-# A process inside a driver that does not answer cannot be killed: it is not waited for longer
+GRACE_SECONDS = 3.0  # how long the others may send nothing after one rank has failed
+# A process inside a driver that does not answer cannot be killed: it is not waited for longer.
 KILL_SECONDS = 5.0
 
-# A step's name, and what is done; it returns plain values.
+# Name of a step, and the function that makes it; its result is sent through a pipe.
 Step = tuple[str, Callable[[], Any]]
 
 PACKAGES = (
@@ -50,30 +45,30 @@ PACKAGES = (
     "peft",
     "triton",
 )
-# What this package was made for, as its requirements say; of a checkout, those of its
+# Package -> first version that this one was made for, and the first after those; as in
 # pyproject.toml.
 RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
 # Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through
 # another path.
 COPIED = (4, 4100, MIB, 64 * MIB + 12)
-LOW_PRECISION = {
-    "int8": (7, 5),
-    "fp8": (8, 9),
-}  # from which compute capability tensor cores and torch can
+# Type -> compute capability from which tensor cores and torch can multiply in it.
+LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}
 
 
-def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
-    """Everything here. folders: what it is for -> where. Bytes throughout."""
+def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Return what can be known of the machine in this process; sizes in bytes.
+
+    folders: use of a folder -> its path.
+    """
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cores": cores(),
+        "cores": count_cores(),
         "packages": {name: find_version(name) for name in PACKAGES},
-        "compiler": (
-            os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
-        ),  # as Triton looks for one
+        # In the order in which Triton looks for one.
+        "compiler": os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"),
         "driver": read_driver_version(),
-        "listed_gpus": [name for name, _ in own_gpus()],
+        "listed_gpus": [name for name, _ in list_local_gpus()],
         "shared_memory": probe_folder(Path("/dev/shm")),
         "folders": [{"use": use, **probe_folder(path)} for use, path in folders.items()],
     }
@@ -87,65 +82,57 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def in_range(package: str, version: str) -> bool:
-    """Whether a version lies in the range that this package was made for."""
+def is_in_range(package: str, version: str) -> bool:
+    """Return True if a version lies in the range that this package was made for."""
     first, after = RANGES[package]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    return first <= numbers < after
+    # Major and minor; what follows may be `.dev20260101+cu130`.
+    major_minor = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return first <= major_minor < after
 
 
 def read_driver_version() -> str | None:
     """Return the version of NVIDIA's driver; None without one."""
     try:
-        found = re.search(
-            r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-        )
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
-    return found[0] if found else None
+    match = re.search(r"\d+(\.\d+)+", text)
+    return match[0] if match else None
 
 
 def measure_host_memory() -> dict[str, Any]:
-    """total: of the machine. free: what a process can still get. what: limits it, the machine or a
-    control group (a container's, a batch job's).
+    """Return total and free bytes of the host, and as `what` a phrase on what limits a process.
+
+    That is the machine, or a control group (a container's, a batch job's).
     """
     from recipe_lib.memory.peaks import find_free_host_memory
 
-    free, what = find_free_host_memory()
-    return {
-        "total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "free": free,
-        "what": what,
-    }
+    free, limit = find_free_host_memory()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"total": total, "free": free, "what": limit}
 
 
 def probe_folder(path: Path) -> dict[str, Any]:
-    """Return path, total and free bytes of a folder; of one that is not there yet, the nearest one
-    above.
-
-    fault: why it cannot be written to, or None.
-    """
+    """Return path, total and free bytes, and fault: why a folder cannot be written to, or None."""
     path = path.expanduser().absolute()
-    place = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    usage = shutil.disk_usage(place)
+    # A run makes its folder: what counts is the nearest one above that is there.
+    existing_folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    usage = shutil.disk_usage(existing_folder)
     fault = None
     try:
-        TemporaryFile(dir=place).close()
+        # Permissions do not tell of a disk that is mounted read-only, or full.
+        TemporaryFile(dir=existing_folder).close()
     except OSError as error:
         fault = error.strerror or type(error).__name__
     return {"path": str(path), "total": usage.total, "free": usage.free, "fault": fault}
 
 
-def device_steps(rank: int, folder: Path) -> Iterator[Step]:
-    """Yield what torch says of itself and the GPUs, the rates of each GPU, or of a CPU, torchao,
-    and copies.
-    """
+def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
+    """Yield the steps that look at torch, the GPUs or the CPU, torchao, and copies between GPUs."""
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
-    from recipe_lib.plan.measured.measure_rates import (
-        calibrate,
-        measure_matmul_rate,
-    )  # torch, once it is known to start
+    # Imports torch, which is known to start by now.
+    from recipe_lib.plan.measured.measure_rates import calibrate, measure_matmul_rate
 
     gpus = describe_torch()["gpus"]
     for number in range(len(gpus)):
@@ -175,16 +162,19 @@ def import_torchao() -> str:
 
 
 def describe_torch() -> dict[str, Any]:
-    """Return versions that torch was built with, and the GPUs that it sees: name, memory and free
-    bytes, capability.
+    """Return the versions that torch was built with, and the GPUs that it sees.
 
-    error: why torch sees no GPU, as far as it says.
+    Of a GPU: name, memory and free (bytes), capability. error: why torch sees none, as it says.
     """
     import torch
 
     described: dict[str, Any] = {
-        "version": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "gpus": [], "error": None,
-    }  # fmt: skip
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": None,
+        "gpus": [],
+        "error": None,
+    }
     if torch.version.cuda is None:
         return described
     module = torch.get_device_module("cuda")
@@ -192,6 +182,7 @@ def describe_torch() -> dict[str, Any]:
     try:
         module.init()
     except (RuntimeError, AssertionError) as error:
+        # torch that sees no GPU is a finding, and no failure of this step.
         described["error"] = get_first_line(error)
         return described
     for number in range(module.device_count()):
@@ -202,7 +193,7 @@ def describe_torch() -> dict[str, Any]:
 
 
 def measure_gpu(device: str) -> dict[str, float]:
-    """Return the rates of copies with the host, and of `bf16` products."""
+    """Return the rates of copies with the host, and of `bf16` matrix products."""
     import torch
 
     from recipe_lib.plan.measured.measure_rates import measure_copy_rates, measure_matmul_rate
@@ -219,8 +210,8 @@ def verify_copies(
 ) -> dict[str, Any]:
     """Copy noise between devices in several sizes, and compare each on the host.
 
-    copy(target, source): torch's own if None; tests plant another. Returns {"wrong": of each size
-    that arrived otherwise, a line, "rate": bytes a second of the largest}.
+    copy(target, source): torch's own if None; tests plant another. Returns wrong, a line for each
+    size that did not arrive as it was, and rate, bytes a second of the largest.
     """
     import torch
 
@@ -252,7 +243,7 @@ def verify_copies(
 
 @dataclass
 class Outcome:
-    """What became of one process."""
+    """The outcome of one process."""
 
     values: dict[str, Any] = field(default_factory=dict)  # by step
     failed: dict[str, str] = field(default_factory=dict)  # step -> why, in a few words
@@ -261,31 +252,32 @@ class Outcome:
 def run_isolated(
     work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0
 ) -> list[Outcome]:
-    """Do the steps of `work(rank, folder)` in `ranks` processes at once; return what became of
-    each.
+    """Make the steps of `work(rank, folder)` in `ranks` processes at once; return the outcomes.
 
-    folder: empty at first, shared by the ranks. seconds: how long a rank may not come further; then
-    it is killed, and the others get `GRACE_SECONDS`. One process goes on after a step that failed;
-    of several, the one that failed ends, as the others wait for it.
+    folder: empty at first, shared by the ranks. seconds: a rank that sends nothing for so long is
+    killed. A single process goes on after a step that failed.
     """
     running = []
     outcomes: list[Outcome] = []
+    # Processes, as a driver or a link that is broken does not answer, or takes its process along.
     with TemporaryDirectory(prefix="tune-doctor-", ignore_cleanup_errors=True) as name:
         for rank in range(ranks):
-            mine, theirs = Pipe(duplex=False)
-            arguments = (work, rank, Path(name), theirs, os.getpid(), ranks == 1)
-            process = get_context("fork").Process(target=_live, args=arguments, daemon=True)
+            receiver, sender = Pipe(duplex=False)
+            arguments = (work, rank, Path(name), sender, os.getpid(), ranks == 1)
+            process = get_context("fork").Process(target=_run_steps, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            running.append((process, mine))
-        for process, pipe in running:
-            outcomes.append(_follow(process, pipe, seconds))
+            # The fork has its own: without this one the pipe ends when the fork does.
+            sender.close()
+            running.append((process, receiver))
+        for process, receiver in running:
+            outcomes.append(_collect_outcome(process, receiver, seconds))
+            # The others may wait for the rank that failed, and will not come further.
             if outcomes[-1].failed:
                 seconds = GRACE_SECONDS
     return outcomes
 
 
-def _live(
+def _run_steps(
     work: Callable[[int, Path], Iterable[Step]],
     rank: int,
     folder: Path,
@@ -293,8 +285,12 @@ def _live(
     parent: int,
     goes_on: bool,
 ) -> None:
-    """Live as one process, which prints nothing. goes_on: also after a step that failed."""
-    # What the parent has thrown away is not to be taken down here: it may wait for threads
+    """Make the steps as one process, which prints nothing; send each result through the pipe.
+
+    parent: process id. goes_on: also after a step that failed.
+    """
+    # Objects that the parent has dropped must not be collected here: their end may wait for threads
+    # that a fork has not.
     gc.freeze()
     end_with_parent(parent)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -304,16 +300,14 @@ def _live(
         pipe.send(("begun", name, None))
         try:
             pipe.send(("done", name, step()))
-        except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is to be reported)
+        except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is reported)
             pipe.send(("failed", name, f"{type(error).__name__}: {get_first_line(error, 300)}"))
             if not goes_on:
                 return
 
 
-def _follow(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
-    """Take in what a process sends until it has ended; kill it after so many seconds without a
-    word.
-    """
+def _collect_outcome(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
+    """Collect what a process sends until it ends; kill it if it sends nothing for `seconds`."""
     outcome = Outcome()
     step = "start"
     try:

@@ -1,9 +1,12 @@
-"""What `tune doctor` makes of the facts: what is wrong, and the text that it prints."""
+"""Find what is wrong in the facts of `tune doctor`, and format the text that it prints.
+
+`facts` is what `doctor.gather_facts` returns, and what --json prints.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
+from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, is_in_range
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
@@ -17,16 +20,16 @@ from recipe_lib.report.terminal import (
 from recipe_lib.report.view import Section, Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
 
-# {"name": to look up in docs/doctor.md, "line": what is so, "remedy": what to do about it; each one
-# line}
+# {"name": as in docs/doctor.md, "line": what is wrong, "remedy": what to do about it}
 Finding = dict[str, str]
 
-IN_USE = GIB  # of a GPU by others; a desktop takes less
-SLOW_GPU = 0.8  # of the fastest
-SHARED_MEMORY = 512 * MIB  # for NCCL among GPUs that cannot reach each other
-MEMORY = 2 * GIB  # of the host, for torch alone
-DISK = 5 * GIB
-SAVED = 15 * GIB  # of 8B parameters in bf16
+# Bytes of a GPU that others use, above which it is a finding; a desktop takes less.
+IN_USE = GIB
+SLOW_GPU = 0.8  # of the fastest GPU's rate; below it a GPU is slow
+SHARED_MEMORY = 512 * MIB  # least, for NCCL among GPUs that cannot reach each other
+MEMORY = 2 * GIB  # least free memory of the host, which torch alone takes
+DISK = 5 * GIB  # least free space of a folder
+SAVED = 15 * GIB  # size of 8B parameters in bf16
 _NO_P2P = "set NCCL_P2P_DISABLE=1 for every run (ranks then exchange through host memory)"
 REMEDIES = {
     "package-version": (
@@ -72,11 +75,9 @@ REMEDIES = {
         "install Triton (`pip install triton`) and gcc or clang; CC names another compiler"
     ),
 }
-ADVICE = (
-    "not-fused",
-    "gpus-unlike",
-)  # worth knowing, and no reason for an exit code: all works as it should
-# How the name of a step begins -> what it is called when it failed; other steps were not measured.
+# Findings worth knowing, and no reason for an exit code: all works as it should.
+ADVICE = ("not-fused", "gpus-unlike")
+# How a step's name begins -> the finding if it failed; of any other step it is "not-measured".
 _BROKEN = {
     "torchao": "torchao",
     "torch": "torch-broken",
@@ -85,14 +86,18 @@ _BROKEN = {
 }
 
 
-def judge(facts: dict[str, Any]) -> list[Finding]:
-    """Return what is wrong."""
-    looks = (_judge_packages, _judge_gpus, _judge_links, _judge_host)
-    found = [line for look in looks for line in look(facts)]
-    for step, why in facts["failed"].items():
+def find_faults(facts: dict[str, Any]) -> list[Finding]:
+    """Return the findings: what is wrong, and what to do about it."""
+    faults = [
+        *_check_packages(facts),
+        *_check_gpus(facts),
+        *_check_links(facts),
+        *_check_host(facts),
+    ]
+    for step, reason in facts["failed"].items():
         name = next((_BROKEN[begin] for begin in _BROKEN if step.startswith(begin)), "not-measured")
-        found.append((name, f"{step}: {why}"))
-    return [{"name": name, "line": line, "remedy": REMEDIES[name]} for name, line in found]
+        faults.append((name, f"{step}: {reason}"))
+    return [{"name": name, "line": line, "remedy": REMEDIES[name]} for name, line in faults]
 
 
 def _list_gpus(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -100,46 +105,43 @@ def _list_gpus(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_copies(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what copies between GPUs gave, by the name of the step."""
+    """Return step -> result of the copies between GPUs."""
     return {name: value for name, value in facts["steps"].items() if name.startswith("copies from")}
 
 
-def _judge_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     machine = facts["machine"]
     for name, ((major, minor), (above, after)) in RANGES.items():
         version = machine["packages"][name]
-        if not in_range(name, version or ""):
+        if not is_in_range(name, version or ""):
             expected = f"{name}>={major}.{minor},<{above}.{after}"
             yield "package-version", f"{name}: found {version or 'none'}, expected {expected}"
-    needed = {"Triton": machine["packages"]["triton"], "a C compiler": machine["compiler"]}
-    missing = " and no ".join(what for what, found in needed.items() if not found)
+    compilers = {"Triton": machine["packages"]["triton"], "a C compiler": machine["compiler"]}
+    missing = " and no ".join(name for name, version in compilers.items() if not version)
     if missing and _list_gpus(facts):
         yield "not-fused", f"there is no {missing}: kernels are not fused, and QLoRA is much slower"
 
 
-def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """GPUs that torch does not see or shares with other programs, and those that are slower than
-    others.
-    """
+def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield GPUs that torch does not see or shares with other programs, and slow ones."""
     torch = facts["steps"].get("torch")
     gpus = _list_gpus(facts)
     listed = facts["machine"]["listed_gpus"]
     if listed and torch and not gpus:
-        why = (
+        reason = (
             f"it says: {torch['error'] or 'nothing'}"
             if torch["cuda"]
             else "it is built without CUDA"
         )
-        yield (
-            "gpu-unseen",
-            (
-                f"the driver lists {pluralize(len(listed), 'GPU')}, torch {torch['version']} sees"
-                f" none; {why}"
-            ),
+        line = (
+            f"the driver lists {pluralize(len(listed), 'GPU')}, torch {torch['version']} sees"
+            f" none; {reason}"
         )
+        yield "gpu-unseen", line
     for number, gpu in enumerate(gpus):
         used = gpu["memory"] - gpu["free"]
-        if used > IN_USE:  # without what this process holds of it, some hundred MiB
+        # The context of the process that asked is in it too, some hundred MiB.
+        if used > IN_USE:
             yield (
                 "gpu-in-use",
                 f"GPU {number}: {format_bytes(used)} of {format_bytes(gpu['memory'])} are in use",
@@ -152,21 +154,20 @@ def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     }
     for number, rate in rates.items():
         best = max(rates.values())
-        best_alike = max(
-            rates[other] for other in rates if gpus[other]["name"] == gpus[number]["name"]
-        )
+        same_model_rates = [
+            rates[index] for index in rates if gpus[index]["name"] == gpus[number]["name"]
+        ]
         if rate < SLOW_GPU * best:
             line = f"bf16 matmuls at {rate / 1e12:.0f} TFLOP/s, another one at {best / 1e12:.0f}"
-            name = "gpu-slow" if rate < SLOW_GPU * best_alike else "gpus-unlike"
+            # A card that is slower than one of its kind is throttled; another kind is just weaker.
+            name = "gpu-slow" if rate < SLOW_GPU * max(same_model_rates) else "gpus-unlike"
             yield name, f"GPU {number}: {line}; all ranks wait for the slowest"
 
 
-def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Copies between GPUs that deliver something else; collectives that hang, break or give wrong
-    numbers.
-    """
+def _check_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield wrong copies between GPUs, and collectives that hang, break or give wrong numbers."""
     copies = _list_copies(facts)
-    wrong = [f"{name}: {way['wrong'][0]}" for name, way in copies.items() if way["wrong"]]
+    wrong = [f"{name}: {copy['wrong'][0]}" for name, copy in copies.items() if copy["wrong"]]
     if wrong:
         yield "peer-copies-wrong", f"{wrong[0]}; {len(wrong)} of {len(copies)} ways are wrong"
     links = facts["links"]
@@ -178,8 +179,8 @@ def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "collectives-fail", line
 
 
-def _judge_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Host memory, and folders that cannot be written to or are nearly full."""
+def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield short host memory, and folders that cannot be written to or are nearly full."""
     memory = facts["steps"].get("host memory")
     if memory and memory["free"] < MEMORY:
         line = (
@@ -188,30 +189,31 @@ def _judge_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
         yield "host-memory", line
     shared = facts["machine"]["shared_memory"]["free"]
+    # Docker gives a container 64 MiB of it.
     if len(_list_gpus(facts)) > 1 and shared < SHARED_MEMORY:
         yield (
             "shared-memory",
             f"/dev/shm: {format_bytes(shared)} is free, NCCL exchanges through it",
         )
     for folder in facts["machine"]["folders"]:
-        place = f"{folder['use']} ({folder['path']})"
+        name = f"{folder['use']} ({folder['path']})"
         if folder["fault"]:
-            yield "folder-unwritable", f"{place}: {folder['fault']}"
+            yield "folder-unwritable", f"{name}: {folder['fault']}"
         elif folder["free"] < DISK:
             line = (
-                f"{place}: {format_bytes(folder['free'])} are free; a saved 8B model takes"
+                f"{name}: {format_bytes(folder['free'])} are free; a saved 8B model takes"
                 f" {format_bytes(SAVED)}"
             )
             yield "disk-full", line
 
 
-_LOW_MATMULS = [f"{name} matmuls" for name in LOW_PRECISION]
 WIDTH = 160  # columns without a terminal
 
 
-def report(facts: dict[str, Any], findings: list[Finding]) -> str:
-    """Return the whole text, findings last: that is what stays on the screen."""
+def format_report(facts: dict[str, Any], findings: list[Finding]) -> str:
+    """Return the report on facts and findings."""
     console = open_console(get_terminal_width(WIDTH))
+    # Findings last: they stay on the screen.
     for section in (
         Section("software", facts=_list_software(facts)),
         Section("GPUs and rates", facts=_describe_gpus(facts)),
@@ -228,13 +230,14 @@ def report(facts: dict[str, Any], findings: list[Finding]) -> str:
     return read_console(console).lstrip("\n")
 
 
-def per_second(rate: float) -> str:
-    """Return bytes a second as links are advertised: GB is 10^9."""
+def format_rate(rate: float) -> str:
+    """Return bytes a second as GB/s."""
+    # 10^9, as links are advertised.
     return f"{rate / 1e9:.2f} GB/s"
 
 
 def _list_software(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Versions."""
+    """Return what is installed, with versions: (name, text) of each line."""
     machine = facts["machine"]
     packages = machine["packages"]
     torch = facts["steps"].get("torch", {})
@@ -259,7 +262,7 @@ def _list_software(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a line for each GPU, then what plans take: matrix products, memory, operators."""
+    """Return a line for each GPU, then the rates that plans use: (name, text) of each line."""
     steps = facts["steps"]
     rows = []
     for number, gpu in enumerate(_list_gpus(facts)):
@@ -268,54 +271,52 @@ def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rates = steps.get(f"rates of GPU {number}")
         if rates:
             copied = (
-                f"to it {per_second(rates['copy_to_device'])}, from it"
-                f" {per_second(rates['copy_to_host'])}"
+                f"to it {format_rate(rates['copy_to_device'])}, from it"
+                f" {format_rate(rates['copy_to_host'])}"
             )
             parts += [f"bf16 matmuls {rates['bf16'] / 1e12:.1f} TFLOP/s", copied]
         rows.append((f"GPU {number}", ", ".join(parts)))
     measured = steps.get("calibration")
-    if (
-        measured and not measured["dry_run"]
-    ):  # of a CPU they are of one core and tiny shapes, no figures to plan with
+    # The rates of a CPU are of one core and tiny shapes, no figures to plan with.
+    if measured and not measured["dry_run"]:
         rates = {
             tuple(point["shape"]): point["rate"] / 1e12 for point in measured["matmul"]["bf16"]
         }
         rate = rates.get(LARGE_MATMUL, max(rates.values()))
+        # In the steps of a run a matrix product has a share of its rate when measured alone.
         share = measured.get("step_share")
         in_steps = f", {share * rate:.1f} in steps" if share else ""
         rows += [
             ("GPU 0 loaded", f"bf16 matmuls {rate:.1f} TFLOP/s{in_steps}, for plans"),
             *(
-                (name, f"{steps[name] / 1e12:.1f} TFLOP/s")
-                for name in _LOW_MATMULS
-                if name in steps
+                (f"{name} matmuls", f"{steps[f'{name} matmuls'] / 1e12:.1f} TFLOP/s")
+                for name in LOW_PRECISION
+                if f"{name} matmuls" in steps
             ),
-            ("its memory", f"{per_second(measured['bandwidth'])} read and written by an addition"),
+            ("its memory", f"{format_rate(measured['bandwidth'])} read and written by an addition"),
             ("an operator", f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"),
         ]
     return rows or [("none", "that torch sees")]
 
 
 def _describe_links(facts: dict[str, Any]) -> Section:
-    """Copies between GPUs; a table of the collectives, unless one of them failed."""
+    """Return the section on links: copies between GPUs, and a table of the collectives."""
     section = Section("links")
     copies = _list_copies(facts).values()
     links = facts["links"]
     if copies:
-        rates = [way["rate"] for way in copies]
-        whole = f"{sum(not way['wrong'] for way in copies)} of {len(copies)} arrive whole"
-        section.facts = [
-            ("copies", f"{whole}; {per_second(min(rates))} to {per_second(max(rates))}")
-        ]
+        rates = [copy["rate"] for copy in copies]
+        intact = sum(not copy["wrong"] for copy in copies)
+        span = f"{format_rate(min(rates))} to {format_rate(max(rates))}"
+        section.facts = [("copies", f"{intact} of {len(copies)} arrive whole; {span}")]
+    # Where a collective failed the table would lack a cell.
     if links and not links["failed"]:
-        section.table = _tabulate_collectives(links)
+        section.table = _build_collectives_table(links)
     return section
 
 
-def _tabulate_collectives(measured: dict[str, Any]) -> Table:
-    """Return a line for each size, two columns for each operation: the time, and what goes over the
-    links.
-    """
+def _build_collectives_table(measured: dict[str, Any]) -> Table:
+    """Return a table with a row for each size: time and sent bytes a second of each operation."""
     points = {
         (point["bytes"], point["operation"]): point["seconds"] for point in measured["points"]
     }
@@ -324,23 +325,23 @@ def _tabulate_collectives(measured: dict[str, Any]) -> Table:
         row = [format_bytes(size).replace(".00 ", " ")]
         for operation in OPERATIONS:
             seconds = points[size, operation]
-            row += [
-                format_duration(seconds),
-                per_second(count_wire_bytes(operation, size, measured["ranks"]) / seconds),
-            ]
+            sent_bytes = count_wire_bytes(operation, size, measured["ranks"])
+            row += [format_duration(seconds), format_rate(sent_bytes / seconds)]
         rows.append(row)
-    header = ["size", *(name for operation in OPERATIONS for name in (operation, ""))]
-    where = (
+    header = ["size"]
+    for operation in OPERATIONS:
+        header += [operation, ""]
+    devices = (
         "the CPU, over gloo (which says nothing of GPUs)"
         if measured["backend"] == "gloo"
         else "GPUs, over NCCL"
     )
-    note = f"{measured['ranks']} ranks on {where}: time of one, and what a rank sends a second"
+    note = f"{measured['ranks']} ranks on {devices}: time of one, and what a rank sends a second"
     return Table("collectives", header, rows, (), notes=(note,))
 
 
 def _describe_host(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Memory, cores and folders."""
+    """Return cores, memory and folders: (name, text) of each line."""
     memory = facts["steps"].get("host memory")
     rows = [("cores", str(facts["machine"]["cores"]))]
     if memory:

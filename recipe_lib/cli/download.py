@@ -1,5 +1,6 @@
-"""`tune download REPO`: what training needs of a model on the Hugging Face hub; never code, never
-pickles.
+"""`tune download REPO`: fetch what training needs of a model on the Hugging Face hub.
+
+Fetches safetensors weights, config and tokenizer files; never code, never pickles.
 """
 
 import glob
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.arguments import Options, Parser
-from recipe_lib.cli.hub_refusals import one_line
+from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_folder
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
@@ -20,9 +21,11 @@ from recipe_lib.files import compute_sha256
 from recipe_lib.reading import read_bytes, read_text
 from recipe_lib.units import format_bytes
 
-DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and tokenizer files only.
+DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and \
+tokenizer files only.
 
-Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or HF_TOKEN."""
+Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or \
+HF_TOKEN."""
 
 OPTIONS: Options = {
     "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub"},
@@ -46,11 +49,12 @@ def parser() -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Downloads; prints the folder on standard output and the next command on standard error."""
+    """Download; print the folder on standard output and the next command on standard error."""
     arguments = parser().parse(words)
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
         check_folder(output, "--output-dir")
+        # A folder with the hub's notes is one of an earlier download, which goes on.
         if (
             output.is_dir()
             and any(output.iterdir())
@@ -64,51 +68,55 @@ def run(words: list[str]) -> int:
 
     from huggingface_hub import HfApi, snapshot_download
 
-    with one_line(repo, arguments.revision):
+    with convert_hub_errors(repo, arguments.revision):
         info = HfApi().model_info(
             repo, revision=arguments.revision, files_metadata=True, timeout=20
         )
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        wanted = choose(repo, list(sizes), arguments.include)
+        names = choose_files(repo, list(sizes), arguments.include)
         if output is not None:
             check_unchanged(
-                output, [sibling for sibling in info.siblings or [] if sibling.rfilename in wanted]
+                output, [sibling for sibling in info.siblings or [] if sibling.rfilename in names]
             )
-        check_space(repo, {name: sizes[name] for name in wanted}, str(info.sha), output)
+        check_space(repo, {name: sizes[name] for name in names}, str(info.sha), output)
         folder = snapshot_download(
             repo,
             revision=arguments.revision,
             local_dir=output,
-            allow_patterns=[glob.escape(name) for name in wanted],
+            # A name with [ or * in it must match itself alone.
+            allow_patterns=[glob.escape(name) for name in names],
         )
     print(folder)
-    print(f"next: {next_command(repo, output)}", file=sys.stderr)
+    print(f"next: {suggest_next_command(repo, output)}", file=sys.stderr)
     return DONE
 
 
-def next_command(repo: str, output: Path | None) -> str:
-    """What to type with the model: a config that was made for it, where there is one."""
-    made = re.compile(rf"^ +path: {re.escape(repo)}$", re.MULTILINE)
-    names = [name for configs in list_configs().values() for name in configs]
-    names = [name for name in names if made.search(read_text(find_config(name)))]
-    where = "" if output is None and names else f" model.path={repo if output is None else output}"
+def suggest_next_command(repo: str, output: Path | None) -> str:
+    """Return the command to go on with: of a config that names the model, where there is one."""
+    model_line = re.compile(rf"^ +path: {re.escape(repo)}$", re.MULTILINE)
+    names = []
+    for configs in list_configs().values():
+        names += [name for name in configs if model_line.search(read_text(find_config(name)))]
+    # A config finds the model in the hub's cache by its name, and nowhere else.
+    override = f" model.path={output or repo}" if output or not names else ""
     if not names:
-        return f"tune run CONFIG{where}"
+        return f"tune run CONFIG{override}"
     first = next((name for name in names if name.endswith("_lora")), names[0])
-    others = ", ".join(name for name in names if name != first)
-    return f"tune plan {first}{where}" + (f" (or {others})" if others else "")
+    alternatives = ", ".join(name for name in names if name != first)
+    return f"tune plan {first}{override}" + (f" (or {alternatives})" if alternatives else "")
 
 
 def check_unchanged(output: Path, siblings: list[Any]) -> None:
-    """Refuses to fetch over a file that was changed since it was fetched, or that no download
-    wrote.
+    """Raise ConfigError for a file that was changed since its download, or that none wrote.
+
+    siblings: the hub's description of each file to fetch.
     """
     for sibling in siblings:
         path = output / sibling.rfilename
         if (
             path.is_file()
             and not _is_as_fetched(output, sibling.rfilename)
-            and not _is_the_hubs(path, sibling)
+            and not _is_same_as_on_hub(path, sibling)
         ):
             raise ConfigError(
                 f"{path}: is not what was downloaded, or was changed since; move it away, or choose"
@@ -117,24 +125,21 @@ def check_unchanged(output: Path, siblings: list[Any]) -> None:
 
 
 def _is_as_fetched(output: Path, name: str) -> bool:
-    """Whether the file is as old as its download, of which the third line of the hub's own notes
-    has the time.
-    """
+    """Return True if the file is as old as its download."""
+    metadata = output / ".cache" / "huggingface" / "download" / f"{name}.metadata"
     try:
-        notes = read_text(
-            output / ".cache" / "huggingface" / "download" / f"{name}.metadata", 2**16
-        ).splitlines()
-        return (output / name).stat().st_mtime <= float(notes[2]) + 1
+        # Lines: commit, etag, time of the download.
+        timestamp = float(read_text(metadata, 2**16).splitlines()[2])
+        return (output / name).stat().st_mtime <= timestamp + 1
     except (OSError, ValueError, IndexError):
         return False
 
 
-def _is_the_hubs(path: Path, sibling: Any) -> bool:
-    """Whether the file is what would be fetched: of one in git its blob's hash, of a large one the
-    content's.
-    """
+def _is_same_as_on_hub(path: Path, sibling: Any) -> bool:
+    """Return True if the file is what would be fetched."""
     if path.stat().st_size != sibling.size:
         return False
+    # Of a large file the hub gives the content's SHA-256, of one in git the hash of git's blob.
     if sibling.lfs is not None:
         return compute_sha256(path) == sibling.lfs.sha256
     blob = hashlib.sha1(
@@ -143,22 +148,26 @@ def _is_the_hubs(path: Path, sibling: Any) -> bool:
     return blob.hexdigest() == sibling.blob_id
 
 
-def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:
-    """The files of a repository to fetch. CheckpointError if there are no weights that can be read
-    safely.
+def choose_files(repo: str, names: list[str], include: list[str] | None) -> list[str]:
+    """Return the files of a repository to fetch.
+
+    names: all of its files. include: patterns of --include. Raises ConfigError if they match
+    nothing, CheckpointError if there are no weights that can be read safely.
     """
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = list(
+    model_files = list(
         filter_repo_objects(names, allow_patterns=MODEL_FILES, ignore_patterns=NEVER_DOWNLOADED)
     )
     if include:
-        chosen = list(filter_repo_objects(wanted, allow_patterns=include))
-        if not chosen:
-            there = ", ".join(wanted) or "no file"
-            raise ConfigError(f"{repo}: --include {' '.join(include)} matches none of: {there}")
-        return chosen
-    if not any(name.endswith(".safetensors") for name in wanted):
+        included = list(filter_repo_objects(model_files, allow_patterns=include))
+        if not included:
+            raise ConfigError(
+                f"{repo}: --include {' '.join(include)} matches none of:"
+                f" {', '.join(model_files) or 'no file'}"
+            )
+        return included
+    if not any(name.endswith(".safetensors") for name in model_files):
         if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
             raise CheckpointError(
                 f"{repo}: has its weights as .bin, .pt or .pth files only, which can run code when"
@@ -168,11 +177,14 @@ def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:
         raise CheckpointError(
             f"{repo}: has {kinds}; expected .safetensors files: look for the model's original"
         )
-    return wanted
+    return model_files
 
 
 def check_space(repo: str, sizes: dict[str, int], commit: str, output: Path | None) -> None:
-    """Raises StorageError if the files that are not there yet do not fit on the disk."""
+    """Raise StorageError if the files that are not there yet do not fit on the disk.
+
+    sizes: name -> bytes. commit: the revision's, by which the hub's cache knows its files.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
 
     def is_there(name: str) -> bool:
@@ -181,12 +193,12 @@ def check_space(repo: str, sizes: dict[str, int], commit: str, output: Path | No
         return isinstance(try_to_load_from_cache(repo, name, revision=commit), str)
 
     missing = sum(size for name, size in sizes.items() if not is_there(name))
-    place = (output or Path(constants.HF_HUB_CACHE)).absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    folder = (output or Path(constants.HF_HUB_CACHE)).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     if missing > free:
         raise StorageError(
-            f"{repo}: needs {format_bytes(missing)}, {place} has {format_bytes(free)} free; "
+            f"{repo}: needs {format_bytes(missing)}, {folder} has {format_bytes(free)} free; "
             "make room, or choose another disk with --output-dir"
         )

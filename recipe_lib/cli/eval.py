@@ -1,5 +1,7 @@
-"""`tune eval [torchrun flags] WHAT [key=value ...]`: what was trained, measured on held-out
-samples, and its base.
+"""`tune eval [torchrun flags] WHAT [key=value ...]`: measure a model and its base on held-out
+samples.
+
+This file reads the command line; eval_ranks.py, which imports torch, evaluates on each rank.
 """
 
 import argparse
@@ -11,12 +13,12 @@ from recipe_lib.cli.arguments import (
     SWITCH,
     Options,
     Parser,
-    draw_faults,
+    find_draw_faults,
+    find_lone_options,
     find_low_numbers,
-    tell_lone,
 )
 from recipe_lib.cli.launch import launch
-from recipe_lib.cli.torchrun_flags import check_launch, take_flags, with_rendezvous
+from recipe_lib.cli.torchrun_flags import add_rendezvous, check_launch, take_flags
 from recipe_lib.config.local_files import check_model_present
 from recipe_lib.config.registry import list_names, load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
@@ -25,18 +27,24 @@ from recipe_lib.units import choose_lines
 
 DESCRIPTION = """Measures a model on held-out samples, next to the model that it was trained from.
 
-WHAT is a run's output_dir, a model folder, an adapter's folder, or a hub id that was downloaded. A run is measured on
+WHAT is a run's output_dir, a model folder, an adapter's folder, or a hub id that was downloaded. \
+A run is measured on
 its validation.source; --data gives other samples, in any format that training reads.
 
-Each sequence is looked at once: loss (mean over label tokens), perplexity, token_accuracy (label tokens that are the
-likeliest ones). Then the last question of each is answered, and the answer compared with the sample's: exact_match, and
-the metrics of a plugin. examples.jsonl has every sequence, report.html the first of them; of a run they are written to
+Each sequence is looked at once: loss (mean over label tokens), perplexity, token_accuracy (label \
+tokens that are the
+likeliest ones). Then the last question of each is answered, and the answer compared with the \
+sample's: exact_match, and
+the metrics of a plugin. examples.jsonl has every sequence, report.html the first of them; of a \
+run they are written to
 its folder eval/.
 
-Flags of torchrun (--nproc_per_node 4) divide the sequences, and with key=value (parallel.tensor=2, dtype=bf16) the
+Flags of torchrun (--nproc_per_node 4) divide the sequences, and with key=value \
+(parallel.tensor=2, dtype=bf16) the
 model, among ranks.
 
---lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all this."""
+--lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all \
+this."""
 STORAGES = ("auto", "none", "nf4", "int8")
 OPTIONS: Options = {
     "what": {
@@ -106,7 +114,7 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Evaluates, in this process or on several ranks; prints the numbers."""
+    """Evaluate, in this process or on several ranks; print the numbers."""
     flags, rest = take_flags(words, "eval")
     arguments = parser().parse(rest)
     check(arguments)
@@ -114,7 +122,7 @@ def run(words: list[str]) -> int:
     if flags:
         if arguments.lm_eval:
             raise ConfigError("--lm-eval: runs in one process; leave torchrun's flags out")
-        return launch(with_rendezvous(flags), Path(__file__), rest)
+        return launch(add_rendezvous(flags), Path(__file__), rest)
     from recipe_lib.cli.eval_ranks import evaluate
 
     evaluate(arguments)
@@ -129,7 +137,8 @@ def main(argv: list[str]) -> None:
     check(arguments)
     try:
         evaluate(arguments)
-    except BrokenPipeError:  # the reader of the numbers is gone (`| head`)
+    except BrokenPipeError:
+        # The reader of the numbers is gone (`| head`); the rank has not failed.
         send_nowhere(sys.stdout)
 
 
@@ -139,8 +148,8 @@ def parser() -> Parser:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuses what makes no sense, all at once; plugins are imported. ConfigError."""
-    harness = [
+    """Import plugins and raise ConfigError for what makes no sense, all of it at once."""
+    harness_options = [
         name
         for name in ("include_path", "num_fewshot", "limit")
         if getattr(arguments, name) is not None
@@ -166,9 +175,10 @@ def check(arguments: argparse.Namespace) -> None:
             "--out: --lm-eval prints its numbers and writes nothing; leave one of the two out",
         ),
     )
-    lone = [] if arguments.lm_eval else tell_lone(harness[:1], "--lm-eval")
+    lone = [] if arguments.lm_eval else find_lone_options(harness_options[:1], "--lm-eval")
     low = find_low_numbers(arguments, max_samples=1, limit=1, num_fewshot=0)
-    raise_faults(ConfigError, [*draw_faults(arguments), *low, *faults, *lone])
+    raise_faults(ConfigError, [*find_draw_faults(arguments), *low, *faults, *lone])
+    # A plugin registers metrics, among which --metric chooses.
     for plugin in arguments.plugin:
         load_plugin(plugin)
     for name in arguments.metric:

@@ -1,4 +1,8 @@
-"""What each rank of `tune eval` does."""
+"""Evaluate a model and its base, as each rank of `tune eval` does.
+
+`evaluate` reads config and samples, measures both models on a share of the sequences, and lets
+rank 0 print and write the results.
+"""
 
 import argparse
 import dataclasses
@@ -13,7 +17,7 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import load_run_config, run_of
+from recipe_lib.cli.export_trained import find_run, load_run_config
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
@@ -57,15 +61,14 @@ Result = TypeVar("Result")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    """Measures, prints and writes; rank 0 does both. Raises UserError."""
-    run = run_of(arguments.what)
+    """Measure on all ranks; print and write on rank 0. Raises UserError."""
+    run = find_run(arguments.what)
     named = Path(arguments.what).expanduser()
     is_adapter = any(
         (folder / ADAPTER_CONFIG).is_file() for folder in (named, named / ADAPTER_FOLDER)
     )
-    source = find_source(
-        arguments.what, arguments.base if is_adapter else None
-    )  # a full model's is read later
+    # A full model's base is no part of it, and read later.
+    source = find_source(arguments.what, arguments.base if is_adapter else None)
     if arguments.lm_eval:
         run_harness(arguments, source, run)
         return
@@ -74,37 +77,48 @@ def evaluate(arguments: argparse.Namespace) -> None:
         out = Path(arguments.out).expanduser()
     if out is not None:
         check_output_folder("--out", out, (EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE))
-    cfg = eval_config(arguments, source, run)
+    cfg = build_eval_config(arguments, source, run)
     with meet_ranks(cfg) as ranks:
         with ranks.heartbeat.phase("reading the data"):
             for line in settle_formats(cfg):
                 get_logger().info(line)
             tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
             dataset = _read_samples(cfg, tokenizer, source)
-            questions = {} if arguments.no_generate else _questions(dataset, tokenizer)
+            questions = {} if arguments.no_generate else _build_questions(dataset, tokenizer)
         world = make_world(cfg, ranks)
         _check_generates(cfg, questions)
-        placed = _placed(arguments, cfg, source, world)
-        with _fits(source, world):
-            models = _measure(placed, cfg, arguments, dataset, questions, tokenizer, world)
+        evaluated = _load_evaluated_model(arguments, cfg=cfg, source=source, world=world)
+        with _report_out_of_memory(source, world):
+            models = _measure(
+                evaluated,
+                cfg,
+                arguments,
+                dataset=dataset,
+                questions=questions,
+                tokenizer=tokenizer,
+                world=world,
+            )
         if not world.is_main:
             return
-        names = {TUNED: str(source.adapter or source.folder)} | (
-            {BASE: str(placed.base)} if BASE in models else {}
-        )
-        settings = settings_of(cfg, arguments, world.size)
-        _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, out)
+        names = {TUNED: str(source.adapter or source.folder)}
+        if BASE in models:
+            names[BASE] = str(evaluated.base)
+        settings = describe_settings(cfg, arguments, world.size)
+        evaluation = Evaluation(models, names, dataset, questions, tokenizer, settings)
+        _print_results(evaluation, arguments, out)
 
 
 def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> Dataset:
-    """Return the held-out samples, tokenized, after a word on what was read. Raises ConfigError and
-    DataError.
+    """Return the held-out samples, tokenized; log what was read.
+
+    Raises ConfigError and DataError.
     """
     dataset = build_validation_dataset(cfg, tokenizer)
     assert dataset is not None
     for line in format_report_lines(dataset.report):
         get_logger().info(line)
     warn_of_positions(source.spec.max_positions, dataset)
+    # A pair has two answers, and no likelihood of its own.
     if dataset.group != 1:
         raise ConfigError(
             f"validation.source: {cfg.validation.source} holds pairs of answers, expected one"
@@ -113,73 +127,82 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
     return dataset
 
 
-def _placed(
-    arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World
+def _load_evaluated_model(
+    arguments: argparse.Namespace, *, cfg: Any, source: GenerationSource, world: World
 ) -> EvaluatedModel:
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
-    with _fits(source, world), world.heartbeat.phase("loading weights"):
+    with _report_out_of_memory(source, world), world.heartbeat.phase("loading weights"):
         return load_evaluated_model(
-            cfg, source, world, storage, _base_folder(arguments, cfg, source)
+            cfg, source, world, storage, _find_base_folder(arguments, cfg, source)
         )
 
 
 def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> None:
-    """Runs tasks of lm-evaluation-harness, and prints their numbers."""
-    cfg = eval_config(arguments, source, run)
+    """Run tasks of lm-evaluation-harness, and print their numbers."""
+    cfg = build_eval_config(arguments, source, run)
     tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
     tasks = [name.strip() for name in arguments.lm_eval.split(",") if name.strip()]
     options = {name: getattr(arguments, name) for name in ("include_path", "num_fewshot", "limit")}
     with start_world(cfg) as world:
-        placed = _placed(arguments, cfg, source, world)
-        size = cfg.validation.batch_size or cfg.batch_size
+        evaluated = _load_evaluated_model(arguments, cfg=cfg, source=source, world=world)
 
-        def measured(model: Any, which: str) -> dict[tuple[str, str], float]:
-            ours = build_harness_model(
+        def measure_tasks(model: Any, which: str) -> dict[tuple[str, str], float]:
+            harness_model = build_harness_model(
                 model,
                 spec=source.spec,
                 tokenizer=tokenizer,
                 device=world.device,
-                batch_size=size,
+                batch_size=cfg.validation.batch_size or cfg.batch_size,
                 seed=arguments.seed,
             )
-            with _fits(source, world), world.heartbeat.phase(f"tasks ({which})"):
-                return flatten_metrics(run_tasks(ours, tasks, **options))
+            with _report_out_of_memory(source, world), world.heartbeat.phase(f"tasks ({which})"):
+                return flatten_metrics(run_tasks(harness_model, tasks, **options))
 
-        found = _measure_both(placed, arguments, measured)
+        metrics = _measure_both(evaluated, arguments, measure_tasks)
     if arguments.json:
-        numbers = {which: {f"{task} {name}": value for (task, name), value in rows.items()}
-                   for which, rows in found.items()}  # fmt: skip
-        sys.stdout.write(json.dumps(numbers) + "\n")
+        by_name = {
+            which: {f"{task} {name}": value for (task, name), value in values.items()}
+            for which, values in metrics.items()
+        }
+        sys.stdout.write(json.dumps(by_name) + "\n")
         return
     rows = [
-        [task, name, *(f"{each[task, name]:.4f}" for each in found.values())]
-        for task, name in found[TUNED]
+        [task, name, *(f"{values[task, name]:.4f}" for values in metrics.values())]
+        for task, name in metrics[TUNED]
     ]
-    table = Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric"))
+    table = Table("Tasks", ["task", "metric", *metrics], rows, left=("task", "metric"))
     print("\n".join(format_table_lines(table, get_terminal_width())))
 
 
-def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSource) -> Path | None:
-    """Of a model without adapters what its training began from: --base, or the run's model.path."""
+def _find_base_folder(
+    arguments: argparse.Namespace, cfg: Any, source: GenerationSource
+) -> Path | None:
+    """Return the folder that a full model's training began from: --base, or the run's model.path.
+
+    None with adapters, whose base is in the model, and where none is named.
+    """
     if source.adapter is not None or arguments.no_base:
         return None
-    named = arguments.base or (cfg.model.path if run_of(arguments.what) is not None else None)
-    if named is None:
+    name = arguments.base or (cfg.model.path if find_run(arguments.what) is not None else None)
+    if name is None:
         return None
-    folder = find_checkpoint(named)
-    check_weights(source.spec, folder)  # they take the place of the tuned ones
+    folder = find_checkpoint(name)
+    # Its weights take the place of the tuned ones: names and shapes have to be the same.
+    check_weights(source.spec, folder)
     return folder
 
 
-def _questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
-    """The questions of all sequences that have one, and a line about those that have none."""
-    asked = build_questions(dataset, tokenizer.stop_ids)
-    if len(asked) < len(dataset):
+def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
+    """Return the questions by sequence, and log how many sequences have none."""
+    questions = build_questions(dataset, tokenizer.stop_ids)
+    if len(questions) < len(dataset):
         get_logger().info(
-            "note: %d of %d sequences have no question to answer (plain text, or an answer that max_seq_len has cut); "
-            "they count in loss and perplexity alone", len(dataset) - len(asked), len(dataset),
-        )  # fmt: skip
-    return asked
+            "note: %d of %d sequences have no question to answer (plain text, or an answer that"
+            " max_seq_len has cut); they count in loss and perplexity alone",
+            len(dataset) - len(questions),
+            len(dataset),
+        )
+    return questions
 
 
 def _check_generates(cfg: Any, questions: dict[int, Question]) -> None:
@@ -193,7 +216,7 @@ def _check_generates(cfg: Any, questions: dict[int, Question]) -> None:
 
 
 @contextmanager
-def _fits(source: GenerationSource, world: World) -> Iterator[None]:
+def _report_out_of_memory(source: GenerationSource, world: World) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -205,23 +228,22 @@ def _fits(source: GenerationSource, world: World) -> Iterator[None]:
 
 
 def _measure(
-    placed: EvaluatedModel,
+    evaluated: EvaluatedModel,
     cfg: Any,
     arguments: argparse.Namespace,
+    *,
     dataset: Dataset,
     questions: dict[int, Question],
     tokenizer: Tokenizer,
     world: World,
 ) -> dict[str, ModelResults]:
-    """The tuned model, then its base, whose weights may take the place of the tuned ones; in the
-    order of the table.
-    """
+    """Return likelihoods, answers and metrics of the base and the tuned model."""
 
-    def measured(model: Any, which: str) -> ModelResults:
-        found = ModelResults()
+    def measure_model(model: Any, which: str) -> ModelResults:
+        results = ModelResults()
         with world.heartbeat.phase(f"likelihoods ({which})"):
-            found.scores = score_sequences(
-                model, placed.parallel, dataset, cfg, world, tokenizer.pad_id
+            results.scores = score_sequences(
+                model, evaluated.parallel, dataset, cfg, world, tokenizer.pad_id
             )
         if questions:
             options = {
@@ -229,32 +251,36 @@ def _measure(
                 for name in ("max_new_tokens", "temperature", "top_k", "top_p")
             }
             with world.heartbeat.phase(f"answers ({which})"):
-                found.answers = generate_answers(
-                    model, placed.source.spec, questions, world,
-                    batch_size=cfg.validation.batch_size, seed=arguments.seed,
-                    stop_ids=tokenizer.stop_ids, **options,
-                )  # fmt: skip
+                results.answers = generate_answers(
+                    model,
+                    evaluated.source.spec,
+                    questions,
+                    world,
+                    batch_size=cfg.validation.batch_size,
+                    seed=arguments.seed,
+                    stop_ids=tokenizer.stop_ids,
+                    **options,
+                )
         for name in ("exact_match", *arguments.metric) if questions else ():
-            found.metrics[name] = compute_metric(name, found.answers, questions, tokenizer)
-        return found
+            results.metrics[name] = compute_metric(name, results.answers, questions, tokenizer)
+        return results
 
-    return _measure_both(placed, arguments, measured)
+    return _measure_both(evaluated, arguments, measure_model)
 
 
 def _measure_both(
-    placed: EvaluatedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
+    evaluated: EvaluatedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
 ) -> dict[str, Result]:
-    """Measure the tuned model, then its base, whose weights may take its place; return both in a
-    table's order.
-    """
-    tuned = measure(placed.model, TUNED)
-    if arguments.no_base or placed.base is None:
+    """Measure the tuned model and its base; return both in a table's order."""
+    # First, as the base's weights may take the place of the tuned ones.
+    tuned = measure(evaluated.model, TUNED)
+    if arguments.no_base or evaluated.base is None:
         return {TUNED: tuned}
-    with placed.use_base_weights() as base:
+    with evaluated.use_base_weights() as base:
         return {BASE: measure(base, BASE), TUNED: tuned}
 
 
-def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:
+def _print_results(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:
     if out is not None:
         evaluation.write(out)
     if arguments.json:
@@ -273,12 +299,9 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
             print(f"each example: {out / 'examples.jsonl'}\npage: {out / 'report.html'}")
 
 
-# The config that a model is evaluated with: of a run its own samples and settings, of any other
-# model the defaults.
-
-
-_BATCH = 8  # sequences, where nothing else is said
-# What of a run's section `data` does not hold for held-out samples, or is said in another way.
+# The config that a model is evaluated with has a run's samples and settings, or the defaults.
+_BATCH = 8  # sequences in a batch, unless an override says otherwise
+# Keys of a run's section `data` that do not hold for held-out samples, or that others set.
 _NOT_CARRIED = (
     "source",
     "sources",
@@ -289,88 +312,98 @@ _NOT_CARRIED = (
     "packing",
     "shuffle",
 )
-# Of a run, besides its model: how its weights are computed with.
+# Keys of a run, besides its model, by which its weights are computed with.
 _OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
-def eval_config(
+def build_eval_config(
     arguments: argparse.Namespace, source: GenerationSource, run: Path | None
 ) -> FullFinetuneConfig:
-    """The config; its validation.source is what is looked at. ConfigError if there is none."""
+    """Return the config of an evaluation, whose validation.source are the held-out samples.
+
+    Raises ConfigError if nothing names samples.
+    """
     trained = None if run is None else load_run_config(run, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
-    words += _of_model(source, trained)
-    words += _of_samples(arguments, trained)
+    words += _list_model_overrides(source, trained)
+    words += _list_sample_overrides(arguments, trained)
     schema = FullFinetuneConfig if source.adapter is None else LoraFinetuneConfig
     cfg: FullFinetuneConfig = load_config([], [*words, *arguments.overrides], schema)
     return cfg
 
 
-def _of_model(source: GenerationSource, trained: FullFinetuneConfig | None) -> list[str]:
-    """Model, dtype, seed: of the run, or what the files say."""
+def _list_model_overrides(
+    source: GenerationSource, trained: FullFinetuneConfig | None
+) -> list[str]:
+    """Return overrides for model, dtype and length: the run's, or what the model's files say."""
     if trained is not None:
+        words = [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
         model = dataclasses.asdict(trained.model)
-        words = [
-            f"model.{name}={json.dumps(value)}"
-            for name, value in model.items()
-            if value is not None
-        ]
-        words += [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
-        return words
+        set_values = {name: value for name, value in model.items() if value is not None}
+        return words + [f"model.{name}={json.dumps(value)}" for name, value in set_values.items()]
     words = [f"model.path={json.dumps(str(source.folder))}"]
     if isinstance(source.spec, ExternalSpec):
         words.append(f"model.implementation={source.spec.implementation}")
-    found = source.dtype or str(choose_dtype("auto", source.config)).removeprefix("torch.")
-    longest = min(FullFinetuneConfig().max_seq_len, source.spec.max_positions)
-    return [*words, f"dtype={_NAMES.get(found, 'fp32')}", f"max_seq_len={longest}"]
+    dtype = source.dtype or str(choose_dtype("auto", source.config)).removeprefix("torch.")
+    max_seq_len = min(FullFinetuneConfig().max_seq_len, source.spec.max_positions)
+    return [*words, f"dtype={_NAMES.get(dtype, 'fp32')}", f"max_seq_len={max_seq_len}"]
 
 
-def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | None) -> list[str]:
-    """Where the samples are, and how they become tokens."""
-    words, held = [f"validation.batch_size={_BATCH}"], None
+def _list_sample_overrides(
+    arguments: argparse.Namespace, trained: FullFinetuneConfig | None
+) -> list[str]:
+    """Return overrides that name the samples, and say how they become tokens.
+
+    Raises ConfigError if nothing names samples.
+    """
+    words = [f"validation.batch_size={_BATCH}"]
+    validation = None
     if trained is not None:
-        usual = DataConfig()
+        defaults = DataConfig()
         for field in dataclasses.fields(DataConfig):
             value = getattr(trained.data, field.name)
-            if field.name not in _NOT_CARRIED and value != getattr(usual, field.name):
+            # The samples have to become tokens as those of training did.
+            if field.name not in _NOT_CARRIED and value != getattr(defaults, field.name):
                 words.append(f"data.{field.name}={json.dumps(value)}")
         if trained.validation.batch_size is not None:
             words.append(f"validation.batch_size={trained.validation.batch_size}")
-        held = resolve_validation_source(trained.data, trained.validation)
+        validation = resolve_validation_source(trained.data, trained.validation)
+    sources = [word for word in arguments.overrides if word.startswith("validation.source=")]
     if arguments.data:
-        given = {"source": arguments.data, "format": arguments.format or "auto"}
-    elif held is not None:
-        given = {
-            "source": held.source,
-            "format": held.format,
-            "split": held.split,
-            "columns": held.columns,
+        values = {"source": arguments.data, "format": arguments.format or "auto"}
+    elif validation is not None:
+        values = {
+            "source": validation.source,
+            "format": validation.format,
+            "split": validation.split,
+            "columns": validation.columns,
         }
-    elif named := [word for word in arguments.overrides if word.startswith("validation.source=")]:
-        given = {"source": named[-1].partition("=")[2]}
+    elif sources:
+        values = {"source": sources[-1].partition("=")[2]}
     elif arguments.lm_eval:
         return [*words, "data.source=none.jsonl"]  # tasks have samples of their own
     else:
-        whose = (
+        reason = (
             "its config has no validation.source"
             if trained is not None
             else "is no run, which would name them"
         )
         raise ConfigError(
-            f"{show(arguments.what)}: {whose}; give held-out samples with --data FILE"
+            f"{show(arguments.what)}: {reason}; give held-out samples with --data FILE"
         )
-    words += [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
-    words.append(f"validation.source={json.dumps(given['source'])}")
-    most = arguments.max_samples or (
-        held.max_samples if held is not None and not arguments.data else None
-    )
-    return words if most is None else [*words, f"validation.max_samples={most}"]
+    words += [f"data.{name}={json.dumps(value)}" for name, value in values.items()]
+    words.append(f"validation.source={json.dumps(values['source'])}")
+    max_samples = arguments.max_samples
+    # The run's limit is for its own samples.
+    if not max_samples and validation is not None and not arguments.data:
+        max_samples = validation.max_samples
+    return words if max_samples is None else [*words, f"validation.max_samples={max_samples}"]
 
 
-def settings_of(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """What an evaluation was done with, for its page."""
-    found = {
+def describe_settings(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Return what an evaluation was done with, for its page."""
+    settings = {
         "validation.source": cfg.validation.source,
         "data.format": cfg.data.format,
         "max_seq_len": cfg.max_seq_len,
@@ -380,7 +413,7 @@ def settings_of(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str
     }
     if not arguments.no_generate:
         drawn = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-        found |= {
+        settings |= {
             name: getattr(arguments, name) for name in drawn if getattr(arguments, name) is not None
         }
-    return found
+    return settings

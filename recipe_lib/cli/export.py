@@ -1,5 +1,7 @@
-"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: what was trained, as
-others load it.
+"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: write what was trained
+as other programs load it.
+
+This file reads the command line; export_trained.py and exported_model.py, with torch, export.
 """
 
 import argparse
@@ -9,7 +11,8 @@ from recipe_lib.cli.arguments import SWITCH, Options, Parser
 from recipe_lib.errors import DONE, ConfigError, raise_faults
 from recipe_lib.units import choose_lines
 
-DESCRIPTION = """Writes what was trained in a form that other programs load, loads it again and compares logits.
+DESCRIPTION = """Writes what was trained in a form that other programs load, loads it again and \
+compares logits.
 
 CHECKPOINT is a run's output_dir, one of its state/step_N, or the folder of a PEFT adapter.
 
@@ -22,7 +25,8 @@ and for these also a model folder, of a run or not:
   --gguf KIND      one file for llama.cpp and Ollama; of an adapter's folder, the adapter by itself
   --quantize KIND  a Hugging Face folder with linears in 4 or 8 bits, by torchao
 
-An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the export differs."""
+An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the \
+export differs."""
 OPTIONS: Options = {
     "checkpoint": {
         "metavar": "CHECKPOINT",
@@ -70,7 +74,7 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Exports and checks; prints what was written and how it compares."""
+    """Export and check; print what was written and how it compares."""
     arguments = read(words)
     if arguments.gguf or arguments.quantize:
         from recipe_lib.cli.exported_model import export_gguf, export_quantized
@@ -89,13 +93,14 @@ def parser() -> Parser:
 
 
 def read(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line. Raises ConfigError."""
     arguments = parser().parse(words)
     kinds = ("merge", "adapter", "hf", "gguf", "quantize")
     if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
-        *others, last = (f"--{kind}" for kind in kinds)
+        *first_kinds, last = (f"--{kind}" for kind in kinds)
         raise ConfigError(
-            f"tune export: expected one of {', '.join(others)} and {last}; see `tune export --help`"
+            f"tune export: expected one of {', '.join(first_kinds)} and {last}; see `tune export"
+            " --help`"
         )
     faults = choose_lines(
         (

@@ -1,8 +1,7 @@
-"""`tune export` of an adapter, a merged model, or the model of a run: what CHECKPOINT is, what is
-written, and a check.
+"""`tune export` of an adapter, a merged model, or the model of a run.
 
-The run, state or adapter that a folder is, its base, and what goes into the export; imported with
-torch.
+`find_export` finds the run, state or adapter that CHECKPOINT is; `export_hf` and `export_adapted`
+write it, load it again and compare logits with what was trained. Imports torch.
 """
 
 import argparse
@@ -48,7 +47,7 @@ from recipe_lib.checkpoint.verify import (
     load_model_with_adapter,
     make_adapter_settings,
 )
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
@@ -92,21 +91,17 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What CHECKPOINT is. run: the output_dir it is in, cfg: the config of the run that made it,
-    records: the folder with that and its metrics; adapter or state: one of the two.
-    """
+    """What CHECKPOINT is: an adapter or a state, of a run or not."""
 
-    run: Path | None
-    cfg: Any
-    records: Path | None
-    adapter: Path | None
-    state: Path | None
+    run: Path | None  # the output_dir that it is in
+    cfg: Any  # the config of the run that made it, or None
+    records: Path | None  # the folder with that config and the run's metrics
+    adapter: Path | None  # the adapter's folder, or None for a state
+    state: Path | None  # the state's folder, or None for an adapter
 
 
-def run_of(name: str) -> Path | None:
-    """Return the output_dir of the run that wrote a folder: itself, or the one that its model/ or
-    adapter/ is in.
-    """
+def find_run(name: str) -> Path | None:
+    """Return a run's output_dir: the folder itself, or that of its model/ or adapter/."""
     folder = Path(name).expanduser()
     if (folder / CONFIG).is_file():
         return folder
@@ -119,85 +114,88 @@ def run_of(name: str) -> Path | None:
 
 
 def load_run_config(folder: Path, recipe: str | None) -> Any:
-    """Return the config of the run that a folder is of. recipe: that it was made with; None: the
-    one that it names.
-    """
+    """Return the config of a run. recipe: that it was made with; None: the one that it names."""
     path = folder / CONFIG
-    return load_config(path, [], recipe_for(str(path), recipe).schema())
+    return load_config(path, [], find_config_recipe(str(path), recipe).schema())
 
 
 def find_export(arguments: argparse.Namespace) -> ExportSource:
-    """Look at the folder; a state is verified byte by byte. Raises CheckpointError, ConfigError."""
-    path, shown = Path(arguments.checkpoint).expanduser(), show(arguments.checkpoint)
+    """Return what CHECKPOINT is, a state verified. Raises CheckpointError and ConfigError."""
+    path = Path(arguments.checkpoint).expanduser()
+    shown = show(arguments.checkpoint)
     if not path.is_dir():
         raise CheckpointError(
             f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
         )
     if (path / ADAPTER_CONFIG).is_file():
-        return ExportSource(
-            *_run_at(path.parent, arguments, path.name == ADAPTER_FOLDER), adapter=path, state=None
+        # A run's record tells of its adapter/ alone.
+        run, cfg, records = _load_run_records(
+            path.parent, arguments, adapter=path.name == ADAPTER_FOLDER
         )
+        return ExportSource(run=run, cfg=cfg, records=records, adapter=path, state=None)
     if (path / "manifest.json").is_file():
+        # OUTPUT_DIR/state/step_N, or OUTPUT_DIR/state/best/step_N.
         is_best = path.absolute().parent.name == BEST_FOLDER
-        folder, cfg, records = _run_at(
-            path.parent.parent.parent if is_best else path.parent.parent, arguments
-        )
+        folder = path.parent.parent.parent if is_best else path.parent.parent
+        run, cfg, records = _load_run_records(folder, arguments)
         if cfg is None:
             raise CheckpointError(
                 f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir"
             )
-        return ExportSource(
-            folder, cfg, records, None, find_state(path.parent, str(path), SingleRank())
-        )
-    folder, cfg, records = _run_at(path, arguments)
-    is_model = (path / "config.json").is_file()
-    if folder is None:
-        what = "is a model folder already" if is_model else "is no run, state or adapter"
+        state = find_state(path.parent, str(path), SingleRank())
+        return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
+    run, cfg, records = _load_run_records(path, arguments)
+    if run is None:
+        reason = "is no run, state or adapter"
+        if (path / "config.json").is_file():
+            reason = "is a model folder already"
         raise CheckpointError(
-            f"{shown}: {what}; expected a run's output_dir, a state/step_N, or an adapter's folder"
+            f"{shown}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's"
+            " folder"
         )
     adapter = path / ADAPTER_FOLDER
     has_adapter = (adapter / ADAPTER_CONFIG).is_file()
     if has_adapter and not arguments.hf:
-        folder, cfg, records = _run_at(path, arguments, adapter=True)
-        saved = {
+        run, cfg, records = _load_run_records(path, arguments, adapter=True)
+        states = {
             file.stat().st_mtime: file.parent
             for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
         }
-        if (
-            saved and max(saved) > (adapter / ADAPTER_CONFIG).stat().st_mtime
-        ):  # the run was gone on with, and not ended
+        # The run was resumed after it had exported its adapter, and has not ended.
+        if states and max(states) > (adapter / ADAPTER_CONFIG).stat().st_mtime:
             print_wrapped(
-                f"note: {saved[max(saved)]} is newer than {adapter}, which is taken; name the state"
-                " to export it"
+                f"note: {states[max(states)]} is newer than {adapter}, which is taken; name the"
+                " state to export it"
             )
-        return ExportSource(folder, cfg, records, adapter, None)
+        return ExportSource(run=run, cfg=cfg, records=records, adapter=adapter, state=None)
     state = _find_state_of_run(path / STATE_FOLDER, cfg) if (path / STATE_FOLDER).is_dir() else None
     if state is None:
-        what = (
+        reason = (
             "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps"
             " to have states"
         )
         if (path / MODEL_FOLDER / "config.json").is_file():
-            what = (
+            reason = (
                 f"has no state to export; {path / MODEL_FOLDER} is its trained model, exported"
                 " already"
             )
         elif has_adapter:
-            what = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
-        raise CheckpointError(f"{shown}: {what}")
-    return ExportSource(folder, cfg, records, None, state)
+            reason = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
+        raise CheckpointError(f"{shown}: {reason}")
+    return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
 
 
-def _run_at(
+def _load_run_records(
     folder: Path, arguments: argparse.Namespace, adapter: bool = False
 ) -> tuple[Path | None, Any, Path | None]:
-    """The run's folder, its config and where that is, if the folder is a run's."""
+    """Return (run, its config, folder with its records) of a run's folder; three None of another.
+
+    adapter: the records of the run that made the folder's adapter.
+    """
     records = folder
     record = read_record(folder) if adapter else None
-    if (
-        record is not None and ADAPTER_FOLDER in record.earlier and record.kept
-    ):  # a run that replaces it is under way
+    # A run that will replace the adapter is under way: the records of the run before are elsewhere.
+    if record is not None and ADAPTER_FOLDER in record.earlier and record.kept:
         records = folder / record.kept[0]
         print_wrapped(
             f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see"
@@ -209,93 +207,91 @@ def _run_at(
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
-    """Of a run that keeps its best step the weights of that, as the newest state has it; else the
-    newest state.
-    """
+    """Return the best step of a run that keeps it, as its newest state says; else the newest."""
     best = find_best_state(root) if cfg.checkpoint.keep_best else None
     if best is None:
         return find_state(root, "latest", SingleRank())
-    newer = [path.parent for path in root.glob("best/step_*/manifest.json") if path.parent != best]
-    newer = [path for path in newer if path.stat().st_mtime > best.stat().st_mtime]
     print_wrapped(f"note: {best} is the best step of the run, and is taken")
-    for path in newer:
-        print_wrapped(f"note: {path} is newer, of steps after the last state; name it to export it")
+    for manifest in root.glob("best/step_*/manifest.json"):
+        path = manifest.parent
+        if path != best and path.stat().st_mtime > best.stat().st_mtime:
+            print_wrapped(
+                f"note: {path} is newer, of steps after the last state; name it to export it"
+            )
     return find_state(best.parent, str(best), SingleRank())
 
 
-def implementation_of(found: ExportSource) -> str | None:
-    """Of the run's model, or what the adapter says of its base; None: see `read_trained_spec`."""
-    if found.cfg is not None:
-        return str(found.cfg.model.implementation)
-    return (
-        None
-        if found.adapter is None
-        else read_adapter(found.adapter).metadata.get(BASE_IMPLEMENTATION)
-    )
+def get_implementation(source: ExportSource) -> str | None:
+    """Return the implementation that was trained, as config or adapter name it, or None."""
+    if source.cfg is not None:
+        return str(source.cfg.model.implementation)
+    if source.adapter is None:
+        return None
+    return read_adapter(source.adapter).metadata.get(BASE_IMPLEMENTATION)
 
 
-def beside_weights(
-    found: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
+def build_export_arguments(
+    source: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Arguments of an export: the tokenizer's files, the template and stop tokens that the run
-    used, and the card.
-    """
-    if found.cfg is None:
-        return _beside_strange_adapter(found, base, spec, is_adapter)
-    cfg, run = found.cfg, found.records
+    """Return arguments of an export: the run's tokenizer, template, stop tokens, and the card."""
+    if source.cfg is None:
+        return _build_arguments_without_run(source, base, spec, is_adapter)
+    cfg = source.cfg
     folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
     template = find_trained_template(cfg, tokenizer)
-    if found.state:
-        step: int | None = parse_step(found.state)
-        extra = read_state_json(found.state)["extra"]
-        is_best = found.state.absolute().parent.name == BEST_FOLDER
+    if source.state:
+        step: int | None = parse_step(source.state)
+        extra = read_state_json(source.state)["extra"]
+        is_best = source.state.absolute().parent.name == BEST_FOLDER
         exported = f"best step {step}: {extra['metric']} {extra['value']:.4f}" if is_best else None
     else:
-        summary = find_object(run / SUMMARY_FILE) if run else {}  # a run that was killed has none
+        # A run that was killed has none.
+        summary = find_object(source.records / SUMMARY_FILE) if source.records else {}
         step = summary.get("exported_step")
         exported = summary.get("outcome")
     shown = get_public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
-    commands = _list_commands(
-        spec, shown, cfg.trained_adapters if is_adapter else None, template is not None
-    )
+    adapter = cfg.trained_adapters if is_adapter else None
+    commands = _list_commands(spec, shown, adapter=adapter, template=template is not None)
+    card = None
+    if run := source.records:
+        card = run_card(
+            cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported
+        )
     return {
         "tokenizer_folder": folder,
         "chat_template": template,
         "stop_ids": tokenizer.stop_ids,
-        "card": (
-            run_card(
-                cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported
-            )
-            if run
-            else None
-        ),
+        "card": card,
     }
 
 
-def _beside_strange_adapter(
-    found: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
+def _build_arguments_without_run(
+    source: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Of an adapter without its run: the tokenizer that lies beside it is the one it was trained
-    with.
-    """
-    assert found.adapter is not None
-    held = read_adapter(found.adapter)
-    assert base is not None
-    lora, named = make_adapter_settings(held, spec), resolve_base_name(held.config.base, base)
-    own = any((found.adapter / name).is_file() for name in TOKENIZER_FILES)
-    shown, template = get_public_name(named, base), (found.adapter / CHAT_TEMPLATE).is_file()
-    commands = _list_commands(spec, shown, lora if is_adapter else None, template)
-    card = make_model_card(
-        None, base=named, base_folder=base, lora=lora, is_adapter=is_adapter, commands=commands
+    """Return the arguments of an export of an adapter without its run."""
+    assert source.adapter is not None and base is not None
+    adapter = read_adapter(source.adapter)
+    lora = make_adapter_settings(adapter, spec)
+    base_name = resolve_base_name(adapter.config.base, base)
+    commands = _list_commands(
+        spec,
+        get_public_name(base_name, base),
+        adapter=lora if is_adapter else None,
+        template=(source.adapter / CHAT_TEMPLATE).is_file(),
     )
-    return {"tokenizer_folder": found.adapter if own else base, "card": card}
+    card = make_model_card(
+        None, base=base_name, base_folder=base, lora=lora, is_adapter=is_adapter, commands=commands
+    )
+    # A tokenizer next to the adapter is the one that it was trained with.
+    has_tokenizer = any((source.adapter / name).is_file() for name in TOKENIZER_FILES)
+    return {"tokenizer_folder": source.adapter if has_tokenizer else base, "card": card}
 
 
 def _list_commands(
-    spec: ModelSpec, base: str, adapter: LoraConfig | None, template: bool
+    spec: ModelSpec, base: str, *, adapter: LoraConfig | None, template: bool
 ) -> list[str]:
-    """Return what the card says to do with a model, or with an adapter on its base."""
+    """Return the commands on the card: for a model, or for an adapter on its base."""
     if adapter is None:
         return model_commands(ANYWHERE)
     return adapter_commands(
@@ -303,17 +299,15 @@ def _list_commands(
     )
 
 
-def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
-    """The folder of an adapter's base: the one that --base, its run or the adapter itself names.
-    CheckpointError.
-    """
+def find_base(source: ExportSource, arguments: argparse.Namespace) -> Path:
+    """Return the folder of the base that --base, adapter or run names. Raises CheckpointError."""
     if arguments.base:
         return find_checkpoint(arguments.base)
     # The adapter's own name of it is found from any folder, the config's may be a path from where
     # the run was started.
-    name = "" if found.adapter is None else read_adapter_config(found.adapter).base
-    if found.cfg is not None and not name:
-        model = found.cfg.model
+    name = "" if source.adapter is None else read_adapter_config(source.adapter).base
+    if source.cfg is not None and not name:
+        model = source.cfg.model
         return find_adapter_base(
             arguments.checkpoint, model.path or str(model.preset), is_preset=not model.path
         )
@@ -325,19 +319,21 @@ def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
 
 
 def write_merged(
-    found: ExportSource,
+    source: ExportSource,
+    *,
     base: Path,
     adapter: Path,
     out: Path,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> None:
-    """The adapter merged into its base, as the folder `out`. dtype: of the base while the adapter
-    was trained.
+    """Merge an adapter into its base, and write the model as the folder `out`.
 
-    CheckpointError, StorageError; then there is no folder.
+    dtype: of the base while the adapter was trained. out_dtype: of what is written. Raises
+    CheckpointError and StorageError; then there is no folder.
     """
-    implementation = implementation_of(found)
+    implementation = get_implementation(source)
+    spec = read_trained_spec(read_config(base), str(base), implementation)
     merge_adapter(
         base,
         adapter,
@@ -347,40 +343,34 @@ def write_merged(
         out_dtype=out_dtype,
         ranks=SingleRank(),
         implementation=implementation,
-        **beside_weights(
-            found,
-            base,
-            read_trained_spec(read_config(base), str(base), implementation),
-            is_adapter=False,
-        ),
+        **build_export_arguments(source, base, spec, is_adapter=False),
     )
 
 
-def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
-    """Where to write; a folder that is there is not touched."""
+def _choose_target(source: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
+    """Return the folder to write. Raises ConfigError if it is there."""
     if arguments.out:
         out = Path(arguments.out).expanduser()
-    elif found.state is not None and found.run is not None:
-        out = found.run / f"{kind}_{found.state.name}"
+    elif source.state is not None and source.run is not None:
+        out = source.run / f"{kind}_{source.state.name}"
+    elif source.run is not None:
+        out = source.run / kind
     else:
-        assert found.adapter is not None
-        out = (
-            found.run / kind
-            if found.run
-            else found.adapter.with_name(f"{found.adapter.absolute().name}-{kind}")
-        )
+        assert source.adapter is not None
+        out = source.adapter.with_name(f"{source.adapter.absolute().name}-{kind}")
     if os.path.lexists(out):
         raise ConfigError(f"{out}: exists; choose another folder with --out, or remove it")
     return out
 
 
-def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
-    """The model of a state of full fine-tuning."""
-    if found.state is None or has_adapters(found.state):
+def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
+    """Export the model of a state that trained all weights, and check it."""
+    if source.state is None or has_adapters(source.state):
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: holds an adapter; use --merge or --adapter"
         )
-    cfg, out = found.cfg, _target(found, "model", arguments)
+    cfg = source.cfg
+    out = _choose_target(source, "model", arguments)
     device = choose_device(arguments.device)
     base = find_checkpoint(cfg.model.path) if cfg.model.path else None
     config = read_config(base) if base else read_preset_config(cfg.model.preset)
@@ -389,94 +379,111 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     model = build_meta(spec, dtype)
     allocate(model, device)
     model.eval()
-    load_state(found.state, model, None, SingleRank())
-    sizes = int(cfg.checkpoint.max_shard_gib * GIB)
-    beside = beside_weights(found, base, spec, is_adapter=False)
-    export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **beside)
+    load_state(source.state, model, None, SingleRank())
+    export_model(
+        model,
+        spec,
+        config,
+        out,
+        max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
+        world=SingleRank(),
+        **build_export_arguments(source, base, spec, is_adapter=False),
+    )
     if base:
         log_left_out(spec, base, "export")
     trained = compute_prompt_logits(model)
-    del model
-    tell(
-        f"model: {out}",
-        compare_logits(trained, compute_prompt_logits(load_model(spec, out, dtype, device))),
-        dtype,
-        out,
-    )
+    del model  # the exported one comes in its place
+    exported = compute_prompt_logits(load_model(spec, out, dtype, device))
+    report_comparison(f"model: {out}", compare_logits(trained, exported), dtype=dtype, out=out)
     print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
     print_next(model_commands(out))
 
 
-def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
-    """The adapter of a folder or of a state, alone or merged into its base."""
-    if found.state is not None and not has_adapters(found.state):
-        raise CheckpointError(f"{found.state}: is of a run that trained all weights; use --hf")
-    base = base_of(found, arguments)
+def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
+    """Export the adapter of a folder or of a state, alone or merged into its base, and check it."""
+    if source.state is not None and not has_adapters(source.state):
+        raise CheckpointError(f"{source.state}: is of a run that trained all weights; use --hf")
+    base = find_base(source, arguments)
     config = read_config(base)
-    spec = read_trained_spec(config, str(base), implementation_of(found))
+    spec = read_trained_spec(config, str(base), get_implementation(source))
     check_weights(spec, base)
     device = choose_device(arguments.device)
-    rewrite = found.state is not None or (arguments.adapter and arguments.out)
+    # An adapter's own folder is only checked, unless --out asks for another.
+    rewrite = source.state is not None or (arguments.adapter and arguments.out)
     out = None
     if arguments.merge:
-        out = _target(found, "model", arguments)
+        out = _choose_target(source, "model", arguments)
     elif rewrite:
-        out = _target(found, "adapter", arguments)
+        out = _choose_target(source, "adapter", arguments)
     if (
         rewrite
-        and found.adapter is not None
-        and (parts := check_fits(read_adapter(found.adapter), spec).parts)
+        and source.adapter is not None
+        and (parts := check_fits(read_adapter(source.adapter), spec).parts)
     ):
         raise CheckpointError(
-            f"{found.adapter}: brings {min(parts)} of its base along, which --adapter would not"
+            f"{source.adapter}: brings {min(parts)} of its base along, which --adapter would not"
             " write; copy the folder as it is, or merge it (--merge)"
         )
-    model, dtype = _trained_model(found, spec, base, config, device)
+    model, dtype = _load_trained_model(source, spec, base=base, config=config, device=device)
     trained = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
     with tempfile.TemporaryDirectory(prefix="tune-export-") as scratch:
-        adapter = found.adapter or Path(scratch) / "adapter"
+        adapter = source.adapter or Path(scratch) / "adapter"
         if rewrite:
             adapter = out if arguments.adapter and out else adapter
-            _write_adapter(model, spec, found, base, config, adapter)
+            _write_adapter(model, spec, source, base=base, config=config, out=adapter)
         del model
         if arguments.merge and out:
-            _check_merged(found, arguments, base, adapter, out, dtype, device, trained)
+            _merge_and_check(
+                source,
+                arguments,
+                base=base,
+                adapter=adapter,
+                out=out,
+                dtype=dtype,
+                device=device,
+                trained=trained,
+            )
         else:
-            _check_adapter(found, base, spec, adapter, dtype, device, trained)
-            _tell_next(found, arguments, spec, adapter)
+            _check_adapter(
+                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, trained=trained
+            )
+            _print_next_commands(source, arguments, spec=spec, adapter=adapter)
 
 
-def _trained_model(
-    found: ExportSource, spec: ModelSpec, base: Path, config: dict[str, Any], device: torch.device
+def _load_trained_model(
+    source: ExportSource, spec: ModelSpec, base: Path, config: dict[str, Any], device: torch.device
 ) -> tuple[Decoder, torch.dtype]:
-    """The model as it was trained: base, adapter, types and storage. And the type of its base."""
-    if found.state is not None:
-        dtype = DTYPES[found.cfg.dtype]
-        model = load_model(spec, base, dtype, device, found.cfg.lora)
-        load_state(found.state, model, None, SingleRank())
+    """Return the model as it was trained, its adapter on its base, and the base's type."""
+    if source.state is not None:
+        dtype = DTYPES[source.cfg.dtype]
+        model = load_model(spec, base, dtype, device, source.cfg.lora)
+        load_state(source.state, model, None, SingleRank())
         return model, dtype
-    assert found.adapter is not None
-    adapter = read_adapter(found.adapter)
+    assert source.adapter is not None
+    adapter = read_adapter(source.adapter)
     check_fits(adapter, spec)
     check_base(adapter, spec, base)
     dtype = choose_dtype(DTYPE_NAMES.get(adapter.metadata.get(BASE_DTYPE, ""), "auto"), config)
-    return load_model_with_adapter(found.adapter, spec, base, dtype, device)[0], dtype
+    return load_model_with_adapter(source.adapter, spec, base, dtype, device)[0], dtype
 
 
 def _write_adapter(
     model: Decoder,
     spec: ModelSpec,
-    found: ExportSource,
+    source: ExportSource,
+    *,
     base: Path,
     config: dict[str, Any],
     out: Path,
 ) -> None:
-    if found.state is not None:
-        lora, name = found.cfg.lora, str(found.cfg.model.path)
+    if source.state is not None:
+        lora = source.cfg.lora
+        name = str(source.cfg.model.path)
     else:
-        assert found.adapter is not None
-        adapter = read_adapter(found.adapter)
-        lora, name = make_adapter_settings(adapter, spec), adapter.config.base
+        assert source.adapter is not None
+        adapter = read_adapter(source.adapter)
+        lora = make_adapter_settings(adapter, spec)
+        name = adapter.config.base
     export_adapter(
         model,
         spec,
@@ -486,12 +493,12 @@ def _write_adapter(
         base_folder=base,
         source_config=config,
         world=SingleRank(),
-        **beside_weights(found, base, spec, is_adapter=True),
+        **build_export_arguments(source, base, spec, is_adapter=True),
     )
 
 
 def _check_adapter(
-    found: ExportSource,
+    *,
     base: Path,
     spec: ModelSpec,
     adapter: Path,
@@ -499,48 +506,58 @@ def _check_adapter(
     device: torch.device,
     trained: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
+    """Load an adapter again, by us and by PEFT, and compare its logits with the trained ones.
+
+    trained: logits with the adapter, and those of its base.
+    """
     model, filled = load_model_with_adapter(adapter, spec, base, dtype, device)
-    held = read_adapter(adapter)
+    adapter_file = read_adapter(adapter)
     print_wrapped(
-        f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is"
-        " left over"
+        f"check: {filled} modules have their adapter, none of {len(adapter_file.tensors)} in the"
+        " file is left over"
     )
-    if held.config.dora:
+    if adapter_file.config.dora:
         print_wrapped(
             "note: vLLM does not load DoRA adapters; serve the merged model there (tune export"
             " --merge)"
         )
     logits = compute_prompt_logits(model)
     del model  # PEFT's comes in its place
-    tell(f"adapter: {adapter}", compare_logits(trained[0], logits, trained[1]), dtype, adapter)
+    comparison = compare_logits(trained[0], logits, trained[1])
+    report_comparison(f"adapter: {adapter}", comparison, dtype=dtype, out=adapter)
     print_wrapped(check_with_peft(adapter, base, spec, dtype, device, trained))
 
 
-def _tell_next(
-    found: ExportSource, arguments: argparse.Namespace, spec: ModelSpec, adapter: Path
+def _print_next_commands(
+    source: ExportSource, arguments: argparse.Namespace, *, spec: ModelSpec, adapter: Path
 ) -> None:
-    """The commands that go on from an adapter, each of which works with its folder as it is."""
-    held = read_adapter(adapter)
-    if held.extras:  # which neither vLLM nor PEFT knows
+    """Print the commands that work with an adapter's folder as it is."""
+    adapter_file = read_adapter(adapter)
+    # Neither vLLM nor PEFT knows the extras.
+    if adapter_file.extras:
         return
-    lora, base = make_adapter_settings(held, spec), arguments.base or held.config.base
-    template = (adapter / CHAT_TEMPLATE).is_file()
-    given = bool(arguments.base) and os.path.abspath(arguments.base) != held.config.base
+    lora = make_adapter_settings(adapter_file, spec)
+    base_name = adapter_file.config.base
     commands = adapter_commands(
-        adapter, base, lora, rank=lora.rank, with_base=given, template=template
+        adapter,
+        arguments.base or base_name,
+        lora,
+        rank=lora.rank,
+        with_base=bool(arguments.base) and os.path.abspath(arguments.base) != base_name,
+        template=(adapter / CHAT_TEMPLATE).is_file(),
     )
     # vLLM loads A and B alone: what else the file has of the base it would leave out or refuse.
-    print_next(commands[:1] if check_fits(held, spec).parts else commands)
-    is_of_run = (
-        found.run is not None and adapter.parent == found.run
-    )  # where a merged model would be the run's
+    print_next(commands[:1] if check_fits(adapter_file, spec).parts else commands)
+    # Of an adapter in a run's folder --merge writes the run's model/, which must not be there yet.
+    is_of_run = source.run is not None and adapter.parent == source.run
     if not (is_of_run and (adapter.parent / "model").exists()):
         print_next([merge_command(adapter, arguments.base, arguments.recipe)])
 
 
-def _check_merged(
-    found: ExportSource,
+def _merge_and_check(
+    source: ExportSource,
     arguments: argparse.Namespace,
+    *,
     base: Path,
     adapter: Path,
     out: Path,
@@ -548,18 +565,19 @@ def _check_merged(
     device: torch.device,
     trained: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    held = read_adapter(adapter)
-    wanted = DTYPES[arguments.dtype] if arguments.dtype else dtype
-    write_merged(found, base, adapter, out, dtype, wanted)
-    spec = read_trained_spec(read_config(out), str(out), implementation_of(found))
+    """Merge the adapter into its base, load the model again and compare as `_check_adapter`."""
+    num_adapted = len(read_adapter(adapter).tensors)
+    out_dtype = DTYPES[arguments.dtype] if arguments.dtype else dtype
+    write_merged(source, base=base, adapter=adapter, out=out, dtype=dtype, out_dtype=out_dtype)
+    spec = read_trained_spec(read_config(out), str(out), get_implementation(source))
     print_wrapped(
-        f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there"
+        f"check: {num_adapted} adapted modules are merged, every tensor of the model is there"
     )
-    comparison = compare_logits(
-        trained[0], compute_prompt_logits(load_model(spec, out, wanted, device)), trained[1]
-    )
-    coarser = min(dtype, wanted, key=lambda kind: kind.itemsize)
-    tell(f"model: {out}", comparison, coarser, out)
+    merged = compute_prompt_logits(load_model(spec, out, out_dtype, device))
+    comparison = compare_logits(trained[0], merged, trained[1])
+    # The rounding that both computations share at most.
+    coarser = min(dtype, out_dtype, key=lambda kind: kind.itemsize)
+    report_comparison(f"model: {out}", comparison, dtype=coarser, out=out)
     print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(
@@ -569,10 +587,10 @@ def _check_merged(
     print_next(model_commands(out))
 
 
-def tell(written: str, comparison: Comparison, dtype: torch.dtype, out: Path) -> None:
-    """Prints what was written and how it compares; CheckpointError if it differs by more than
-    rounding.
-    """
+def report_comparison(
+    written: str, comparison: Comparison, *, dtype: torch.dtype, out: Path
+) -> None:
+    """Print what was written and how it compares; raise CheckpointError beyond dtype's rounding."""
     print_wrapped(written)
     if not comparison.is_within_rounding(dtype):
         raise CheckpointError(

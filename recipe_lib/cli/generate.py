@@ -1,10 +1,8 @@
-"""`tune generate WHAT`: answers of a model, or of an adapter beside its base, as they are made:
-one, or a conversation.
+"""`tune generate WHAT`: print answers of a model, or of an adapter on its base, as they are made.
 
-Standard output carries the text and one newline after it; everything else goes to standard error.
-
-Without --prompt it is a conversation: lines of a terminal, or of a pipe, one a turn. A terminal's
-prompt and every note go to where they can be seen.
+This file reads the command line and holds conversations, lines of a terminal or of a pipe;
+answer.py, which imports torch, loads and answers. Standard output has the text and one newline
+after it; everything else goes to standard error.
 """
 
 import argparse
@@ -19,10 +17,10 @@ from recipe_lib.cli.arguments import (
     SWITCH,
     Options,
     Parser,
-    check_place,
-    draw_faults,
+    check_output_path,
+    find_draw_faults,
+    find_lone_options,
     find_low_numbers,
-    tell_lone,
 )
 from recipe_lib.config.local_files import check_model_present
 from recipe_lib.config.suggest import show
@@ -35,16 +33,21 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Answers with a model, and streams the text to standard output.
 
-WHAT is a model folder, the folder of a PEFT adapter (its base is found by its adapter_config.json), a run's output_dir
+WHAT is a model folder, the folder of a PEFT adapter (its base is found by its \
+adapter_config.json), a run's output_dir
 (its model/ or adapter/, the newer one), or a hub id that `tune download` has fetched.
 
-With --prompt it gives one answer. Without, it is a conversation: what is typed is answered, and so is each line of a
+With --prompt it gives one answer. Without, it is a conversation: what is typed is answered, and \
+so is each line of a
 pipe. /reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer.
 
---prompts answers those of a file in batches, one JSON object a line; with --out FILE a second start goes on with it.
+--prompts answers those of a file in batches, one JSON object a line; with --out FILE a second \
+start goes on with it.
 
-The prompt is a user's message: it is put into the tokenizer's chat template, or without one into the plain template
-that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins from nothing."""
+The prompt is a user's message: it is put into the tokenizer's chat template, or without one into \
+the plain template
+that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins \
+from nothing."""
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 STORAGES = ("auto", "none", "nf4", "int8")
@@ -91,11 +94,12 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Loads the model, and prints one answer or those of a conversation."""
+    """Load the model, and print one answer or those of a conversation."""
     arguments = parser().parse(words)
     check(arguments)
+    # Before torch is imported, which takes seconds.
     for name in filter(None, (arguments.checkpoint, arguments.base)):
-        check_model_present(name)  # before torch is imported
+        check_model_present(name)
 
     from recipe_lib.report.phases import importing
 
@@ -111,9 +115,9 @@ def parser() -> Parser:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuses numbers that make no sense, all at once."""
-    prompt, prompts = arguments.prompt, arguments.prompts
-    raw, system = arguments.raw, arguments.system
+    """Raise ConfigError for options that make no sense, all of them at once."""
+    prompt = arguments.prompt
+    prompts = arguments.prompts
     lone = [
         name
         for name in ("out", "batch_size")
@@ -121,7 +125,7 @@ def check(arguments: argparse.Namespace) -> None:
     ]
     faults = choose_lines(
         (
-            prompt == "" and not raw,
+            prompt == "" and not arguments.raw,
             "--prompt: is empty; give a text, or begin from nothing with --raw",
         ),
         (
@@ -133,77 +137,82 @@ def check(arguments: argparse.Namespace) -> None:
             f"--prompts: found {show(str(prompts))}, expected a file {' or '.join(SUFFIXES)}",
         ),
         (
-            raw and prompt is None and prompts is None,
+            arguments.raw and prompt is None and prompts is None,
             "--raw: continues a text, and there is none; give it with --prompt",
         ),
         (
-            raw and system is not None,
+            arguments.raw and arguments.system is not None,
             "--system: --raw writes no messages; leave one of the two out",
         ),
-        (system == "", "--system: is empty; give a text, or leave it out"),
+        (arguments.system == "", "--system: is empty; give a text, or leave it out"),
         (_is_broken(prompt or ""), "--prompt: is not UTF-8; give it in UTF-8 text"),
-        (_is_broken(system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
+        (_is_broken(arguments.system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
     )
+    # A --batch-size without --prompts is told already.
     low = find_low_numbers(arguments, **({} if lone else {"batch_size": 1}))
     raise_faults(
-        ConfigError, [*draw_faults(arguments), *tell_lone(lone, "--prompts"), *low, *faults]
+        ConfigError,
+        [*find_draw_faults(arguments), *find_lone_options(lone, "--prompts"), *low, *faults],
     )
     arguments.batch_size = arguments.batch_size or 8
     if arguments.out is not None:
         out = str(Path(arguments.out).expanduser())
-        check_place("--out", out, [("--prompts", arguments.prompts)], makes_folders=True)
+        check_output_path("--out", out, [("--prompts", arguments.prompts)], makes_folders=True)
 
 
-def is_terminal() -> bool:
-    """Whether somebody types."""
+def is_interactive() -> bool:
+    """Return True if somebody types: standard input is a terminal."""
     return bool(sys.stdin and sys.stdin.isatty())
 
 
 def talk(chat: "Chat", name: str) -> None:
-    """Answers line by line until the lines end. name: of the model, for a terminal's first line.
+    """Answer line by line until the lines end. name: of the model, for a terminal's first line.
 
-    A line that cannot be answered is told at a terminal; in a pipe it ends the conversation
-    (ConfigError, DataError).
+    At a terminal a note tells of a line that cannot be answered; in a pipe it ends the
+    conversation, by ConfigError or DataError.
     """
-    if is_terminal():
+    if is_interactive():
         _tell(f"{name}; {HELP}")
-    for number, line in enumerate(_typed() if is_terminal() else _piped(), start=1):
+    for number, line in enumerate(
+        _read_typed_lines() if is_interactive() else _read_piped_lines(), start=1
+    ):
         question = line.strip()
         if question == "/exit":
             return
         if question == "/reset":
             chat.reset()
             _tell("the conversation begins anew")
-        elif _is_broken(question):  # at a terminal
+        elif _is_broken(question):  # at a terminal; a pipe's reader raises
             _tell("note: this line is not UTF-8 and was left out; check the terminal's encoding")
         elif question:
-            _answer(chat, line, number)
+            _print_answer(chat, line, number)
 
 
-def _answer(chat: "Chat", question: str, number: int) -> None:
-    """Prints an answer as it is made. At a terminal what goes wrong with one question is told, and
-    the next one may be asked; who reads the answers to a pipe would take the next one for this.
-    number: of the line.
+def _print_answer(chat: "Chat", question: str, number: int) -> None:
+    """Print an answer as it is made. number: of the line that asked.
+
+    At a terminal an error is told, and the next question may be asked.
     """
-    begun = False
+    has_begun = False
     try:
         with contextlib.closing(chat.answer(question)) as pieces:
             for piece in pieces:
-                begun = True
+                has_begun = True
                 sys.stdout.write(piece)
                 sys.stdout.flush()
     except (ConfigError, DataError) as error:
-        if begun:
+        if has_begun:
             raise
-        if not is_terminal():
-            again = "; a line /reset before it begins anew" if chat.messages else ""
+        # Whoever reads the answers of a pipe would take the next one for this.
+        if not is_interactive():
+            hint = "; a line /reset before it begins anew" if chat.messages else ""
             raise type(error)(
-                *(f"standard input: line {number}: {fault}{again}" for fault in error.faults)
+                *(f"standard input: line {number}: {fault}{hint}" for fault in error.faults)
             ) from error
         _tell(f"note: {error}; this line was left out, /reset begins anew")
         return
     except KeyboardInterrupt:
-        if not is_terminal():
+        if not is_interactive():
             raise
         print(flush=True)
         _tell("stopped")
@@ -214,20 +223,24 @@ def _answer(chat: "Chat", question: str, number: int) -> None:
 
 
 def _is_broken(line: str) -> bool:
-    """Whether it had bytes that are not UTF-8, as `surrogateescape` keeps them."""
+    """Return True if a line had bytes that are not UTF-8, which `surrogateescape` keeps."""
     return any("\ud800" <= letter <= "\udfff" for letter in line)
 
 
-def _typed() -> Iterator[str]:
+# Yield the lines that are typed at a terminal.
+def _read_typed_lines() -> Iterator[str]:
+    # input() then has readline's keys and history.
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (input() then has its keys and its history)
+        import readline  # noqa: F401
+    # input() would fail at such bytes, or not, by the locale.
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # input() would fail, or not, by the locale
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             if sys.stdout.isatty():
                 yield input("> ")
-            else:  # input() would write its prompt among the answers
+            else:
+                # input() would write its prompt among the answers.
                 print("> ", end="", file=sys.stderr, flush=True)
                 yield input()
         except EOFError:
@@ -237,7 +250,8 @@ def _typed() -> Iterator[str]:
             print(file=sys.stderr)
 
 
-def _piped() -> Iterator[str]:
+# Yield the lines of a pipe. Raises ConfigError for one that is not UTF-8.
+def _read_piped_lines() -> Iterator[str]:
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(sys.stdin or (), start=1):

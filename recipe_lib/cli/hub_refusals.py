@@ -1,4 +1,4 @@
-"""What the Hugging Face hub refuses, as a line with the remedy."""
+"""Turn what the Hugging Face hub refuses into one line with the remedy."""
 
 import errno
 from collections.abc import Iterator
@@ -10,10 +10,14 @@ from recipe_lib.errors import ConfigError, SetupError, StorageError
 
 
 @contextmanager
-def one_line(repo: str, revision: str | None = None, *, uploads: bool = False) -> Iterator[None]:
-    """Turn what the hub, the network or the disk refuses into one line with the remedy. uploads:
-    files are sent.
+def convert_hub_errors(
+    repo: str, revision: str | None = None, *, uploads: bool = False
+) -> Iterator[None]:
+    """Turn what the hub, the network or the disk refuses into one line with the remedy.
+
+    uploads: files are sent. Raises ConfigError, SetupError or StorageError.
     """
+    # Imported here: only a command that uses the hub pays for it.
     from huggingface_hub.errors import (
         HFValidationError,
         HTTPError,
@@ -31,8 +35,9 @@ def one_line(repo: str, revision: str | None = None, *, uploads: bool = False) -
         verb = "upload" if uploads else "download"
         raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to {verb}") from error
     except (HTTPError, LocalEntryNotFoundError) as error:
-        raise hub_error(repo, revision, error, uploads) from error
+        raise make_hub_error(repo, revision, error, uploads) from error
     except (OSError, RuntimeError) as error:
+        # A RuntimeError of the hub's library has no errno: its text says that the disk is full.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise StorageError(
                 f"{repo}: the disk is full; make room (what is there already is kept), or choose"
@@ -45,7 +50,7 @@ def one_line(repo: str, revision: str | None = None, *, uploads: bool = False) -
         raise
 
 
-def hub_error(repo: str, revision: str | None, error: Any, uploads: bool = False) -> Exception:
+def make_hub_error(repo: str, revision: str | None, error: Any, uploads: bool = False) -> Exception:
     """Return what the hub answered, or that it did not, as one of our errors."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
@@ -58,6 +63,7 @@ def hub_error(repo: str, revision: str | None, error: Any, uploads: bool = False
     page = f"{constants.ENDPOINT}/{repo}"
     owner = show(repo.partition("/")[0])
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    # The hub answers 404 for a repository that the token may not see, and so for another's.
     if uploads and isinstance(error, RepositoryNotFoundError):
         return SetupError(
             f"{repo}: the token's account may not write to {owner}; check REPO and the token"
@@ -67,6 +73,7 @@ def hub_error(repo: str, revision: str | None, error: Any, uploads: bool = False
             f"{repo}: the token may not write to {owner} (403); take one with write access, or"
             " another REPO"
         )
+    # Before RepositoryNotFoundError, of which it is a subclass.
     if isinstance(error, GatedRepoError):
         if get_token():
             return SetupError(

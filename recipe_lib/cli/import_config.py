@@ -1,6 +1,6 @@
-"""`tune import FILE.yaml`: a config of torchtune's as one of ours, and what became of each key.
+"""`tune import FILE.yaml`: turn a config of torchtune's into one of ours, and tell of each key.
 
-The verb's word is one of Python's own, so that its module has another name (`MODULES` in main.py).
+`import` is a word of Python's own, so that the module has another name (`MODULES` in main.py).
 """
 
 import argparse
@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Options, Parser, check_place
+from recipe_lib.cli.arguments import Options, Parser, check_output_path
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.suggest import show
 from recipe_lib.config.torchtune import ImportedConfig, import_file
@@ -19,7 +19,8 @@ from recipe_lib.logs import is_quiet, wrap_lines
 
 DESCRIPTION = """Turns a config of torchtune's into one of ours.
 
-The config goes to standard output, or to --out. Standard error has what became of each key of the file: carried, with
+The config goes to standard output, or to --out. Standard error has what became of each key of the \
+file: carried, with
 another effect here, or dropped, and why."""
 
 OPTIONS: Options = {
@@ -45,7 +46,7 @@ def parser() -> Parser:
 def run(words: list[str]) -> int:
     """Print the config and the table of keys; write nothing unless all of it can be."""
     arguments = parser().parse(words)
-    out = None if arguments.out is None else _place(arguments.out)
+    out = None if arguments.out is None else _check_target(arguments.out)
     overrides = [
         *([f"model.path={arguments.model}"] if arguments.model else []),
         *arguments.overrides,
@@ -53,7 +54,7 @@ def run(words: list[str]) -> int:
     imported = import_file(arguments.file, overrides=overrides, omitted=arguments.without)
     text = imported.format_yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
-        say(_explained(imported))
+        say(_format_explanation(imported))
     if out is None:
         sys.stdout.write(text)
         return DONE
@@ -62,7 +63,7 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def _place(name: str) -> Path:
+def _check_target(name: str) -> Path:
     path = expand_home(name)
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
@@ -70,12 +71,12 @@ def _place(name: str) -> Path:
         )
     if os.path.lexists(path):
         raise ConfigError(f"--out: {show(name)} is there already; choose another name")
-    check_place("--out", str(path))
+    check_output_path("--out", str(path))
     return path
 
 
-def _explained(imported: ImportedConfig) -> str:
-    """The table, and what to do next; broken between words on a terminal."""
+def _format_explanation(imported: ImportedConfig) -> str:
+    """Return the table of keys and the notes; broken between words on a terminal."""
     lines = [
         f"{imported.source}: a config of torchtune's",
         *imported.format_table().splitlines(),

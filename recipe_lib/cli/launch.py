@@ -1,10 +1,8 @@
-"""torchrun from inside `tune run`: signals reach the ranks, and the ranks' exit codes come out.
+"""Run torchrun inside `tune run`, so that signals reach the ranks and their exit codes come out.
 
-torchrun answers a signal by killing ranks that take longer than 30 seconds to end, and by a traceback. Here it runs in
-a thread, where it installs no signal handlers; the main thread takes the signals and hands them to
-the ranks, which save and end by themselves. The ranks leave their process ids in a temporary folder
-that both sides know by `FOLDER_VARIABLE`; a rank that starts after the signal finds the mark `stop`
-there.
+torchrun's agent runs in a thread; the main thread takes the signals and hands them to the ranks,
+which save and end by themselves. Both sides share a temporary folder, `FOLDER_VARIABLE`: the ranks
+leave their process ids in it, and a rank that starts after the signal finds the file `stop` there.
 """
 
 import logging
@@ -42,7 +40,7 @@ SAVE_SECONDS = 600  # longest wait for the other ranks of this machine to finish
 
 
 class Rank:
-    """A rank's side: with Rank() as rank: ..."""
+    """A rank's side of the launch: `with Rank() as rank: ...`."""
 
     stopped_early = 128 + signal.SIGTERM
 
@@ -59,15 +57,13 @@ class Rank:
         self.pid_file.unlink(missing_ok=True)
 
     def stop_requested(self) -> bool:
-        """True if the launcher was asked to stop."""
+        """Return True if the launcher was asked to stop."""
         return (self.folder / "stop").exists()
 
     def leave_together(self, code: int) -> int:
-        """Returns `code`; after a save, when all ranks of this machine are that far.
-
-        torchrun takes the first rank that leaves with a code for a failure and kills the others after 30 seconds,
-        though one of them may still be writing.
-        """
+        """Return `code`; after a save, wait until all ranks of this machine have saved."""
+        # torchrun takes the first rank that leaves with a code for a failure and kills the others
+        # after 30 seconds, though one of them may still be writing.
         if code == STOPPED_AND_SAVED:
             (self.folder / f"saved_{os.environ['LOCAL_RANK']}").touch()
             deadline = time.monotonic() + SAVE_SECONDS
@@ -78,19 +74,20 @@ class Rank:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has this process killed when `parent`, the process id of the one that started it, ends in
-    whatever way (Linux).
+    """Have the kernel kill this process when its parent ends in whatever way (Linux alone).
 
-    A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to the
-    run's folder.
+    parent: process id of the one that started this process.
     """
+    # A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to
+    # the run's folder.
     if sys.platform != "linux":
         return
     import ctypes
 
-    parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    pr_set_pdeathsig = 1  # of linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    # A parent that died before the call has left this process to another one.
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -100,44 +97,47 @@ class Launcher:
     def __init__(
         self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path
     ) -> None:
-        """flags: torchrun's. script, arguments: what each rank runs. folder: empty, for this launch
+        """Keep what to launch.
+
+        flags: torchrun's. script, arguments: what each rank runs. folder: empty, for this launch
         alone.
         """
-        self.flags, self.script, self.arguments, self.folder = (
-            list(flags),
-            script,
-            list(arguments),
-            folder,
-        )
-        self.received: list[int] = []
-        self.outcome: BaseException | None = None
-        self.finished = threading.Event()
+        self.words = [*flags, str(script), *arguments]  # torchrun's command line
+        self.flags = list(flags)
+        self.folder = folder
+        self.received: list[int] = []  # signals, first to last
+        self.outcome: BaseException | None = None  # what torchrun's agent raised
+        self.finished = threading.Event()  # the agent has ended
 
     def run(self) -> int:
-        """Launches, waits, and returns the exit code of the whole."""
+        """Launch the ranks, wait for them, and return the exit code of the launch."""
         (self.folder / "pids").mkdir()
-        former = {number: signal.getsignal(number) for number in SIGNALS}
-        for number, handler in former.items():
-            if (
-                number != signal.SIGHUP or handler != signal.SIG_IGN
-            ):  # `nohup` asks to outlive the terminal
-                signal.signal(number, self._on_signal)
+        former_handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in former_handlers.items():
+            # `nohup` has SIGHUP ignored, to outlive the terminal: it stays ignored.
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:
+                signal.signal(number, self._handle_signal)
         try:
             with phase("starting the ranks", leaves_line=False):
                 # Left to itself torchrun leaves an empty folder in /tmp for every launch.
-                given = any(flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags)
-                logs = [] if given else ["--log-dir", str(self.folder / "logs")]
-                parsed = parse_flags([*logs, *self.flags, str(self.script), *self.arguments])
+                has_log_dir = any(
+                    flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags
+                )
+                logs = [] if has_log_dir else ["--log-dir", str(self.folder / "logs")]
+                parsed = parse_flags([*logs, *self.words])
                 if self.received:
                     return 128 + self.received[0]
+                # In a thread torchrun installs no signal handlers. Its own kill ranks that take
+                # longer than 30 seconds to end, and print a traceback.
                 thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
                 thread.start()
+                # The row on the terminal stays until the first rank has left its process id.
                 while not any((self.folder / "pids").iterdir()) and not self.finished.wait(0.05):
                     continue
             self._wait()
             thread.join()
         finally:
-            for number, handler in former.items():
+            for number, handler in former_handlers.items():
                 signal.signal(number, handler)
         return self._exit_code()
 
@@ -152,30 +152,29 @@ class Launcher:
             self.finished.set()
 
     def _wait(self) -> None:
-        """Until torchrun's agent has finished. It gives ranks that do not end 30 seconds, those
-        that are stopped too; if one has said that the run is over, the others are killed before
-        that.
-        """
-        said = None
+        """Wait until torchrun's agent has finished."""
+        reported_at = None
         while not self.finished.wait(0.2):
-            if said is None and (self.folder / SAID_FILE).exists():
-                said = time.monotonic()
-            if said is not None and time.monotonic() - said > LEAVING_SECONDS:
-                self._signal_ranks(signal.SIGKILL)
+            if reported_at is None and (self.folder / SAID_FILE).exists():
+                reported_at = time.monotonic()
+            # One rank has said why the run is over. The agent would give the others, which may hang
+            # or be stopped, 30 seconds.
+            if reported_at is not None and time.monotonic() - reported_at > LEAVING_SECONDS:
+                self._send_signal(signal.SIGKILL)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
+        # For a rank that has not left its process id yet.
         (self.folder / "stop").touch()
-        passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        if len(self.received) > 2:
-            passed_on = signal.SIGKILL  # asked three times: the ranks do not answer
-        self._signal_ranks(passed_on)
+        forwarded = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        # Asked three times: the ranks do not answer.
+        self._send_signal(signal.SIGKILL if len(self.received) > 2 else forwarded)
 
-    def _signal_ranks(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         for file in (self.folder / "pids").iterdir():
             try:
                 os.kill(int(file.name), number)
-            except ProcessLookupError:
+            except ProcessLookupError:  # it was killed, and has left its file
                 continue
 
     def _exit_code(self) -> int:
@@ -187,34 +186,34 @@ class Launcher:
             return DONE
         if isinstance(self.outcome, ChildFailedError):
             codes = {rank: failure.exitcode for rank, failure in self.outcome.failures.items()}
+            stopped_by = self.received[0] if self.received else None
             said = (self.folder / SAID_FILE).exists()
-            code, line = judge(codes, self.received[0] if self.received else None, said)
+            code, line = choose_exit_code(codes, stopped_by, said)
             if line:
                 print(line, file=sys.stderr)
             return code
-        # What torchrun says of flags that it cannot use, and of nodes that do not meet.
+        # torchrun raises these for flags that it cannot use, and for nodes that do not meet.
         if isinstance(self.outcome, RendezvousError | DistError | ValueError | AssertionError):
-            reason = (
-                str(self.outcome).splitlines()[0]
-                if str(self.outcome)
-                else type(self.outcome).__name__
-            )
+            reason = (str(self.outcome).splitlines() or [type(self.outcome).__name__])[0]
             raise SetupError(f"torchrun: {reason}; check {' '.join(self.flags)}") from self.outcome
         raise self.outcome
 
 
-def judge(codes: dict[int, int], stopped_by: int | None, said: bool = False) -> tuple[int, str]:
-    """The exit code of the whole and, where the ranks have not said it, a line about what happened.
+def choose_exit_code(
+    codes: dict[int, int], stopped_by: int | None, said: bool = False
+) -> tuple[int, str]:
+    """Return the exit code of the launch and, unless the ranks have said it, a line on the cause.
 
     codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed
-    by that signal. stopped_by: the signal that the launcher received, if any. said: whether a rank
-    has said why all end.
+    by that signal. stopped_by: the signal that the launcher received, if any. said: a rank has said
+    why all ranks end.
     """
+    # Ranks end with these codes after they have said why; one such rank explains the others.
     for code in (OUT_OF_MEMORY, STORAGE, DIVERGED, USER_ERROR, STOPPED_AND_SAVED):
         if code in codes.values():
             return code, ""
-    # Of a rank that was stopped, or is elsewhere; who was killed here, by the launcher, is not the
-    # cause
+    # The cause is a rank that hangs, or is on another machine. A rank that was killed here was
+    # killed by the launcher.
     if said:
         return PEER_FAILED, ""
     if stopped_by is not None:
@@ -236,8 +235,9 @@ def judge(codes: dict[int, int], stopped_by: int | None, said: bool = False) -> 
 
 
 def parse_flags(words: list[str]) -> Any:
-    """torchrun's own reading of its command line, thread count chosen and loggers quiet;
-    ConfigError if it refuses.
+    """Return torchrun's own reading of its command line; choose threads, and silence its loggers.
+
+    Raises SetupError if torchrun refuses the command line.
     """
     from torch.distributed import run
 
@@ -245,14 +245,16 @@ def parse_flags(words: list[str]) -> Any:
         raise SetupError(f"torchrun: {message}; see `torchrun --help`")
 
     parser = run.get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]  # its own prints the whole usage
+    # torchrun's own error prints the whole usage.
+    parser.error = refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(words)
     try:
         ranks = run.determine_local_world_size(parsed.nproc_per_node)
     except ValueError as error:
         raise SetupError(f"torchrun: --nproc_per_node {parsed.nproc_per_node}: {error}") from error
     # torchrun would set 1 and print a warning of five lines.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // ranks)))
+    # The launcher reports failed ranks itself; LOGLEVEL is torchrun's way of asking for its logs.
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):
@@ -260,14 +262,14 @@ def parse_flags(words: list[str]) -> Any:
     return parsed
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
+def count_cores() -> int:
+    """Count the CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Sets environment variables; puts the whole environment back afterwards."""
+def set_environment(**values: str) -> Iterator[None]:
+    """Set environment variables; put the whole environment back afterwards."""
     former = dict(os.environ)
     os.environ.update(values)
     try:
@@ -278,10 +280,8 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
-    """Runs a recipe's file on the ranks that torchrun's flags ask for; returns the exit code of the
-    whole.
-    """
+    """Run a recipe's file on the ranks that torchrun's flags ask for; return the exit code."""
     worker = Path(__file__).with_name("worker.py")
     with tempfile.TemporaryDirectory(prefix="tune-run-") as folder:
-        with environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):
+        with set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):
             return Launcher(flags, worker, [str(recipe.absolute()), *arguments], Path(folder)).run()

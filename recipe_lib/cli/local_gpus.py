@@ -1,5 +1,6 @@
-"""The GPUs of this machine, as nvidia-smi lists them: asked without a CUDA context, and where none
-is to be made.
+"""List the GPUs of this machine by nvidia-smi, and choose one as the device of a plan.
+
+torch is not asked: it would make a CUDA context, and a launcher or a planner must have none.
 """
 
 import csv
@@ -13,44 +14,47 @@ from recipe_lib.units import MIB
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIMEOUT_SECONDS = 10  # a driver that hangs must not hold anything up
-SHARE_OF_TOTAL = (
-    0.98  # of what nvidia-smi shows, CUDA reports this much or a little more: the driver keeps some
-)
+# Of the memory that nvidia-smi shows, CUDA reports this share or a little more: the driver keeps
+# some.
+SHARE_OF_TOTAL = 0.98
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 
 
 @cache
-def own_gpus() -> list[tuple[str, int]]:
-    """(name, bytes) of each GPU that a process started here would see; empty without a driver."""
+def list_local_gpus() -> list[tuple[str, int]]:
+    """Return (name, bytes) of each GPU that a process started here would see.
+
+    Empty without a driver.
+    """
     try:
-        listed = subprocess.run(
+        output = subprocess.run(
             QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
         ).stdout
         rows = [
             (row[0], row[1], row[2], int(row[3]) * MIB)
-            for row in csv.reader(listed.splitlines(), skipinitialspace=True)
+            for row in csv.reader(output.splitlines(), skipinitialspace=True)
         ]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return []
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return [(name, size) for _, _, name, size in rows]
-    chosen = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    return [
-        (name, size)
-        for entry in chosen
-        for index, uuid, name, size in rows
-        if entry == index or (len(entry) > 4 and uuid.startswith(entry))
-    ]
+    gpus = []
+    # In the order of the variable. An entry is an index, or the beginning of a UUID: `GPU-1a2b`.
+    for entry in filter(None, map(str.strip, visible.split(","))):
+        for index, uuid, name, size in rows:
+            if entry == index or (len(entry) > 4 and uuid.startswith(entry)):
+                gpus.append((name, size))
+    return gpus
 
 
-def own_device() -> Hardware | None:
-    """The first of them as a device to plan for; None without one.
+def find_local_device() -> Hardware | None:
+    """Return the first GPU as a device to plan for; None without one.
 
     A card that is not in the table is planned with its own memory and the rates of a common card of
     that size.
     """
-    gpus = own_gpus()
+    gpus = list_local_gpus()
     if not gpus:
         return None
     name, size = gpus[0]
@@ -61,8 +65,6 @@ def own_device() -> Hardware | None:
 
 
 def is_expandable() -> bool:
-    """Whether the run's allocator has expandable segments."""
-    configured = (
-        "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES).lower().replace(" ", "")
-    )
-    return "expandable_segments:true" in configured
+    """Return True if the run's allocator has expandable segments."""
+    settings = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+    return "expandable_segments:true" in settings.lower().replace(" ", "")

@@ -1,7 +1,7 @@
-"""`tune ls [WORD ...]`: the recipes, what each does, and their configs, with the memory that they
-are planned to take.
+"""`tune ls [WORD ...]`: list the recipes and their configs, with the memory that each is planned to
+take.
 
-The figures are those that each config's file has at its head.
+The figures are those at the head of each config's file, so that nothing is planned here.
 """
 
 import ast
@@ -14,7 +14,8 @@ from recipe_lib.config.paths import find_recipe, get_configs_folder, list_config
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError
 
-DESCRIPTION = """Lists the recipes and the configs of each, with the memory that a GPU is planned to reserve.
+DESCRIPTION = """Lists the recipes and the configs of each, with the memory that a GPU is planned \
+to reserve.
 
   tune ls qwen3 8B lora     configs whose name has all these words
   tune ls dpo_distributed   those of a recipe"""
@@ -35,57 +36,62 @@ def parser() -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Prints the table."""
-    asked = parser().parse(words).words
-    recipes = [word for word in asked if word in list_recipes()]
-    filters = [word for word in asked if word not in recipes]
-    found = {
-        name: [config for config in configs if all(matches(config, word) for word in filters)]
+    """Print the recipes and configs that the words name."""
+    words = parser().parse(words).words
+    recipes = [word for word in words if word in list_recipes()]
+    filters = [word for word in words if word not in recipes]
+    shown = {
+        name: [config for config in configs if all(is_match(config, word) for word in filters)]
         for name, configs in list_configs().items()
         if name in (recipes or list_recipes())
     }
-    if filters and not any(found.values()):
-        raise ConfigError(_none_of(filters))
-    shown = {name: configs for name, configs in found.items() if configs or not filters}
+    if filters:
+        # A recipe without configs is listed too, unless configs were asked for.
+        shown = {name: configs for name, configs in shown.items() if configs}
+    if filters and not shown:
+        raise ConfigError(_describe_no_match(filters))
     width = max((len(config) for configs in shown.values() for config in configs), default=0)
     for number, (name, configs) in enumerate(shown.items()):
         if number:
             print()
-        print(f"{name}: {first_line(find_recipe(name))}")
+        print(f"{name}: {read_first_line(find_recipe(name))}")
         for config in configs:
-            print(
-                f"  {config:{width}}  {planned(get_configs_folder() / f'{config}.yaml')}".rstrip()
-            )
+            memory = read_planned_memory(get_configs_folder() / f"{config}.yaml")
+            print(f"  {config:{width}}  {memory}".rstrip())
     return DONE
 
 
-def matches(config: str, word: str) -> bool:
-    """Whether a part of the config's name begins with the word: `qwen3/8B_lora` has qwen3, 8B and
-    lora; with `qwen3/` begins no other family than that.
+def is_match(config: str, word: str) -> bool:
+    """Return True if a part of the config's name begins with the word.
+
+    `qwen3/8B_lora` has the parts qwen3, 8B and lora; `qwen3/` matches that family alone.
     """
-    name, wanted = config.lower().replace(".", "_"), word.lower().replace(".", "_").lstrip("/")
+    name = config.lower().replace(".", "_")
+    prefix = word.lower().replace(".", "_").lstrip("/")
     return any(
-        part.startswith(wanted) for part in (name, *name.split("/"), *re.split(r"[/_]", name))
+        part.startswith(prefix) for part in (name, *name.split("/"), *re.split(r"[/_]", name))
     )
 
 
-def planned(config: Path) -> str:
-    """What stands at the head of the file: `6.84 GiB a GPU, 1 GPU of 24 GB`; nothing where it has
-    no plan.
-    """
-    text = config.read_text(encoding="utf-8").partition("\nrecipe:")[0].replace("\n# ", " ")
-    size, cards = _PLANNED.search(text), _MEANT.search(text)
-    if not size:
+def read_planned_memory(config: Path) -> str:
+    """Return the plan at the head of a config: `6.84 GiB planned  1 GPU of 24 GB`, or nothing."""
+    # The header is comments, broken between words.
+    header = config.read_text(encoding="utf-8").partition("\nrecipe:")[0].replace("\n# ", " ")
+    peak = _PLANNED.search(header)
+    if not peak:
         return ""
-    number, unit = size[1].split()
-    ranks = "" if cards else f"{size[2]} rank{'s' if size[2] != '1' else ''}"
+    number, unit = peak[1].split()
+    cards = _MEANT.search(header)
+    ranks = f"{peak[2]} rank{'s' if peak[2] != '1' else ''}"
     return f"{number:>6} {unit} planned  {cards[1] if cards else ranks}"
 
 
-def _none_of(words: Sequence[str]) -> str:
+def _describe_no_match(words: Sequence[str]) -> str:
     names = [name for configs in list_configs().values() for name in configs]
     parts = {part for name in names for part in (*name.split("/"), *re.split(r"[/_]", name))}
-    unknown = next((word for word in words if not any(matches(name, word) for name in names)), None)
+    unknown = next(
+        (word for word in words if not any(is_match(name, word) for name in names)), None
+    )
     if unknown is None:
         return f"no config has {' and '.join(show(word) for word in words)}; `tune ls` lists all"
     return (
@@ -94,7 +100,7 @@ def _none_of(words: Sequence[str]) -> str:
     )
 
 
-def first_line(recipe: Path) -> str:
-    """The first line of a recipe's docstring, read without running the file."""
+def read_first_line(recipe: Path) -> str:
+    """Return the first line of a recipe's docstring, without importing the file and its torch."""
     docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or "no description"
     return docstring.splitlines()[0]

@@ -1,8 +1,7 @@
-"""The entry point `tune`: finds the verb and hands it the rest of the command line.
+"""The entry point `tune`: find the verb and hand it the rest of the command line.
 
-A verb is a module here with `run(words) -> exit code`. Only the verb that was asked for is
-imported, and none of them imports torch before it needs it. What it does meanwhile is shown on a
-terminal; parts of it say more.
+A verb is a module of this package with `run(words) -> exit code` and `parser()`. Only the verb that
+was asked for is imported, and none of them imports torch before it needs it.
 """
 
 import errno
@@ -38,13 +37,14 @@ VERBS = {
     "generate": "talk to what was trained, or complete a prompt",
     "completion": "what a shell completes after `tune`",
 }
-# Verbs whose word cannot be the name of a module.
-# Verbs that there are no more -> what to do instead.
+# Verbs of earlier versions -> what to do instead.
 REMOVED = {
     "teach": "the teacher runs with the model: `tune run distill_distributed` with distill.teacher"
 }
+# Verbs whose word is Python's own, and cannot be imported as a module.
 MODULES = {"import": "import_config"}
-# What a verb does, for who waits; the others are done in a moment, or say it themselves.
+# What a terminal shows while a verb works; the other verbs are done in a moment, or say it
+# themselves.
 WAITS = {
     "validate": "checking the config",
     "download": "asking the hub",
@@ -59,11 +59,11 @@ WAITS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `tune` with `argv` (default: the process's own); returns the exit code."""
+    """Run `tune` with `argv` (default: the process's own); return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     _prepare_output()
     try:
-        return run_for_exit_code(lambda: _run_to_the_end(words))
+        return run_for_exit_code(lambda: _run_and_flush(words))
     except KeyboardInterrupt:
         say("interrupted\n")
         return 128 + signal.SIGINT
@@ -77,19 +77,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare_output() -> None:
-    """Standard output and error that are closed lead nowhere; a letter that they have no code for
-    is written out.
-    """
+    """Make standard output and error take any text, also where they are closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:
+        if stream is None:  # the descriptor was closed by `>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))
         elif isinstance(stream, io.TextIOWrapper):
+            # A letter that the locale's encoding lacks is written as its escape, not an exception.
             stream.reconfigure(errors="backslashreplace")
 
 
-def _run_to_the_end(words: list[str]) -> int:
-    """The exit code, after all output is written."""
+def _run_and_flush(words: list[str]) -> int:
+    """Run the verb and write out its output; return the exit code."""
     try:
         try:
             code = _run_verb(words)
@@ -99,9 +98,8 @@ def _run_to_the_end(words: list[str]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        send_nowhere(
-            sys.stdout
-        )  # a descriptor has no name: it is our output, redirected to a full disk
+        # An error without a file name is of a descriptor: our output, redirected to a full disk.
+        send_nowhere(sys.stdout)
         raise StorageError("standard output: No space left on device; free some space") from error
     return code
 
@@ -111,10 +109,10 @@ def _run_verb(words: list[str]) -> int:
         set_verbosity(VERBOSITY[words[0]])
         words = words[1:]
     if words and words[0] == "help":
-        asked = [word for word in words[1:] if word not in (*VERBOSITY, "help")]
-        words = [*asked[:1], "--help"]
+        verbs = [word for word in words[1:] if word not in (*VERBOSITY, "help")]
+        words = [*verbs[:1], "--help"]
     if not words or words[0] in ("-h", "--help"):
-        print(_help())
+        print(_format_help())
         return DONE
     verb, *rest = words
     if verb in ("-V", "--version"):
@@ -125,21 +123,21 @@ def _run_verb(words: list[str]) -> int:
     if verb not in VERBS:
         from recipe_lib.config.suggest import did_you_mean, show
 
-        what = "option" if verb.startswith("-") else "verb"
-        known = [*VERBOSITY, "--version", "--help"] if what == "option" else VERBS
+        kind = "option" if verb.startswith("-") else "verb"
+        known = [*VERBOSITY, "--version", "--help"] if kind == "option" else VERBS
         hint = did_you_mean(verb, known) or f"; one of: {', '.join(known)}"
-        raise ConfigError(f"tune: unknown {what} {show(verb)!r}{hint}")
-    with _shown(verb):
-        return importlib.import_module(module_of(verb)).run(rest)
+        raise ConfigError(f"tune: unknown {kind} {show(verb)!r}{hint}")
+    with _show_progress(verb):
+        return importlib.import_module(get_module_name(verb)).run(rest)
 
 
-def module_of(verb: str) -> str:
-    """The module that has a verb's `parser` and `run`."""
+def get_module_name(verb: str) -> str:
+    """Return the name of the module that has a verb's `parser` and `run`."""
     return f"recipe_lib.cli.{MODULES.get(verb, verb.replace('-', '_'))}"
 
 
-def _shown(verb: str) -> AbstractContextManager[Any]:
-    """Says what the verb does while it does it."""
+def _show_progress(verb: str) -> AbstractContextManager[Any]:
+    """Return a context that shows on a terminal what the verb does, until it has done it."""
     if verb not in WAITS:
         return nullcontext()
     from recipe_lib.report.phases import phase  # imports rich, which `tune --help` does without
@@ -147,7 +145,7 @@ def _shown(verb: str) -> AbstractContextManager[Any]:
     return phase(WAITS[verb], leaves_line=False)
 
 
-def _help() -> str:
+def _format_help() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {name:{width}}  {text}" for name, text in VERBS.items()]
     return "\n".join(

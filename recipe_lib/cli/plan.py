@@ -1,5 +1,6 @@
-"""`tune plan`: what a run will take, before it is started and on a machine that need not have a
-GPU.
+"""`tune plan`: print the memory, communication and time of a run, before it is started.
+
+Needs no GPU. plan_request.py reads the command line; recipe_lib.plan makes the plan.
 """
 
 import argparse
@@ -13,13 +14,19 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import put_json
-from recipe_lib.cli.launch import environment
+from recipe_lib.cli.arguments import write_json
+from recipe_lib.cli.launch import set_environment
 from recipe_lib.cli.plan_receipts import list_receipts, quote_receipt
-from recipe_lib.cli.plan_request import OFFLINE, explained, known_ranks, prepare, read, read_config
+from recipe_lib.cli.plan_request import (
+    OFFLINE,
+    count_planned_ranks,
+    explain_errors,
+    prepare,
+    read_arguments,
+    read_config,
+)
 from recipe_lib.cli.plan_request import parser as parser
-from recipe_lib.cli.plan_request import recipe_class as recipe_class
-from recipe_lib.cli.recipes import RecipeFile, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, find_config_recipe
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
 from recipe_lib.errors import DONE
@@ -30,8 +37,8 @@ if TYPE_CHECKING:
     from recipe_lib.plan.tracing.trace import Trace
 
 
-NO_ROOM = 3  # exit codes
-MISTAKE = 2
+NO_ROOM = 3  # exit code: the run does not fit
+MISTAKE = 2  # exit code: streams are not right
 # Objects before Python's collector of cycles looks at them: a plan makes a million that stay, and
 # torch's import half as many; at Python's own number of 700 it takes a tenth of the time.
 COLLECT_AFTER = 100_000
@@ -39,50 +46,50 @@ _IMPORTED = time.monotonic()
 
 
 def run(words: list[str]) -> int:
-    """Prints the plan, and writes it where asked to."""
-    arguments = read(words)
+    """Print the plan, or what is asked for in its place; write the files that are asked for."""
+    arguments = read_arguments(words)
     if arguments.receipts:
         print(list_receipts(arguments), end="")
         return DONE
     output = sys.stdout
     gc.set_threshold(COLLECT_AFTER)
     # What a recipe prints is no part of the plan.
-    with environment(**OFFLINE), quiet_libraries(), redirect_stdout(sys.stderr):
+    with set_environment(**OFFLINE), silence_libraries(), redirect_stdout(sys.stderr):
         if arguments.calibrate:
-            said = calibrate(Path(arguments.calibrate))
-            print(said, file=sys.stderr if arguments.json == "-" else output)
+            line = calibrate(Path(arguments.calibrate))
+            print(line, file=sys.stderr if arguments.json == "-" else output)
             if arguments.config is None:
                 return DONE
+            # The plan uses the rates just measured, unless another file is named.
             arguments.calibration = arguments.calibration or arguments.calibrate
         recipe, cfg = read_config(arguments)
-        arguments.notes += check_start(cfg, ranks=known_ranks(arguments), plans=True)
+        arguments.notes += check_start(cfg, ranks=count_planned_ranks(arguments), plans=True)
         if arguments.search:
-            said, fits = search(recipe, cfg, arguments)
-            print(said, file=output)
+            text, fits = search(recipe, cfg, arguments)
+            print(text, file=output)
             return DONE if fits else NO_ROOM
         if arguments.check_streams:
-            said, is_clean = stream_check(recipe, cfg, arguments)
-            print(said, end="", file=output)
+            text, is_clean = run_stream_check(recipe, cfg, arguments)
+            print(text, end="", file=output)
             return DONE if is_clean else MISTAKE
-        other = None if arguments.diff is None else other_plan(recipe, arguments)
-        plan, trace = make(recipe, cfg, arguments)
+        other = None if arguments.diff is None else make_compared_plan(recipe, arguments)
+        plan, trace = make_plan_and_trace(recipe, cfg, arguments)
     plan.seconds = time.monotonic() - _IMPORTED
-    write(plan, trace, arguments)
+    write_files(plan, trace, arguments)
     if arguments.json != "-":
-        print(text_of(plan, other, arguments), end="")
+        print(format_plan(plan, other, arguments), end="")
     return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Without loggers of torch's that speak of its own code, where a model of another library is
-    simulated.
-    """
+def silence_libraries() -> Iterator[None]:
+    """Disable loggers of torch's that warn of its own code where an external model is traced."""
     loggers = [
         logging.getLogger(name) for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor")
     ]
     for logger in loggers:
-        logger.disabled = True  # not its level, which is set anew when the compiler is imported
+        # Not by its level, which is set anew when the compiler is imported.
+        logger.disabled = True
     try:
         yield
     finally:
@@ -90,8 +97,8 @@ def quiet_libraries() -> Iterator[None]:
             logger.disabled = False
 
 
-def text_of(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> str:
-    """The report; with another plan, what is different here."""
+def format_plan(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> str:
+    """Return the report of a plan; with another plan, how they differ."""
     from recipe_lib.plan.views.report import render, render_diff
     from recipe_lib.report.terminal import wants_color
 
@@ -100,7 +107,9 @@ def text_of(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> st
     return render(plan, full=arguments.full, depth=arguments.depth, color=wants_color(sys.stdout))
 
 
-def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[Plan, "Trace"]:
+def make_plan_and_trace(
+    recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
+) -> tuple[Plan, "Trace"]:
     """Return the plan of a recipe with a config, and the trace that it rests on."""
     planned, shaped, settings = prepare(recipe, cfg, arguments, decides=True)
     from recipe_lib.plan.build_plan import make_plan
@@ -113,11 +122,10 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[P
         try_levers,
     )
 
-    with explained(recipe, cfg):
+    with explain_errors(recipe, cfg):
         if arguments.advice:
-            tried = try_levers(
-                planned, shaped, settings
-            )  # before the plan: from here it can use all cores
+            # Before the plan, as it can use all cores from here.
+            tried = try_levers(planned, shaped, settings)
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
             plan.advice = advise(plan, *tried)
@@ -131,55 +139,47 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[P
     return plan, trace
 
 
-def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> Plan:
-    """Return the plan to compare with: a file's, or that of another config for the same device and
-    processes.
-    """
+def make_compared_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> Plan:
+    """Return the plan of --diff: a file's, or another config's for the same device and ranks."""
     if arguments.diff.endswith(".json"):
         return read_plan(Path(arguments.diff))
-    wanted = argparse.Namespace(
-        **vars(arguments)
-        | {
-            "config": arguments.diff,
-            "overrides": [],
-            "advice": False,
-            "full": False,
-        }
-    )
-    other = recipe_for(arguments.diff) if recipe.shipped else recipe
-    return make(other, load_config(arguments.diff, (), other.schema()), wanted)[0]
+    # The overrides are for the first config; its tables and advice are not compared.
+    changes = {"config": arguments.diff, "overrides": [], "advice": False, "full": False}
+    # A recipe of the user's own is not named by configs: it plans both.
+    diff_recipe = find_config_recipe(arguments.diff) if recipe.shipped else recipe
+    cfg = load_config(arguments.diff, (), diff_recipe.schema())
+    return make_plan_and_trace(diff_recipe, cfg, argparse.Namespace(**vars(arguments) | changes))[0]
 
 
-def stream_check(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[str, bool]:
-    """Return what the streams, waits and collectives look like, and whether there is nothing to
-    correct.
-    """
+def run_stream_check(
+    recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
+) -> tuple[str, bool]:
+    """Return the report on streams, waits and collectives, and True if nothing is to correct."""
     planned, shaped, settings = prepare(recipe, cfg, arguments, decides=True)
     from recipe_lib.plan.streams.check_recipe import check_streams, render_check
 
-    with explained(recipe, cfg):
+    with explain_errors(recipe, cfg):
         check = check_streams(planned, shaped, settings)
     return render_check(check), check.is_clean
 
 
 def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[str, bool]:
-    """Return the fastest settings that fit as a table, and whether there are any."""
+    """Return a table of the fastest settings that fit, and True if there are any."""
     planned, shaped, settings = prepare(recipe, cfg, arguments)
     from recipe_lib.plan.search.fastest_settings import render_search
     from recipe_lib.plan.search.fastest_settings import search as find_settings
 
-    keys = {
-        word.partition("=")[0].removeprefix("~") for word in arguments.overrides
-    }  # what was asked for stays
-    with explained(recipe, cfg):
+    # The keys of the command line stay as they are.
+    keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}
+    with explain_errors(recipe, cfg):
         result = find_settings(planned, shaped, settings, fixed=keys, splits=not cfg.compile)
     return render_search(result), bool(result.fitting)
 
 
-def write(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:
+def write_files(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:
     """Write the files that were asked for, each whole or not at all."""
     if arguments.json:
-        put_json(arguments.json, plan.to_json())
+        write_json(arguments.json, plan.to_json())
     if arguments.html:
         from recipe_lib.plan.views.report import render_html
 

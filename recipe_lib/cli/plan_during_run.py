@@ -1,9 +1,8 @@
-"""The plan that `tune run` shows: made during the run in a separate process, compared with what the
-run measured.
+"""Plan a run while it runs, in a separate process, and compare the plan with what was measured.
 
-The process has 10 seconds of CPU, gives way to the ranks, sees no GPU, and ends with the run. It
-prints the figures itself, and leaves them in a file for the end of the run. Whatever goes wrong in
-it is one line, and nothing to the run.
+`plan_beside` starts the process and ends it with the run. The process prints the figures itself,
+and leaves them in a file for the end of the run. It has 10 seconds of CPU, gives way to the ranks,
+and sees no GPU. Whatever goes wrong in it is one line, and does not disturb the run.
 """
 
 import json
@@ -22,19 +21,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipe_lib.cli.launch import environment as launching
+from recipe_lib.cli.launch import set_environment
 from recipe_lib.cli.local_gpus import is_expandable
-from recipe_lib.cli.plan_receipts import keep_receipt
+from recipe_lib.cli.plan_receipts import append_run_receipt
 from recipe_lib.cli.plan_request import (
-    explained,
+    build_planning_command,
+    explain_errors,
     hide_gpus,
-    planning_process,
     prepare,
-    read,
+    read_arguments,
     read_config,
 )
 from recipe_lib.cli.recipes import RecipeFile
-from recipe_lib.cli.torchrun_flags import shows_plan
+from recipe_lib.cli.torchrun_flags import should_show_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, escape_invisible
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrap_lines
@@ -50,40 +49,38 @@ if TYPE_CHECKING:
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
-COMPILED_CPU_SECONDS = 40  # of a run with compile=true, whose own compiling takes longer
+COMPILED_CPU_SECONDS = 40  # for a run with compile=true, whose own compiling takes longer
 WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # the phases that a run measures
 MEMORY_KINDS = ("active", "allocated", "reserved")
-# With more layers, times the micro-batches that a plan goes through, two steps take longer than
-# there is time for.
+# Of more simulated layers x micro-batches one step is planned: two would take too much CPU time.
 MAX_LAYERS = 36
 
 
 def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
-    """The words without --plan and --no-plan, and whether a plan is to be shown."""
+    """Return the words without --plan and --no-plan, and True if a plan is to be shown."""
     choices = [word for word in words if word in ("--plan", "--no-plan")]
-    wanted = (
-        choices[-1] == "--plan"
-        if choices
-        else os.environ.get(VARIABLE, "").lower() not in ("off", "0", "no")
-    )
-    return [word for word in words if word not in choices], wanted
+    is_off = os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
+    should_plan = choices[-1] == "--plan" if choices else not is_off
+    return [word for word in words if word not in choices], should_plan
 
 
 @contextmanager
 def plan_beside(
     flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
 ) -> Iterator[Callable[[int], None]]:
-    """Starts the plan of a run; with the run's exit code, what is yielded compares both.
+    """Start the plan of a run; yield a function that compares both, given the run's exit code.
 
     flags: torchrun's. words: the recipe's arguments.
     """
-    if not recipe.reads_as_ours() or not shows_plan(flags):
+    # Another program's arguments cannot be planned.
+    if not recipe.has_known_arguments() or not should_show_plan(flags):
         yield lambda code: None
         return
     with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
-        figures, began = Path(folder) / "figures.json", time.time()
-        command, environment = planning_process(
+        figures = Path(folder) / "figures.json"
+        began = time.time()
+        command, environment = build_planning_command(
             "recipe_lib.cli.plan_during_run", figures, [*flags, str(recipe.path), *words]
         )
         process = subprocess.Popen(
@@ -94,7 +91,8 @@ def plan_beside(
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
-            with launching(**{FIGURES: str(figures)}):  # where the run's report reads them
+            # The run's report reads them there.
+            with set_environment(**{FIGURES: str(figures)}):
                 yield lambda code: _compare(figures, began, code)
         finally:
             process.kill()
@@ -102,25 +100,29 @@ def plan_beside(
 
 
 def _compare(figures: Path, began: float, code: int) -> None:
-    """Prints planned against measured peaks, and keeps both as a receipt; nothing if the run failed
-    or was over before its plan.
+    """Log planned against measured peaks, and keep both as a receipt.
+
+    Does nothing if the run failed or was over before its plan. began: time of the start of the run.
     """
     if code not in (DONE, STOPPED_AND_SAVED) or not figures.exists():
         return
     planned = read_object(figures)
     summary = Path(planned["output_dir"]) / "summary.json"
+    # An older one is of an earlier run into the same folder.
     if not summary.is_file() or summary.stat().st_mtime < began:
         return
     measured = read_object(summary)
-    for line in comparison(planned, measured):
+    for line in format_comparison(planned, measured):
         get_logger().info(line)
-    keep_receipt(planned, measured)
+    append_run_receipt(planned, measured)
 
 
-def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """Lines on planned and measured peaks. planned: the figures. summary: of the run's
-    summary.json, which rank 0 writes.
+def format_comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
+    """Return lines on planned and measured peaks.
+
+    planned: the figures of `collect_figures`. summary: the run's summary.json.
     """
+    # Rank 0 writes the summary: its plan is compared, not the heaviest rank's.
     planned = planned | (planned.get("first") or {})
     if summary.get("memory_kind") != "device":
         active = format_bytes(planned["active"])
@@ -130,22 +132,23 @@ def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
         ]
     parts = []
     for kind in MEMORY_KINDS:
-        real = (summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB
-        if real and planned[kind]:
-            error = planned[kind] / real - 1
+        measured = (summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB
+        if measured and planned[kind]:
+            error = planned[kind] / measured - 1
             parts.append(
-                f"{kind} {format_bytes(planned[kind])} / {format_bytes(real)} ({error:+.1%})"
+                f"{kind} {format_bytes(planned[kind])} / {format_bytes(measured)} ({error:+.1%})"
             )
     return [f"planned / measured: {', '.join(parts)}"] if parts else []
 
 
-def figures_of_plan(plan: "Plan") -> dict[str, Any]:
-    """What is shown, bytes and seconds: peaks of the heaviest rank in its steps; and those of rank
-    0, to compare.
+def collect_figures(plan: "Plan") -> dict[str, Any]:
+    """Return what is shown and compared of a plan, in bytes and seconds.
+
+    That is the peaks of the heaviest rank in its steps and, as `first`, those of rank 0.
     """
     first = min(plan.rank_plans, key=lambda rank: rank.rank)
-    return _peaks(plan.heaviest) | {
-        "first": _peaks(first),
+    return _find_peaks(plan.heaviest) | {
+        "first": _find_peaks(first),
         "verdict": plan.verdict,
         "estimate": plan.estimate,
         "usable": plan.device.usable,
@@ -154,7 +157,8 @@ def figures_of_plan(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def _peaks(rank: "RankPlan") -> dict[str, int]:
+def _find_peaks(rank: "RankPlan") -> dict[str, int]:
+    # A run measures its steps, not the loading of weights before.
     peaks = [peak for peak in rank.peaks if peak.phase in STEP_PHASES] or rank.peaks
     return {
         "active": max(peak.active for peak in peaks),
@@ -166,13 +170,12 @@ def _peaks(rank: "RankPlan") -> dict[str, int]:
 
 
 def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
-    """The plan as a line. own: the device is one of this machine's."""
+    """Return the plan as a line. own: the device is one of this machine's."""
     memory = settings.hardware.memory
-    where = f"{settings.ranks} x {settings.hardware.name}" + (
-        "" if own else ", as there is no GPU here"
-    )
+    reason = "" if own else ", as there is no GPU here"
+    device = f"{settings.ranks} x {settings.hardware.name}{reason}"
     text = (
-        f"plan: {figures['verdict']} ({where}): active {format_bytes(figures['active'])},"
+        f"plan: {figures['verdict']} ({device}): active {format_bytes(figures['active'])},"
         f" {'about ' if figures.get('is_short') else ''}{format_bytes(figures['reserved'])}"
         f" reserved + {format_bytes(memory - figures['usable'])} outside torch, of"
         f" {format_bytes(memory)}; sequences of {settings.sequence.tokens:,} tokens"
@@ -183,24 +186,24 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
     return f"{text}; `tune plan` with the same arguments says more"
 
 
-class _TooSlow(BaseException):  # nothing on the way is to catch it
-    """The CPU time is used up. came: whether it ever was. allowed: seconds; the kernel raises its
-    own number as it goes on.
-    """
+# A BaseException, as code on the way catches Exception.
+class _TooSlow(BaseException):
+    """The CPU time is used up."""
 
-    came = False
-    allowed = 0
+    came = False  # it was raised in this process
+    allowed = 0  # seconds; the kernel raises its soft limit each time it sends the signal
 
 
 def main(argv: list[str]) -> int:
-    """The separate process: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its
-    arguments]`.
+    """Plan, as the separate process: FIGURES [torchrun flags] RECIPE [arguments].
+
+    FIGURES: the file to write the figures to.
     """
-    say = _quiet()
-    _be_modest()
+    say = _silence_output()
+    _limit_process()
     gpus = hide_gpus()
     try:
-        arguments = read(argv[1:])
+        arguments = read_arguments(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
         figures, settings = _plan(arguments)
         figures |= {"device": settings.hardware.name, "ranks": settings.ranks, "own_device": gpus}
@@ -209,9 +212,9 @@ def main(argv: list[str]) -> int:
     except UserError:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
-        if (
-            _TooSlow.came
-        ):  # torch makes it a RuntimeError where it comes in the midst of its own code
+        # Not by the type of the error: torch makes it a RuntimeError where it is raised inside of
+        # torch's own code.
+        if _TooSlow.came:
             say(
                 f"plan: takes more than {_TooSlow.allowed} s of CPU; `tune plan` with the same"
                 " arguments makes it"
@@ -224,13 +227,11 @@ def main(argv: list[str]) -> int:
 
 
 def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
-    """(figures, what they are for). Of a model whose many layers are all simulated, one step alone
-    is.
-    """
+    """Return (figures, settings of the plan). A model of many layers is planned for one step."""
     recipe, cfg = read_config(arguments)
     if cfg.compile:
-        _allow(COMPILED_CPU_SECONDS)
-    with explained(recipe, cfg):
+        _set_cpu_limit(COMPILED_CPU_SECONDS)
+    with explain_errors(recipe, cfg):
         planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
@@ -239,19 +240,21 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     from recipe_lib.plan.tracing.trace_deep_model import choose_depths
     from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, list_short_steps
 
-    with explained(recipe, cfg):
+    with explain_errors(recipe, cfg):
         layers = sum(choose_depths(planned, shaped) or [count_layers(shaped)])
         is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
-        figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
+        figures = collect_figures(make_plan(planned, shaped, settings, steps)[0])
     run = asdict(describe_run(cfg, shaped, settings))
     figures |= {"is_short": is_short, "run": run}
     return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
 
 
-def _quiet() -> Callable[[str], None]:
-    """Sends what libraries print nowhere; gives what prints a line on the run's standard error."""
-    terminal, is_terminal = os.dup(2), os.isatty(2)
+def _silence_output() -> Callable[[str], None]:
+    """Send what libraries print nowhere; return what prints a line on the run's standard error."""
+    terminal = os.dup(2)
+    is_terminal = os.isatty(2)
+    # The descriptors, as libraries in C++ print past sys.stdout.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -267,29 +270,29 @@ def _quiet() -> Callable[[str], None]:
     return say
 
 
-def _be_modest() -> None:
-    """Little CPU time, after everybody else, and none once the run is gone."""
+def _limit_process() -> None:
+    """Give this process little CPU time, after everybody else, and none once the run is gone."""
 
-    def too_slow(number: int, frame: FrameType | None) -> NoReturn:
+    def raise_too_slow(number: int, frame: FrameType | None) -> NoReturn:
         _TooSlow.came = True
         raise _TooSlow
 
-    signal.signal(signal.SIGXCPU, too_slow)
-    _allow(CPU_SECONDS)
+    signal.signal(signal.SIGXCPU, raise_too_slow)
+    _set_cpu_limit(CPU_SECONDS)
     os.nice(10)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
 
 
-def _allow(seconds: int) -> None:
-    """CPU time; a few seconds more than any run gets end the process."""
+def _set_cpu_limit(seconds: int) -> None:
+    """Set the CPU seconds after which `_TooSlow` is raised."""
     _TooSlow.allowed = seconds
+    # The hard limit kills the process, where the exception does not end it.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
 
 
 def _end_with_the_run() -> None:
-    """The run holds the other end of standard input; it closes when that process is gone, however
-    it went.
-    """
+    """End this process when the run's is gone."""
+    # The run holds the other end of standard input, which closes however that process ends.
     os.read(0, 1)
     os._exit(0)
 

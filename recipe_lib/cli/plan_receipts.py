@@ -1,7 +1,7 @@
-"""Receipts on the command line: a run adds one at its end, a plan quotes the nearest, `tune plan
---receipts` lists all.
+"""Keep receipts of planned and measured runs: a run adds one, a plan quotes the nearest, and
+`tune plan --receipts` lists all.
 
-Whatever is wrong with the file is one line at most, and nothing to a run or a plan.
+Whatever is wrong with the file is one line at most, and stops neither a run nor a plan.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import put_json
+from recipe_lib.cli.arguments import write_json
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
 
-def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+def append_run_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     """Add the receipt of a run that has ended, if it ran on the GPU that was planned.
 
     figures: of its plan. summary: of its summary.json.
     """
     if is_off() or summary.get("memory_kind") != "device" or not figures.get("own_device"):
         return
-    from recipe_lib.training.metrics import (
-        read_metrics,
-    )  # torch, which the launcher has imported by now
+    # Imports torch, which the launcher has imported by now.
+    from recipe_lib.training.metrics import read_metrics
 
     path = get_receipts_file()
     try:
         receipt = make_receipt(figures, summary, read_metrics(Path(figures["output_dir"])))
-        if "reserved" not in receipt.errors:  # by which receipts are compared
+        # Receipts are compared by their error of reserved memory.
+        if "reserved" not in receipt.errors:
             return
         is_new = append_receipt(path, receipt)
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
@@ -72,8 +72,9 @@ def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None
 
 
 def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
-    """Return the receipt nearest to a plan in a line; empty if there is none. shaped: what is
-    planned of the config.
+    """Return the receipt nearest to a plan as a line; empty if there is none.
+
+    shaped: the config as it is planned.
     """
     if is_off():
         return ""
@@ -86,9 +87,7 @@ def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
 
 
 def list_receipts(arguments: argparse.Namespace) -> str:
-    """Return what `--receipts` prints; with --json the same for programs. ConfigError for a file
-    that is none.
-    """
+    """Return what `--receipts` prints, and write its JSON. Raises ConfigError."""
     path = get_receipts_file()
     try:
         receipts, unreadable = read_receipts(path)
@@ -99,50 +98,51 @@ def list_receipts(arguments: argparse.Namespace) -> str:
         ) from error
     if arguments.json:
         listed = [asdict(receipt) for receipt in receipts]
-        put_json(arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed})
+        write_json(
+            arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed}
+        )
     return "" if arguments.json == "-" else render_receipts(receipts, unreadable, path)
 
 
 def render_receipts(
     receipts: list[Receipt], unreadable: int, path: Path, *, width: int | None = None
 ) -> str:
-    """Return the table, the newest last, and how far off the plans were; of none a line that says
-    how they come about.
+    """Return a table of the receipts, the newest last, and how far off the plans were.
 
-    unreadable: lines of the file that were passed over. width: columns, by default those of the
-    terminal.
+    unreadable: number of lines of the file that were passed over. width: columns, by default those
+    of the terminal.
     """
     passed = f"; {pluralize(unreadable, 'line')} of it cannot be read" if unreadable else ""
     if not receipts:
-        how = (
-            "each `tune run` on a GPU that shows its plan adds one at its end, unless"
-            f" {VARIABLE}=off is set"
+        return (
+            f"no receipts in {path}: each `tune run` on a GPU that shows its plan adds one at its"
+            f" end, unless {VARIABLE}=off is set{passed}\n"
         )
-        return f"no receipts in {path}: {how}{passed}\n"
     rows = []
     for receipt in receipts:
-        run, rate = receipt.run, receipt.errors.get("tokens_per_second")
-        sizes = [
-            format_bytes(figures["reserved"]) for figures in (receipt.planned, receipt.measured)
-        ]
-        off = [f"{receipt.errors['reserved']:+.1%}", "" if rate is None else f"{rate:+.0%}"]
-        rows.append(
-            [receipt.time[:10], run.card, str(run.ranks), run.config, run.recipe, *sizes, *off]
-        )
+        run = receipt.run
+        rate_error = receipt.errors.get("tokens_per_second")
+        row = {
+            "date": receipt.time[:10],
+            "card": run.card,
+            "ranks": str(run.ranks),
+            "config": run.config,
+            "recipe": run.recipe,
+            "planned": format_bytes(receipt.planned["reserved"]),
+            "measured": format_bytes(receipt.measured["reserved"]),
+            "error": f"{receipt.errors['reserved']:+.1%}",
+            "tokens/s": "" if rate_error is None else f"{rate_error:+.0%}",
+        }
+        rows.append(list(row.values()))
     console = open_console(width or get_terminal_width())
-    header = [
-        "date",
-        "card",
-        "ranks",
-        "config",
-        "recipe",
-        "planned",
-        "measured",
-        "error",
-        "tokens/s",
-    ]
-    left, optional = ("date", "card", "config", "recipe"), ("recipe", "tokens/s")
-    put_table(console, Table("reserved memory of runs", header, rows, left, optional))
+    table = Table(
+        "reserved memory of runs",
+        list(row),
+        rows,
+        left=("date", "card", "config", "recipe"),
+        optional=("recipe", "tokens/s"),  # left out first on a narrow terminal
+    )
+    put_table(console, table)
     console.print()
     errors = [receipt.errors["reserved"] for receipt in receipts]
     put(

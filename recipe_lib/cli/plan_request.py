@@ -1,5 +1,6 @@
-"""What `tune plan`, and the plan of a run, are asked for: command line, device, settings and
-recipe.
+"""Read the command line of `tune plan`, and turn it into recipe class, config and plan settings.
+
+`tune plan` uses it in its own process; `tune run` in a separate one, which plans beside the run.
 """
 
 import argparse
@@ -19,9 +20,14 @@ from recipe_lib.cli.arguments import (
     find_low_numbers,
     read_numbers,
 )
-from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
+from recipe_lib.cli.local_gpus import VISIBLE, find_local_device, is_expandable, list_local_gpus
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
-from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
+from recipe_lib.cli.torchrun_flags import (
+    check_launch,
+    count_ranks_and_machines,
+    get_flag_value,
+    take_flags,
+)
 from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError, find_lines_in, raise_faults
@@ -34,17 +40,20 @@ if TYPE_CHECKING:
 
 DEFAULT_DEVICE = "24GB"
 ROOT = Path(__file__).parents[2]
-# What a class of a recipe has that a plan can be made of.
+# Methods of a recipe's class that a plan calls.
 METHODS = ("setup_model", "setup_optimizer", "train_step")
 # A plan comes from what is on the machine; the packages that could ask a network are set offline.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-DESCRIPTION = """Plans a run: the recipe's own code runs on a simulated device, where tensors have sizes and no bytes.
-Needs no GPU and no weights. Takes the command line of `tune run`, with the flags for its processes anywhere.
+DESCRIPTION = """Plans a run: the recipe's own code runs on a simulated device, where tensors have \
+sizes and no bytes.
+Needs no GPU and no weights. Takes the command line of `tune run`, with the flags for its \
+processes anywhere.
 
   tune plan --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090
   tune plan llama3/8B_qlora --device 16GB --advice
 
-Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2 a mistake to correct."""
+Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2 a mistake to \
+correct."""
 
 
 _DEVICES = (
@@ -57,7 +66,7 @@ _STREAMS = (
 )
 # Memory outside of torch -> what it is.
 OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
-# Torchrun's are taken out before.
+# torchrun's flags are taken out before; --nproc_per_node and --nnodes stand here for the help.
 OPTIONS: Options = {
     "words": {
         "nargs": "*",
@@ -127,15 +136,21 @@ OPTIONS: Options = {
 
 
 def parser() -> Parser:
-    """Return the reader of the options."""
+    """Return the options of the verb."""
     return Parser("plan", DESCRIPTION, OPTIONS)
 
 
-def read(words: Sequence[str]) -> argparse.Namespace:
-    """The command line, checked as far as it can be without torch; `flags` are torchrun's."""
-    flags, own = take_flags(words)
-    arguments = parser().parse(own)
-    arguments.flags, arguments.wait, arguments.notes = flags, None, []
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Return the command line, checked as far as it can be without torch.
+
+    flags: torchrun's. wait: seconds to wait for a run to tokenize its data, or None. notes: lines
+    for the plan. Raises ConfigError.
+    """
+    flags, remaining = take_flags(words)
+    arguments = parser().parse(remaining)
+    arguments.flags = flags
+    arguments.wait = None
+    arguments.notes = []
     if arguments.receipts:
         _check_receipts(arguments)
         return arguments
@@ -149,6 +164,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
             f"tune plan: unexpected argument {show(names[1])}; see `tune plan --help`"
         )
     arguments.recipe = names[0] if names else None
+    # --calibrate alone measures the device and plans nothing.
     if arguments.config is None and (names or not arguments.calibrate):
         if names:
             check_is_known(names[0])
@@ -161,7 +177,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         if size is not None and not 0 <= size < 2**20:
             raise ConfigError(f"--{name}-gib: found {size}, expected a number of GiB >= 0")
     if arguments.fit and (
-        arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))
+        arguments.device
+        or any(get_flag_value(flags, name) for name in ("--nproc-per-node", "--nnodes"))
     ):
         raise ConfigError(
             "--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out"
@@ -170,7 +187,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     if arguments.device:
         find_hardware(arguments.device)
     check_choice(arguments.sequence)
-    read_ranks(arguments.rank, known_ranks(arguments))
+    read_ranks(arguments.rank, count_planned_ranks(arguments))
+    # No output may be an input, or the file of another output.
     inputs = [(f"--{name}", getattr(arguments, name)) for name in ("calibration", "diff")]
     inputs += [("--plugin", path) for path in arguments.plugin]
     inputs += [("--config", path) for path in arguments.config or ()]
@@ -181,7 +199,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_no_plan(arguments: argparse.Namespace) -> None:
-    """ConfigError for what a plan is asked to do with an option that makes none."""
+    """Raise ConfigError for an option of a plan next to --search or --check-streams."""
     unused = [
         name
         for name in ("json", "html", "snapshot", "diff", "advice", "full")
@@ -189,70 +207,72 @@ def _check_no_plan(arguments: argparse.Namespace) -> None:
     ]
     if arguments.search and arguments.check_streams:
         unused.append("search")
-    for name, what in (("check_streams", "follows streams"), ("search", "looks for settings")):
+    for name, action in (("check_streams", "follows streams"), ("search", "looks for settings")):
         if getattr(arguments, name) and unused:
             raise ConfigError(
-                f"--{name.replace('_', '-')}: {what} and makes no plan; leave --{unused[0]} out"
+                f"--{name.replace('_', '-')}: {action} and makes no plan; leave --{unused[0]} out"
             )
 
 
 def _check_receipts(arguments: argparse.Namespace) -> None:
-    """ConfigError for what --receipts, which lists all runs, makes nothing of."""
-    taken, options = ("help", "words", "receipts", "json", "quiet", "verbose"), parser()
-    others = [
-        action.option_strings[0] for action in options._actions
-        if action.dest not in taken and getattr(arguments, action.dest) != action.default
-    ]  # fmt: skip
-    unused = [*arguments.words, *arguments.flags, *others]
+    """Raise ConfigError for a word that --receipts, which lists all runs, has no use for."""
+    used = ("help", "words", "receipts", "json", "quiet", "verbose")
+    unused = [*arguments.words, *arguments.flags]
+    for action in parser()._actions:
+        if action.dest not in used and getattr(arguments, action.dest) != action.default:
+            unused.append(action.option_strings[0])
     if unused:
         raise ConfigError(f"--receipts: lists runs and makes no plan; leave {show(unused[0])} out")
     check_output("--json", arguments.json)
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
-    """The recipe, and the config that the command line makes, with the plugins it names."""
+    """Return the recipe and the config that the command line names, plugins imported."""
     recipe, loaded = open_config(arguments.config, arguments)
     arguments.notes = loaded.idle
     return recipe, loaded.cfg
 
 
-def planning_process(
+def build_planning_command(
     module: str, answer: Path, words: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of a separate process that plans: `module ANSWER [torchrun flags]
-    RECIPE ...`.
+    """Return (command, environment) of a separate process that plans.
+
+    It runs `module ANSWER [torchrun flags] RECIPE [arguments]`. answer: the file that it writes.
     """
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(answer.parent)}
-    return [sys.executable, "-P", "-m", module, str(answer), *words], {**os.environ, **own}
+    # Temporary files next to the answer, as the process may be killed and leave them.
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(answer.parent)}
+    # -P: no module in the working folder may take the place of an installed one.
+    return [sys.executable, "-P", "-m", module, str(answer), *words], os.environ | variables
 
 
 def hide_gpus() -> bool:
-    """In such a process: no GPU and no network from here on. Whether the machine has GPUs, which
-    are asked before.
-    """
-    gpus = own_gpus()
+    """Hide GPUs and network from this process; return True if the machine has GPUs."""
+    # Before they are hidden. The list is cached: the device of the plan is still found.
+    gpus = list_local_gpus()
     os.environ[VISIBLE] = ""
     os.environ.update(OFFLINE)
     return bool(gpus)
 
 
-def known_ranks(arguments: argparse.Namespace) -> int:
-    """Ranks of the run, as `device_for` gives them."""
+def count_planned_ranks(arguments: argparse.Namespace) -> int:
+    """Count the ranks of the run, as `choose_planned_device` gives them."""
     if arguments.fit:
         return parse_fit(arguments.fit)[0]
-    here, machines = rank_count(arguments.flags)
-    return here * machines
+    local_ranks, machines = count_ranks_and_machines(arguments.flags)
+    return local_ranks * machines
 
 
-def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]:
-    """Return (ranks, device, what was assumed): what is named, else what --calibration is of, else
-    this machine's.
+def choose_planned_device(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]:
+    """Return (ranks, device, lines on what was assumed).
+
+    The device is the one that is named, else that of --calibration, else this machine's.
     """
     if arguments.fit:
         return *parse_fit(arguments.fit), []
-    here, machines = rank_count(arguments.flags)
-    assumed = [f"{here} ranks on each of {machines} machines"] if machines > 1 else []
+    local_ranks, machines = count_ranks_and_machines(arguments.flags)
+    assumed = [f"{local_ranks} ranks on each of {machines} machines"] if machines > 1 else []
     if arguments.device:
         hardware = find_hardware(arguments.device)
     elif arguments.calibration:
@@ -261,43 +281,49 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]
         hardware, unknown = read_calibrated_device(arguments.calibration)
         of_file = f"the device is that of --calibration, {hardware.name}"
         assumed.append("; ".join(filter(None, [of_file, unknown, "--device names another"])))
-    elif own := own_device():
-        hardware = own
+    elif local_device := find_local_device():
+        hardware = local_device
         assumed.append(f"the device is this machine's, {hardware.name}; --device names another")
     else:
         hardware = find_hardware(DEFAULT_DEVICE)
         assumed.append("there is no GPU here: planned for one of 24 GB; --device names another")
-    return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
+    return (
+        local_ranks * machines,
+        dataclasses.replace(hardware, ranks_per_node=local_ranks),
+        assumed,
+    )
 
 
-def settings_for(
+def build_settings(
     recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
 ) -> tuple["PlanSettings", list[str]]:
-    """What a plan needs besides recipe and config, and what was assumed for it."""
+    """Return what a plan needs besides recipe and config, and lines on what was assumed for it."""
     from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
 
-    ranks, hardware, assumed = device_for(arguments)
-    traced = read_ranks(arguments.rank, ranks)
-    from recipe_lib.plan.build_plan import PlanSettings  # torch from here on
+    ranks, hardware, assumed = choose_planned_device(arguments)
+    traced_ranks = read_ranks(arguments.rank, ranks)
+    # Imports torch, which takes seconds: after the checks.
+    from recipe_lib.plan.build_plan import PlanSettings
 
     calibration = None
     if arguments.calibration:
         from recipe_lib.plan.measured.rates_file import read_calibration
 
         calibration = read_calibration(arguments.calibration, hardware)
-    different = max(1, ranks // count_same_batch_ranks(cfg.parallel))
-    sequence = choose_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
+    # Ranks of a tensor, context or pipeline group read the same batch.
+    data_ranks = max(1, ranks // count_same_batch_ranks(cfg.parallel))
+    sequence = choose_sequence(cfg, arguments.sequence, ranks=data_ranks, wait=arguments.wait)
     settings = PlanSettings(
         hardware=hardware,
         ranks=ranks,
-        traced_ranks=traced,
+        traced_ranks=traced_ranks,
         sequence=sequence,
         recipe=recipe.name,
         config=", ".join(arguments.config),
         overrides=tuple(arguments.overrides),
         steps=sequence.steps,
         calibration=calibration,
-        outside=outside_for(cfg, arguments, hardware, ranks),
+        outside=estimate_outside(cfg, arguments, hardware, ranks),
     )
     return settings, assumed
 
@@ -307,24 +333,24 @@ def prepare(
 ) -> tuple[type, Any, "PlanSettings"]:
     """Return (recipe class, plannable config, settings) of what a command line plans.
 
-    decides: `parallel.strategy: auto` becomes what `tune run` would choose. What concerns this
-    machine is added to `arguments.notes`.
+    decides: `parallel.strategy: auto` becomes what `tune run` would choose. Lines on this machine
+    are added to `arguments.notes`.
     """
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
-    shaped, said = make_plannable(cfg)
-    planned = recipe_class(recipe)
-    settings, assumed = settings_for(recipe, cfg, arguments)
-    if (
-        decides and shaped.parallel.strategy == "auto" and settings.ranks > 1
-    ):  # one rank shards nothing
+    shaped, lines = make_plannable(cfg)
+    planned = find_recipe_class(recipe)
+    settings, assumed = build_settings(recipe, cfg, arguments)
+    # One rank shards nothing: there is nothing to choose.
+    if decides and shaped.parallel.strategy == "auto" and settings.ranks > 1:
         from recipe_lib.plan.search.advice import choose_strategy
         from recipe_lib.plan.search.trials import STRATEGY_KEY, apply_changes
 
-        with explained(recipe, cfg):
+        with explain_errors(recipe, cfg):
             strategy, line = choose_strategy(planned, shaped, settings, expandable=is_expandable())
-        shaped, said = apply_changes(shaped, {STRATEGY_KEY: strategy}), [*said, line]
-    assumptions = (*assumed, *said, *arguments.notes)
+        shaped = apply_changes(shaped, {STRATEGY_KEY: strategy})
+        lines = [*lines, line]
+    assumptions = (*assumed, *lines, *arguments.notes)
     arguments.notes = [*assumed, *arguments.notes]
     return planned, shaped, dataclasses.replace(settings, assumptions=assumptions)
 
@@ -338,77 +364,82 @@ def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
     )
 
 
-def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ranks: int) -> Any:
-    """Memory outside of torch where the command line says something about it, else None."""
-    given = {
-        name: int(size * GIB)
-        for name in OUTSIDE
-        if (size := getattr(arguments, f"{name}_gib")) is not None
-    }
-    if not given:
+def estimate_outside(
+    cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ranks: int
+) -> Any:
+    """Return the memory outside of torch where the command line gives a part of it, else None."""
+    sizes = {name: getattr(arguments, f"{name}_gib") for name in OUTSIDE}
+    sizes = {name: int(gib * GIB) for name, gib in sizes.items() if gib is not None}
+    if not sizes:
         return None
     from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
     from recipe_lib.plan.search.trials import list_communicator_sizes
 
+    # What is not given is a table's, as in a plan without these options.
     return dataclasses.replace(
-        estimate_outside_torch(hardware, list_communicator_sizes(cfg.parallel, ranks)), **given
+        estimate_outside_torch(hardware, list_communicator_sizes(cfg.parallel, ranks)), **sizes
     )
 
 
-def recipe_class(recipe: RecipeFile) -> type:
-    """The one class of a recipe's file that has the methods a plan calls; ConfigError by name if
-    there is not one.
+def find_recipe_class(recipe: RecipeFile) -> type:
+    """Return the class of a recipe's file that has the methods a plan calls.
+
+    Raises ConfigError if there is none, or more than one.
     """
     module = load_module(recipe.path)
-    own = [
+    # A class that the file imports is not its recipe.
+    classes = [
         value
         for value in vars(module).values()
         if isinstance(value, type) and value.__module__ == module.__name__
     ]
-    found = [
-        value for value in own if all(callable(getattr(value, name, None)) for name in METHODS)
+    classes = [
+        value for value in classes if all(callable(getattr(value, name, None)) for name in METHODS)
     ]
-    if len(found) == 1:
-        return found[0]
-    place = show(str(recipe.path))
+    if len(classes) == 1:
+        return classes[0]
     methods = " and ".join([", ".join(METHODS[:-1]), METHODS[-1]])
-    if found:
-        names = ", ".join(value.__name__ for value in found)
+    if classes:
+        names = ", ".join(value.__name__ for value in classes)
         raise ConfigError(
-            f"{place}: found several classes with {methods} ({names}), expected one; move the"
-            " others out"
+            f"{show(str(recipe.path))}: found several classes with {methods} ({names}), expected"
+            " one; move the others out"
         )
     raise ConfigError(
-        f"{place}: found no class with {methods}; expected one, like the shipped recipes"
+        f"{show(str(recipe.path))}: found no class with {methods}; expected one, like the shipped"
+        " recipes"
     )
 
 
 @contextmanager
-def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
-    """What a recipe of the user's own raises on the simulated device becomes a line that says
-    where; and what a model's class of another library does, a line that names it.
+def explain_errors(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
+    """Turn what code of others raises on the simulated device into one line.
+
+    Of a recipe of the user's own the line says where, of another library's model which it is.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # whatever a user's file raises is his to correct
+    except Exception as error:  # a user's file may raise anything
+        # All of the code is ours: a fault of it shows its traceback.
         if recipe.shipped and cfg.model.implementation == "native":
             raise
-        said = (str(error).strip().splitlines() or [""])[0]
+        message = (str(error).strip().splitlines() or [""])[0]
         if recipe.shipped:
             raise ConfigError(
                 f"model.implementation={cfg.model.implementation}: its class raised"
-                f" {type(error).__name__} on the simulated device ({show(said, 160)}); a run may"
+                f" {type(error).__name__} on the simulated device ({show(message, 160)}); a run may"
                 f" still work; for a plan try another dtype (found dtype={cfg.dtype})"
             ) from error
         lines = find_lines_in(error, recipe.path)
-        place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"
+        location = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"
+        # torch's DataDependentOutputException: an operator whose result depends on data.
         if type(error).__name__.startswith("DataDependentOutput"):
             raise ConfigError(
-                f"{place}: reads a number back from the device, which a plan cannot know; keep"
+                f"{location}: reads a number back from the device, which a plan cannot know; keep"
                 f" .item(), .tolist() and conditions on tensors out of {', '.join(METHODS)}"
             ) from error
         raise ConfigError(
-            f"{place}: raised {type(error).__name__} while it was planned: {show(said, 200)}"
+            f"{location}: raised {type(error).__name__} while it was planned: {show(message, 200)}"
         ) from error

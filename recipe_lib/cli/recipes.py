@@ -1,5 +1,6 @@
-"""A recipe on the command line: its file, the class its config is checked against, and running it
-in this process.
+"""Find a recipe by name, path or config, the schema of its config, and run it in this process.
+
+A shipped recipe's config class is known without importing the recipe, and so without torch.
 """
 
 import argparse
@@ -34,8 +35,8 @@ from recipe_lib.reading import TEXT_LIMIT, read_bytes, read_text
 from recipe_lib.report.phases import importing
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
-# What torchtune has recipes for, and here is something else.
-_ELSEWHERE = {
+# Recipes of torchtune -> what does the same here.
+_TORCHTUNE_HINTS = {
     "lora_dpo_single_device": "did you mean dpo_distributed? It runs on one device too",
     "reward": "did you mean reward_distributed?",
     "generate": "did you mean `tune generate MODEL`?",
@@ -61,32 +62,32 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's file. shipped: it is one of ours, whose config class is known without running the
-    file.
-    """
+    """A recipe's file."""
 
-    name: str
+    name: str  # the file's, without .py
     path: Path
-    shipped: bool
+    shipped: bool  # one of ours, whose config class is known without importing the file
 
     @classmethod
     def find(cls, name_or_path: str) -> "RecipeFile":
-        """The recipe of that name or path; ConfigError with the nearest name if there is none."""
-        if name_or_path in _ELSEWHERE:
-            raise ConfigError(f"{name_or_path}: no such recipe; {_ELSEWHERE[name_or_path]}")
+        """Return the recipe of a name or path. Raises ConfigError with the nearest name."""
+        if name_or_path in _TORCHTUNE_HINTS:
+            raise ConfigError(f"{name_or_path}: no such recipe; {_TORCHTUNE_HINTS[name_or_path]}")
         path = find_recipe(name_or_path)
         shipped = _is_shipped(path) and path.stem in read_recipe_configs()
         return cls(path.stem, path, shipped)
 
-    def reads_as_ours(self) -> bool:
-        """Return whether its words are ours. Another file may be any program, and is imported only
-        to be run.
+    def has_known_arguments(self) -> bool:
+        """Return True if the recipe reads its arguments as ours do.
+
+        Another file may be any program, and is imported only to be run.
         """
         return self.shipped or _find_parsed_class(self.path) is not None
 
     def schema(self) -> type:
-        """The dataclass that a config of this recipe is checked against; a recipe of the user's own
-        is imported.
+        """Return the dataclass that a config of this recipe is checked against.
+
+        Imports a recipe of the user's own. Raises ConfigError if that has no such class.
         """
         if self.shipped:
             return read_recipe_configs()[self.name]
@@ -101,41 +102,38 @@ class RecipeFile:
 
 
 def check_is_known(name: str) -> None:
-    """ConfigError for a word that is neither a config nor a recipe, with what it may have meant."""
-    known = [*list_recipes(), *(config for found in list_configs().values() for config in found)]
-    if name not in (*known, *_ELSEWHERE) and not name.endswith(".py"):
+    """Raise ConfigError for a word that is neither config nor recipe, with the nearest name."""
+    known = list_recipes() + [config for group in list_configs().values() for config in group]
+    if name not in (*known, *_TORCHTUNE_HINTS) and not name.endswith(".py"):
         hint = suggest_config(name, known) or "; `tune ls` lists them"
         raise ConfigError(f"{show(name)}: no such config and no such recipe{hint}")
 
 
-def recipe_of(config: Path) -> str | None:
-    """The recipe that a config says it is for; None if it does not say. What is wrong with the file
-    is found later.
-    """
+def read_recipe_name(config: Path) -> str | None:
+    """Return the recipe that a config names by `recipe:`; None if it names none."""
     try:
-        found = _RECIPE_KEY.search(read_text(config))
-    except (OSError, ValueError):
+        match = _RECIPE_KEY.search(read_text(config))
+    except (OSError, ValueError):  # loading the config says what is wrong with it
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def is_config(name: str) -> bool:
-    """Whether the word is a config's name or a path to one, and no recipe's."""
+    """Return True if the word is a config's name or a path to one, and no recipe's."""
     return name.endswith(CONFIG_SUFFIXES) or any(name in names for names in list_configs().values())
 
 
-def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
-    """The recipe to check a config against: `recipe` where given, else the one that the (last)
-    config names.
+def find_config_recipe(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
+    """Return the recipe to check configs against: `recipe`, or the one that the last config names.
 
-    A config that names no recipe is checked against the first of ours. ConfigError for one that
-    names none of ours.
+    Configs that name no recipe are checked against the first of ours. Raises ConfigError for a
+    config that names none of ours.
     """
     if recipe is not None:
         return RecipeFile.find(recipe)
     for config in reversed([configs] if isinstance(configs, str) else configs):
         path = find_config(config)
-        if name := recipe_of(path):
+        if name := read_recipe_name(path):
             if name not in read_recipe_configs():
                 near = [known for known in read_recipe_configs() if known.startswith(name)] or [""]
                 hint = did_you_mean(name, read_recipe_configs()) or (
@@ -153,38 +151,39 @@ def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> Recip
 def open_config(
     configs: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[RecipeFile, LoadedConfig]:
-    """Return the recipe of a verb's configs, and the config that they and its overrides make,
-    plugins imported.
+    """Return the recipe of a verb's configs, and the config that they and its overrides make.
 
     arguments: `recipe` (None: the one that a config names), `overrides` and `plugin`. Raises
     ConfigError.
     """
+    # First: a plugin registers the names that the config may use.
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    recipe = recipe_for(configs, arguments.recipe)
+    recipe = find_config_recipe(configs, arguments.recipe)
     return recipe, load_with_origins(configs, arguments.overrides, recipe.schema())
 
 
 def _find_parsed_class(path: Path) -> str | None:
-    """Return the name of the class that a recipe's `main(argv)` reads its words with, as they are,
-    like ours do.
+    """Return the name of the config class that a recipe's `main(argv)` parses its arguments with.
 
-    That is by `run_recipe(..., parse_arguments(argv, Config))`. None for any other program.
+    That is the Config of `run_recipe(..., parse_arguments(argv, Config))`, as our recipes have it.
+    None for any other program. Reads the file without importing it.
     """
     try:
         module = ast.parse(read_bytes(path, TEXT_LIMIT))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing says it
         return None
     mains = [
-        line for line in module.body if isinstance(line, ast.FunctionDef) and line.name == "main"
+        node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "main"
     ]
     if len(mains) != 1 or not mains[0].args.args:
         return None
     nodes = list(ast.walk(mains[0]))
-    changed = {
+    # A name that main itself binds need not be its argument, or the module's class, at the call.
+    rebound = {
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    changed |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    rebound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
     for node in nodes:
         match node:
             case ast.Call(
@@ -195,7 +194,7 @@ def _find_parsed_class(path: Path) -> str | None:
                         func=ast.Name("parse_arguments"), args=[ast.Name(words), ast.Name(config)]
                     ),
                 ],
-            ) if words == mains[0].args.args[0].arg and not changed & {words, config}:
+            ) if words == mains[0].args.args[0].arg and not rebound & {words, config}:
                 return config
     return None
 
@@ -205,13 +204,13 @@ def _is_shipped(path: Path) -> bool:
 
 
 class _ProgramLoader(SourceFileLoader):
-    """Imports a file as a program is run: nothing is written next to it."""
+    """A loader that imports a file as a program is run: no bytecode is written next to it."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the file's code.
 
-        Raises SyntaxError for a file that Python cannot even parse, told apart from one that fails
-        while it is run.
+        Raises SyntaxError for a file that Python cannot even parse, unlike one that fails while it
+        is run.
         """
         try:
             code: CodeType = self.source_to_code(read_bytes(Path(self.path), TEXT_LIMIT), self.path)
@@ -225,7 +224,7 @@ class _ProgramLoader(SourceFileLoader):
 
 
 def load_module(path: Path) -> ModuleType:
-    """Imports a recipe's file. Modules next to a user's recipe can be imported by it."""
+    """Import a recipe's file, once; a user's recipe can import the modules next to it."""
     name = f"recipe_{path.stem}"
     loaded = sys.modules.get(name)
     if (
@@ -236,32 +235,31 @@ def load_module(path: Path) -> ModuleType:
         return loaded
     folder = str(path.parent.resolve())
     if not _is_shipped(path) and folder not in sys.path:
-        sys.path.append(
-            folder
-        )  # last, so that a file there cannot take an installed package's place
+        # Last, so that a file there cannot take an installed package's place.
+        sys.path.append(folder)
     loader = _ProgramLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None:
         raise ConfigError(f"{show(str(path))}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+    # Before it is executed, as `dataclass` looks up the module of a class there.
+    sys.modules[name] = module
     try:
         with importing("torch" if "torch" not in sys.modules else path.name):
             loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError):
-            place = (  # of one that could not be parsed
-                f"{show(str(error.filename or path))}:{error.lineno or 1}"
-            )
-            raise ConfigError(f"{place}: {error.msg}") from error
+            location = f"{show(str(error.filename or path))}:{error.lineno or 1}"
+            raise ConfigError(f"{location}: {error.msg}") from error
         if isinstance(error, ImportError) and (error.name or "").startswith("recipe_lib"):
             # A copy outlives the names that it was copied with.
             raise ConfigError(
                 f"{show(str(path))}: {error.msg}; a recipe that was copied from another version is"
                 " copied anew with `tune cp`"
             ) from error
-        if isinstance(error, SystemExit):  # its exit code would be taken for one of ours
+        # The file's exit code would be taken for one of ours.
+        if isinstance(error, SystemExit):
             raise ConfigError(
                 f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe"
             ) from error
@@ -270,7 +268,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def run_recipe(path: Path, argv: list[str]) -> int:
-    """Runs a recipe's `main(argv)` in this process; returns its exit code, user errors reported."""
+    """Run a recipe's `main(argv)` in this process; report user errors and return the exit code."""
     return run_for_exit_code(lambda: _call_main(path, argv))
 
 
@@ -285,18 +283,20 @@ def _call_main(path: Path, argv: list[str]) -> int | None:
 
 
 def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
-    """Reads the recipe's command line now, before anything starts; returns its config.
+    """Read the recipe's command line, before anything starts; return its config.
 
-    None for a recipe of the user's own that reads its words itself, and may take others than ours.
+    None for a recipe of the user's own that reads its arguments itself, and may take others.
+    Raises ConfigError.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
             raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
     refuse_repeated(words)
-    if not recipe.reads_as_ours():
+    if not recipe.has_known_arguments():
         return None
     if not any(word == "--config" or word.startswith("--config=") for word in words):
+        # The first word that explains why --config is missing, before saying that it is.
         for word in words:
             if word.startswith("--"):
                 hint = did_you_mean(word.partition("=")[0], ("--config", "--plugin"))

@@ -1,8 +1,8 @@
-"""`tune run [torchrun flags] [RECIPE --config] CONFIG [overrides]`: a recipe on one process or
+"""`tune run [torchrun flags] [RECIPE --config] CONFIG [overrides]`: run a recipe on one process or
 many.
 
-What stands before RECIPE is torchrun's and is handed on untouched; what stands after it is the
-recipe's. Without RECIPE it is the one that the config names.
+The words before RECIPE are torchrun's and are handed on untouched; those after it are the recipe's.
+Without RECIPE it is the one that the config names.
 """
 
 import json
@@ -18,25 +18,31 @@ from recipe_lib.cli.arguments import SWITCH, Options, Parser
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.local_gpus import is_expandable
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
-from recipe_lib.cli.plan_request import hide_gpus, planning_process, prepare, read, read_config
+from recipe_lib.cli.plan_request import (
+    build_planning_command,
+    hide_gpus,
+    prepare,
+    read_arguments,
+    read_config,
+)
 from recipe_lib.cli.recipes import (
     RecipeFile,
     check_arguments,
     check_is_known,
+    find_config_recipe,
     is_config,
-    recipe_for,
     run_recipe,
 )
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.cli.torchrun_flags import (
     WITH_VALUE,
     WITHOUT_VALUE,
+    add_rendezvous,
     check_launch,
-    rank_count,
-    ranks_of,
-    shows_plan,
-    split,
-    with_rendezvous,
+    count_ranks_and_machines,
+    count_requested_ranks,
+    should_show_plan,
+    split_words,
 )
 from recipe_lib.config.paths import list_recipes
 from recipe_lib.errors import DONE, ConfigError, end_process
@@ -46,14 +52,18 @@ from recipe_lib.reading import read_object
 from recipe_lib.report.phases import phase
 
 USAGE = """usage: tune run [torchrun flags] CONFIG [key=value ...] [~key ...]
-       tune run [torchrun flags] RECIPE --config CONFIG ... [--plugin FILE ...] [key=value ...] [~key ...]
+       tune run [torchrun flags] RECIPE --config CONFIG ... [--plugin FILE ...] [key=value ...] \
+[~key ...]
 
-Runs a config (a name that `tune ls` shows, or a .yaml file) with the recipe that it names, or with another one (a name,
+Runs a config (a name that `tune ls` shows, or a .yaml file) with the recipe that it names, or \
+with another one (a name,
 or a .py file of yours). Of several --config the later win, key by key.
 
-  key=value       overrides a key of the config; section.key=value reaches into a section; a value may contain `=`
+  key=value       overrides a key of the config; section.key=value reaches into a section; a value \
+may contain `=`
   ~key            goes back to the key's default
-  --plugin FILE   first imports a Python file of yours, which may register formats, losses, optimizers, trackers
+  --plugin FILE   first imports a Python file of yours, which may register formats, losses, \
+optimizers, trackers
   --no-plan       does not show the plan of the run
   --plan          shows it although the environment has TUNE_PLAN=off
   -q, -v          says warnings and errors alone; says more: all ranks, the seconds of each part
@@ -62,10 +72,13 @@ Flags before them are torchrun's; without any, the recipe runs in this process:
 
   tune run demo/full
   tune run --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full batch_size=1
-  tune run --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT RECIPE --config CONFIG
+  tune run --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT RECIPE \
+--config CONFIG
 
-SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit codes: 0 done, 2 a mistake to correct,
-3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a write, 7 a rank is
+SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit codes: 0 done, 2 a \
+mistake to correct,
+3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a \
+write, 7 a rank is
 gone, stopped or hangs."""
 
 OPTIONS: Options = {
@@ -90,30 +103,30 @@ OPTIONS: Options = {
 
 
 def parser() -> Parser:
-    """Return the options, for a shell's completion; `run` takes them apart itself, as torchrun's
-    are handed on.
-    """
+    """Return the options, for a shell's completion."""
+    # `run` separates the words itself, as torchrun's flags are handed on as they are.
     return Parser("run", "Runs a recipe.", OPTIONS)
 
 
 def run(words: list[str]) -> int:
-    """Runs the recipe; returns its exit code."""
+    """Run the recipe; return its exit code."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
     for word in words:
         if word in VERBOSITY:
             set_verbosity(VERBOSITY[word])  # for the ranks too
+    # Before the flags are split: --plan and --no-plan may stand among torchrun's.
     words, with_plan = take_choice([word for word in words if word not in VERBOSITY])
-    flags, name, rest = split(words)
+    flags, name, rest = split_words(words)
     check_launch(flags)
-    recipe, rest = recipe_and_words(name, rest)
+    recipe, rest = find_recipe_and_words(name, rest)
     cfg = check_arguments(recipe, rest)
     if cfg is not None:
-        check_start(cfg, ranks=ranks_of(flags), starts=True)
+        check_start(cfg, ranks=count_requested_ranks(flags), starts=True)
         if flags and recipe.shipped:
-            check_shape(cfg)  # once, and not by every rank
-    rest = with_strategy(flags, recipe, rest, cfg)
+            check_shape(cfg)  # here once: otherwise every rank would print the same error
+    rest = add_chosen_strategy(flags, recipe, rest, cfg)
     if not with_plan or is_quiet():
         return start(flags, recipe, rest)
     with plan_beside(flags, recipe, rest) as compare:
@@ -122,96 +135,100 @@ def run(words: list[str]) -> int:
     return code
 
 
-def recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:
-    """The recipe, and its arguments, with --config where `name` is a config or nothing.
-    ConfigError.
+def find_recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:
+    """Return the recipe, and its arguments with the config as --config. Raises ConfigError.
+
+    name: the first word that is no flag of torchrun's, recipe or config; empty: there is none
+    before --config. rest: the words after it.
     """
-    configs = configs_in(rest)
+    configs = list_named_configs(rest)
     if name and not is_config(name):
+        # Without --config it may be a misspelled config too.
         if not configs:
             check_is_known(name)
         return RecipeFile.find(name), rest
-    if not name:  # `--config CONFIG RECIPE`
-        values = {at + 1 for at, word in enumerate(rest) if word in ("--config", "--plugin")}
-        named = [
-            at for at, word in enumerate(rest) if word in list_recipes() or word.endswith(".py")
-        ]
-        place = next((at for at in named if at not in values), None)
-        if place is not None:
-            return RecipeFile.find(rest[place]), rest[:place] + rest[place + 1 :]
+    if not name:
+        # `--config CONFIG RECIPE`: a recipe that is not the value of an option.
+        values = {index + 1 for index, word in enumerate(rest) if word in ("--config", "--plugin")}
+        for index, word in enumerate(rest):
+            if index not in values and (word in list_recipes() or word.endswith(".py")):
+                return RecipeFile.find(word), rest[:index] + rest[index + 1 :]
     rest = ["--config", name, *rest] if name else rest
     configs = [name, *configs] if name else configs
     if not configs:
         raise ConfigError(
             "tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)"
         )
-    return recipe_for(configs), rest
+    return find_config_recipe(configs), rest
 
 
-def configs_in(words: list[str]) -> list[str]:
-    """The configs that the words name by --config, first to last."""
+def list_named_configs(words: list[str]) -> list[str]:
+    """Return the configs that the words name by --config, first to last."""
     return [word for flag, word in pairwise(words) if flag == "--config"] + [
         word.partition("=")[2] for word in words if word.startswith("--config=")
     ]
 
 
 def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
-    """The recipe in this process, or on the ranks that torchrun's flags ask for; returns the exit
-    code.
+    """Run the recipe in this process, or on the ranks that torchrun's flags ask for.
+
+    Returns the exit code.
     """
     if not flags:
         return run_recipe(recipe.path, rest)
-    return launch(with_rendezvous(flags), recipe.path, rest)
+    return launch(add_rendezvous(flags), recipe.path, rest)
 
 
-# `parallel.strategy: auto` on the command line: both are planned before the ranks start, which get
-# the choice.
-#
-# Planning happens in a separate process, since a simulated device cannot be taken back, and takes
-# no GPU. Whatever goes wrong in it, the run goes on with `fsdp`, and says so. Of several machines
-# each chooses for itself, from the config and its own device alone, so that machines with equal
-# GPUs agree; name the strategy where they are not equal.
-
-
+# `parallel.strategy: auto` on the command line: fsdp and ddp are both planned before the ranks
+# start, which get the choice as an override. Whatever goes wrong, the run goes on with `fsdp`.
+# Of several machines each chooses for itself, from the config and its own device alone, so that
+# machines with equal GPUs agree; name the strategy where they are not equal.
 STRATEGY_KEY = "parallel.strategy"
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = 180  # for planning both
 
 
-def with_strategy(
+def add_chosen_strategy(
     flags: Sequence[str], recipe: RecipeFile, words: Sequence[str], cfg: Any
 ) -> list[str]:
-    """Return the recipe's arguments, where these ask for `auto` with the strategy that is chosen;
-    say which and why.
+    """Return the recipe's arguments, with the chosen strategy in place of `auto`; log the reason.
 
-    flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen.
-    cfg: that the words make; None: of a recipe of the user's own that reads them itself.
+    flags: torchrun's. words: the recipe's arguments. cfg: the config that the words make; None for
+    a recipe of the user's own that reads them itself.
     """
-    if not flags or ranks_of(flags) == 1 or cfg is None or cfg.parallel.strategy != "auto":
+    # One rank shards nothing. Without flags another launcher may have started the ranks.
+    if (
+        not flags
+        or count_requested_ranks(flags) == 1
+        or cfg is None
+        or cfg.parallel.strategy != "auto"
+    ):
         return list(words)
-    if shows_plan(flags):
+    if should_show_plan(flags):
         get_logger().info(
             f"{STRATEGY_KEY}=auto: planning fsdp and ddp for this machine; {STRATEGY_KEY}=fsdp, or"
             " ddp, saves the time"
         )
     with phase("planning fsdp and ddp"):
-        chosen, line = _choose_apart(flags, recipe, words)
-    if shows_plan(flags):
+        chosen, line = _choose_in_subprocess(flags, recipe, words)
+    if should_show_plan(flags):
         get_logger().info(line)
-    others = [
+    # A key may be given once: the word that asked for `auto` goes.
+    remaining = [
         word
         for word in words
         if word != f"~{STRATEGY_KEY}" and word.partition("=")[0] != STRATEGY_KEY
     ]
-    return [*others, f"{STRATEGY_KEY}={chosen}"]
+    return [*remaining, f"{STRATEGY_KEY}={chosen}"]
 
 
-def _choose_apart(
+def _choose_in_subprocess(
     flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
 ) -> tuple[str, str]:
-    """(strategy, the line that says so), from a separate process."""
+    """Return (strategy, the line that says so), from a separate process without a GPU."""
+    # A simulated device cannot be taken back: in this process the run would be simulated too.
     with TemporaryDirectory(prefix="tune-strategy-") as folder:
         answer = Path(folder) / "choice.json"
-        command, environment = planning_process(
+        command, environment = build_planning_command(
             "recipe_lib.cli.run", answer, [*flags, str(recipe.path), *words]
         )
         try:
@@ -224,23 +241,24 @@ def _choose_apart(
                 timeout=TIMEOUT_SECONDS,
                 check=False,
             )
-            found = read_object(answer)
-            return str(found["strategy"]), str(found["line"])
+            choice = read_object(answer)
+            return str(choice["strategy"]), str(choice["line"])
         except subprocess.TimeoutExpired:
-            why = f"planning both took more than {TIMEOUT_SECONDS} s"
-        except (OSError, ValueError, KeyError):
-            why = "both could not be planned; `tune plan` with the same arguments says why"
-    return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {why}"
+            reason = f"planning both took more than {TIMEOUT_SECONDS} s"
+        except (OSError, ValueError, KeyError):  # the process has failed and left no answer
+            reason = "both could not be planned; `tune plan` with the same arguments says why"
+    return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {reason}"
 
 
 def main(argv: list[str]) -> int:
-    """The process that plans: `choose_strategy.py ANSWER [torchrun flags] RECIPE [its
-    arguments]`.
+    """Choose the strategy, as the separate process: ANSWER [torchrun flags] RECIPE [arguments].
+
+    ANSWER: the file to write the choice to.
     """
     gpus = hide_gpus()
-    arguments = read(argv[1:])
+    arguments = read_arguments(argv[1:])
     recipe, cfg = read_config(arguments)
-    if rank_count(arguments.flags)[1] > 1:
+    if count_ranks_and_machines(arguments.flags)[1] > 1:
         arguments.sequence = "max"  # each machine may have other data files
     planned, shaped, settings = prepare(recipe, cfg, arguments)
     from recipe_lib.plan.search.advice import choose_strategy

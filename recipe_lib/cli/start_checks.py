@@ -1,9 +1,7 @@
-"""What would stop a run before its first step, as far as config, names of files and numbers of
-ranks tell it.
+"""Check what would stop a run before its first step, as far as config, files and ranks tell it.
 
-The same checks, in the words of the code that would find it later, for `tune validate`, `tune plan`
-and `tune run`, before torch is imported. Whether a model fits the ranks that share it, its shape
-says; that alone imports torch.
+`tune validate`, `tune plan` and `tune run` make the same checks, in the words of the code that
+would find the fault later, before torch is imported. `check_shape` alone imports torch.
 """
 
 import os
@@ -37,14 +35,14 @@ from recipe_lib.errors import CheckpointError, ConfigError, UserError, raise_fau
 def check_start(
     cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False
 ) -> list[str]:
-    """Return notes on what has to be there before the run, if it is not: a model to download, or
-    that of another run.
+    """Return notes on what must be there before the run and is not, as a model to download.
 
-    ranks: of the run, None: not known. starts: the run starts now, and what would be a note is a
-    fault. plans: only a plan is made, perhaps for another machine: it does without what rows and
-    kernels need, which is a note. Raises ConfigError with all faults, a line each.
+    ranks: of the run; None: not known. starts: the run starts now, so that each note is a fault.
+    plans: only a plan is made, perhaps for another machine; what only a run needs is a note. Raises
+    ConfigError with all faults, a line each.
     """
-    looks: list[Callable[[], Any]] = [
+    checks: list[Callable[[], Any]] = [
+        # A plan may be made next to the results of an earlier run.
         partial(check_folder, Path(cfg.output_dir)) if plans else partial(_check_output, cfg),
         partial(_check_model, cfg, with_weights=not plans),
         *(
@@ -56,49 +54,47 @@ def check_start(
         *(partial(check_tracker, name) for name in dict.fromkeys(cfg.log.trackers)),
     ]
     if ranks is not None:
-        looks.append(partial(compute_mesh_shape, cfg.parallel, ranks))
-    sources = [partial(check_source, source, key) for key, source in _sources(cfg).items()]
+        checks.append(partial(compute_mesh_shape, cfg.parallel, ranks))
+    sources: list[Callable[[], Any]] = [
+        partial(check_source, source, key) for key, source in _list_sources(cfg).items()
+    ]
     if plans:
-        found = _look(looks)
-        why = [
-            line
-            for line, is_fault in _look(
-                [partial(check_earlier_run, cfg), partial(_check_text, cfg), *sources]
-            )
-            if is_fault
-        ]
-        found += [(f"`tune run` refuses to start on this machine: {line}", False) for line in why]
+        lines = _run_checks(checks)
+        run_checks = [partial(check_earlier_run, cfg), partial(_check_text, cfg), *sources]
+        for line, is_fault in _run_checks(run_checks):
+            if is_fault:
+                lines.append((f"`tune run` refuses to start on this machine: {line}", False))
     else:
-        found = _look(
-            [*looks, partial(_check_text, cfg), partial(_check_own_tokenizer, cfg), *sources]
-        )
-    raise_faults(ConfigError, dict.fromkeys(line for line, is_fault in found if is_fault or starts))
-    return list(dict.fromkeys(line for line, _ in found))
+        checks += [partial(_check_text, cfg), partial(_check_own_tokenizer, cfg), *sources]
+        lines = _run_checks(checks)
+    # The same line may come from two keys that name one file.
+    raise_faults(ConfigError, dict.fromkeys(line for line, is_fault in lines if is_fault or starts))
+    return list(dict.fromkeys(line for line, _ in lines))
 
 
 def check_data(cfg: Any) -> None:
-    """Check what looking at samples needs: the samples, and a tokenizer. Raises ConfigError, a line
-    for each fault.
+    """Check that the samples and a tokenizer are there, which `tune data` needs.
+
+    Raises ConfigError, a line for each fault.
     """
-    looks = [partial(check_source, source, key) for key, source in _sources(cfg).items()]
-    found = _look([*looks, partial(_check_tokenizer_of_model, cfg)])
-    raise_faults(ConfigError, dict.fromkeys(line for line, _ in found))
+    checks = [partial(check_source, source, key) for key, source in _list_sources(cfg).items()]
+    lines = _run_checks([*checks, partial(_check_tokenizer_of_model, cfg)])
+    raise_faults(ConfigError, dict.fromkeys(line for line, _ in lines))
 
 
-def _look(looks: Iterable[Callable[[], Any]]) -> list[tuple[str, bool]]:
-    """Return the lines of all that is missing, and whether it is a fault: raised by a look, or a
-    note that it gives.
-    """
-    found: list[tuple[str, bool]] = []
-    for look in looks:
+def _run_checks(checks: Iterable[Callable[[], Any]]) -> list[tuple[str, bool]]:
+    """Make all checks; return (line, is a fault) of each fault raised and each note returned."""
+    lines: list[tuple[str, bool]] = []
+    for check in checks:
         try:
-            note = look()
+            note = check()
         except UserError as error:
-            found += [(fault, True) for fault in error.faults]
+            lines += [(fault, True) for fault in error.faults]
             continue
+        # Checks of other modules may return what they have found: a path, a shape.
         if note and isinstance(note, str):
-            found.append((note, False))
-    return found
+            lines.append((note, False))
+    return lines
 
 
 def _check_output(cfg: Any) -> None:
@@ -122,22 +118,24 @@ def _check_tokenizer_of_model(cfg: Any) -> str | None:
     )
 
 
-def _sources(cfg: Any) -> dict[str, str]:
-    """The sources of samples by the keys that name them; a dataset of the hub once."""
-    found: dict[str, str] = {}
-    named = {
-        f"{section}.source": one.source
-        for section, one in list_sources_by_section(cfg.data).items()
+def _list_sources(cfg: Any) -> dict[str, str]:
+    """Return config key -> source of samples."""
+    sources: dict[str, str] = {}
+    sources_by_key = {
+        f"{section}.source": data_source.source
+        for section, data_source in list_sources_by_section(cfg.data).items()
     }
-    for key, source in (named | {"validation.source": cfg.validation.source}).items():
-        if source and not (is_hub(source) and source in found.values()):
-            found[key] = source
-    return found
+    for key, source in (sources_by_key | {"validation.source": cfg.validation.source}).items():
+        # A dataset of the hub may be named by several keys; it is looked for once.
+        if source and not (is_hub(source) and source in sources.values()):
+            sources[key] = source
+    return sources
 
 
 def _check_model(cfg: Any, with_weights: bool) -> str | None:
-    """Its folder and config.json, and the files of its weights; a native one is of a family that is
-    known.
+    """Check the model's folder, config.json and weights, and that a native one's family is known.
+
+    Returns a note for a model that is still to come.
     """
     from recipe_lib.models import read_preset_config
     from recipe_lib.models.families import read_run_spec
@@ -154,13 +152,14 @@ def _check_model(cfg: Any, with_weights: bool) -> str | None:
 
 
 def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
-    """A further checkpoint of the recipe, by the key that names it; in the words of
-    `_check_model`.
+    """Check a further checkpoint of the recipe, such as a teacher; like `_check_model`.
+
+    key: by which the config names it, in front of each line.
     """
     from recipe_lib.models import build_spec
 
-    section, _, word = key.partition(".")
-    name = getattr(getattr(cfg, section), word)
+    section, _, field = key.partition(".")
+    name = getattr(getattr(cfg, section), field)
     try:
         note = _check_checkpoint(name, build_spec, with_weights) if name else None
     except UserError as error:
@@ -185,7 +184,7 @@ def _check_checkpoint(
     config = read_config(folder)
     if read_spec is not None:
         read_spec(config, str(folder))
-    return _as_note(name, lambda: find_weights(folder)) if with_weights else None
+    return _describe_missing_file(name, lambda: find_weights(folder)) if with_weights else None
 
 
 def _check_adapter(cfg: Any) -> str | None:
@@ -193,10 +192,9 @@ def _check_adapter(cfg: Any) -> str | None:
     if not adapter:
         return None
     if _is_made_by_a_run(adapter, ADAPTER_FOLDER):
-        made = Path(adapter).parent
         return (
-            f"{adapter}: no such folder; expected the adapter that a run with output_dir={made}"
-            " leaves there"
+            f"{adapter}: no such folder; expected the adapter that a run with"
+            f" output_dir={Path(adapter).parent} leaves there"
         )
     check_adapter(Path(adapter))
     return None
@@ -213,7 +211,7 @@ def _check_resume(cfg: Any) -> None:
 
 
 def _check_text(cfg: Any) -> None:
-    """The tokenizer and its template."""
+    """Check that the tokenizer and the template that the config names are there."""
     if cfg.tokenizer.path:
         find_tokenizer(Path(cfg.tokenizer.path))
     if cfg.tokenizer.chat_template:
@@ -221,41 +219,39 @@ def _check_text(cfg: Any) -> None:
 
 
 def _check_own_tokenizer(cfg: Any) -> str | None:
-    """That of the model's folder, where no other is set; a note for a model of the hub, of which
-    more may come.
-    """
+    """Check the tokenizer of the model's folder, where the config sets no other."""
     name = cfg.model.path
     if not name or cfg.tokenizer.path or _is_made_by_a_run(name, MODEL_FOLDER):
         return None
     try:
         folder = find_model_folder(name) or find_downloaded_model(name)
-    except CheckpointError:  # told elsewhere
+    except CheckpointError:  # `_check_checkpoint` raises it
         return None
+    # `_check_checkpoint` says that there is no model.
     if folder is None or not os.path.isfile(folder / "config.json"):
         return None
-    return _as_note(name, partial(find_tokenizer, folder))
+    return _describe_missing_file(name, partial(find_tokenizer, folder))
 
 
-def _as_note(name: str, look: Callable[[], Any]) -> str | None:
-    """What `look` finds to be missing of a model: a fault of a folder; of a model of the hub a
-    note.
-    """
+def _describe_missing_file(name: str, look: Callable[[], Any]) -> str | None:
+    """Return what `look` raises about a model of the hub, as a note; of a folder it is raised."""
     try:
         look()
     except UserError as error:
         if find_model_folder(name) is not None:
             raise
+        # Of a model in the hub's cache more files may be downloaded before the run.
         return str(error)
     return None
 
 
 def check_shape(cfg: Any) -> None:
-    """Whether the ranks of `parallel.tensor`, `context` and `pipeline` can share the model, if its
-    shape is known.
+    """Check that the ranks of `parallel.tensor`, `context` and `pipeline` can share the model.
+
+    Does nothing for a model whose shape is not known here.
     """
     if count_same_batch_ranks(cfg.parallel) > 1:
-        from recipe_lib.training.resolve_model import (
-            validate_parallelism_if_local,  # imports torch, which takes seconds
-        )
+        # Imports torch, which takes seconds.
+        from recipe_lib.training.resolve_model import validate_parallelism_if_local
 
         validate_parallelism_if_local(cfg)

@@ -1,4 +1,7 @@
-"""`tune tp-plan`: how tensor parallel would shard a model, from its config.json alone."""
+"""`tune tp-plan`: show how tensor parallel would shard a model, from its config.json alone.
+
+This file reads the command line and the config; tp_plan_report.py makes, proves and prints plans.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -11,8 +14,8 @@ from recipe_lib.cli.arguments import (
     Parser,
     check_output,
     find_low_numbers,
-    put_json,
     read_numbers,
+    write_json,
 )
 from recipe_lib.config.local_files import format_install_line, has_package, is_hub_id
 from recipe_lib.config.paths import list_presets
@@ -31,8 +34,10 @@ STORED = (
     "torch_dtype",
     "transformers_version",
 )
-DESCRIPTION = """Shows how tensor parallel would shard a model: the dimension that each parameter is sharded in, the
-collectives, what each rank holds, and what is replicated and why. The plan comes from one forward of transformers'
+DESCRIPTION = """Shows how tensor parallel would shard a model: the dimension that each parameter \
+is sharded in, the
+collectives, what each rank holds, and what is replicated and why. The plan comes from one forward \
+of transformers'
 model on the meta device: needs config.json, no weights and no GPU.
 
   tune tp-plan llama3/8B --tensor 2,4,8
@@ -40,7 +45,8 @@ model on the meta device: needs config.json, no weights and no GPU.
 
 MODEL is a folder, a config.json, a hub id that was downloaded, or a preset of `model.preset`.
 
-Exit codes: 0 a plan for at least one of the sizes; 3 --certify did not prove one of them; 2 a mistake to correct,
+Exit codes: 0 a plan for at least one of the sizes; 3 --certify did not prove one of them; 2 a \
+mistake to correct,
 or no plan for any of the sizes."""
 OPTIONS: Options = {
     "model": {"metavar": "MODEL", "help": "folder, config.json, hub id in the cache, or preset"},
@@ -64,9 +70,9 @@ OPTIONS: Options = {
 
 
 def run(words: list[str]) -> int:
-    """Prints the plan, and writes it where asked to."""
-    arguments = read(words)
-    held = config_of(arguments.model)
+    """Print the plan, and write it where asked to."""
+    arguments = read_arguments(words)
+    config_entries = read_model_config(arguments.model)
     if not has_package("transformers"):
         raise SetupError(
             f"tune tp-plan: found no package transformers; {format_install_line('transformers')}"
@@ -75,24 +81,37 @@ def run(words: list[str]) -> int:
     from recipe_lib.checkpoint.verify import silence_transformers
 
     with silence_transformers():
-        from recipe_lib.cli.tp_plan_report import as_json, certificates, plans_for, report
+        from recipe_lib.cli.tp_plan_report import (
+            build_json,
+            build_plans,
+            certify_plans,
+            print_report,
+        )
 
         # How weights are stored is no part of the model.
-        shape = {key: value for key, value in held.items() if key not in STORED}
+        shape = {key: value for key, value in config_entries.items() if key not in STORED}
         config = build_transformers_config(shape, show(arguments.model))
-        whole, plans, illegal = plans_for(config, arguments.tensor)
-        proofs = certificates(config, plans) if arguments.certify else []
+        full_plan, plans, illegal = build_plans(config, arguments.tensor)
+        proofs = certify_plans(config, plans) if arguments.certify else []
         if any(proof["failures"] for proof in proofs) and any(
             plan.shared_tokens for plan in plans.values()
         ):
-            without = plans_for(config, arguments.tensor, tokens=False)  # as a run would
-            proven = certificates(config, without[1])
-            if not any(proof["failures"] for proof in proven):
-                (whole, plans, illegal), proofs = without, proven
+            # A run falls back too, to a plan that does not share out tokens.
+            unshared = build_plans(config, arguments.tensor, tokens=False)
+            unshared_proofs = certify_plans(config, unshared[1])
+            if not any(proof["failures"] for proof in unshared_proofs):
+                full_plan, plans, illegal = unshared
+                proofs = unshared_proofs
+    results: dict[str, Any] = {
+        "full_plan": full_plan,
+        "plans": plans,
+        "illegal": illegal,
+        "proofs": proofs,
+    }
     if arguments.json:
-        put_json(arguments.json, as_json(arguments, whole, plans, illegal, proofs))
+        write_json(arguments.json, build_json(arguments, **results))
     if arguments.json != "-":
-        report(arguments.model, arguments.tokens, whole, plans, illegal, proofs)
+        print_report(arguments.model, arguments.tokens, **results)
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
 
 
@@ -101,8 +120,8 @@ def parser() -> Parser:
     return Parser("tp-plan", DESCRIPTION, OPTIONS)
 
 
-def read(words: Sequence[str]) -> argparse.Namespace:
-    """The command line, checked as far as it can be without torch."""
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Return the command line, checked as far as it can be without torch. Raises ConfigError."""
     arguments = parser().parse(words)
     expected = "numbers above 1, commas between them: 2,4,8"
     arguments.tensor = read_numbers("--tensor", arguments.tensor, range(2, 2**20), expected)
@@ -111,10 +130,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """The contents of MODEL's config.json. Raises ConfigError where there is none on this
-    machine.
-    """
+def read_model_config(name: str) -> dict[str, Any]:
+    """Return the contents of MODEL's config.json. Raises ConfigError if it is not here."""
     from recipe_lib.models.spec import read_config, read_preset_config
     from recipe_lib.plan.simulated_world.shape_only_model import find_in_hub_cache
 
@@ -127,15 +144,15 @@ def config_of(name: str) -> dict[str, Any]:
     cached = find_in_hub_cache(name)
     if cached is not None:
         return read_config(Path(cached))
-    near = find_nearest(name, presets)
-    if not near and not is_hub_id(name):
+    nearest = find_nearest(name, presets)
+    if not nearest and not is_hub_id(name):
         raise ConfigError(
             f"tune tp-plan: {show(name)}: no such folder; expected a model folder, a preset, or a"
             " hub id such as OWNER/NAME"
         )
     hint = (
-        f"did you mean {near}?"
-        if near
+        f"did you mean {nearest}?"
+        if nearest
         else f"fetch it with `tune download {show(name)}`, or name a preset"
     )
     raise ConfigError(

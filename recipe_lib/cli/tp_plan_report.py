@@ -1,4 +1,7 @@
-"""What `tune tp-plan` finds, proves and prints."""
+"""Make, prove and print the tensor-parallel plans of `tune tp-plan`.
+
+Imported after transformers is known to be there; recipe_lib.external.tensor_plan has the plan.
+"""
 
 import argparse
 import sys
@@ -37,91 +40,88 @@ FORMULA = (
 )
 
 
-def plans_for(
+def build_plans(
     config: Any, sizes: Sequence[int], tokens: bool = True
 ) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
-    """The plan that cuts every axis; size to plan; and size to why there is none.
+    """Return the plan that cuts every axis, size -> plan, and size -> why it has none.
 
-    A size that cannot share every axis gets a plan of its own, around those that it can share.
-    tokens: shares out tokens, too.
-
-    Raises ConfigError if no size has a plan.
+    tokens: tokens are shared out too. Raises ConfigError if no size has a plan.
     """
-    whole = transformers_models.infer_config_plan(config, 0, tokens)
+    full_plan = transformers_models.infer_config_plan(config, 0, tokens)
     plans: dict[int, ShardingPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
-        plan = (
-            whole
-            if size in whole.legal_sizes
-            else transformers_models.infer_config_plan(config, size, tokens)
-        )
+        plan = full_plan
+        # A size that cannot share every axis gets a plan of its own, around those that it can.
+        if size not in full_plan.legal_sizes:
+            plan = transformers_models.infer_config_plan(config, size, tokens)
         if size in plan.legal_sizes:
             plans[size] = plan
         else:
-            illegal[size] = why_not(whole, size)
+            illegal[size] = why_not(full_plan, size)
     if not plans:
-        legal = ", ".join(map(str, whole.legal_sizes)) or "none"
+        legal = ", ".join(map(str, full_plan.legal_sizes)) or "none"
         reasons = dict.fromkeys(illegal.values())
         raise ConfigError(
             *(
-                f"--tensor {','.join(map(str, sizes))}: {why}; legal sizes: {legal}"
-                for why in reasons
+                f"--tensor {','.join(map(str, sizes))}: {reason}; legal sizes: {legal}"
+                for reason in reasons
             )
         )
-    return whole, plans, illegal
+    return full_plan, plans, illegal
 
 
-def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
-    """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures
-    (lines).
+def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
+    """Return the proof for each size: size, ranks, plan, checked and failures (lines).
 
-    The copy has a plan of its own, which has to hold every parameter as the model's does. ranks:
-    fewer than size where it has fewer heads.
+    A small copy of the model is proved, on as many ranks as can share it. ranks: fewer than size
+    where the copy has fewer heads.
     """
     elements = count_held_elements(next(iter(plans.values())), 1)
     small = config if elements <= SMALL_MODEL else shrink(config)
     model = transformers_models.build_transformers_model(small, "cpu")
     randomize(model)
     tokens = any(plan.shared_tokens for plan in plans.values())
-    whole, mask = transformers_models.infer_plan_and_mask(small, 0, tokens)
+    full_plan, mask = transformers_models.infer_plan_and_mask(small, 0, tokens)
     inputs = transformers_models.build_example_inputs(small, device="cpu", mask=mask)
-    found: list[dict[str, Any]] = []
+    proofs: list[dict[str, Any]] = []
     for size, plan in plans.items():
-        unlike = find_plan_difference(plan, whole)
-        copied = (
-            transformers_models.infer_plan_and_mask(small, size, tokens)[0] if unlike else whole
-        )
-        difference = find_plan_difference(plan, copied)
+        copy_plan = full_plan
+        if find_plan_difference(plan, full_plan):
+            copy_plan = transformers_models.infer_plan_and_mask(small, size, tokens)[0]
+        # The copy's plan has to hold every parameter as the model's does, or it proves another one.
+        difference = find_plan_difference(plan, copy_plan)
         failures = [f"the small copy has another plan: {difference}"] if difference else []
-        ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
+        ranks = max((legal for legal in copy_plan.legal_sizes if legal <= size), default=0)
         if not ranks:
             failures.append(f"no {size} ranks or fewer can share the small copy")
         checked = 0
         if not failures:
-            certificate = certify(model, copied, ranks, inputs)
-            failures, checked = list(certificate.failures), certificate.checked
-        found.append(
+            certificate = certify(model, copy_plan, ranks, inputs)
+            failures = list(certificate.failures)
+            checked = certificate.checked
+        proofs.append(
             {
                 "size": size,
                 "ranks": ranks,
-                "plan": copied.hash(),
+                "plan": copy_plan.hash(),
                 "checked": checked,
                 "failures": failures,
             }
         )
-    return found
+    return proofs
 
 
-def as_json(
+def build_json(
     arguments: argparse.Namespace,
-    whole: ShardingPlan,
+    *,
+    full_plan: ShardingPlan,
     plans: dict[int, ShardingPlan],
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """What --json writes; bytes throughout."""
-    unlike = {plan.hash(): plan for plan in plans.values()}
+    """Return what --json writes; bytes throughout."""
+    distinct_plans = {plan.hash(): plan for plan in plans.values()}
     sizes = {
         str(size): {
             "plan": plan.hash(),
@@ -134,67 +134,71 @@ def as_json(
     return {
         "model": arguments.model,
         "tokens": arguments.tokens,
-        "legal_sizes": list(whole.legal_sizes),
+        "legal_sizes": list(full_plan.legal_sizes),
         "sizes": sizes,
-        "not_legal": {str(size): why for size, why in illegal.items()},
-        "plans": {name: plan.to_dict() for name, plan in unlike.items()},
+        "not_legal": {str(size): reason for size, reason in illegal.items()},
+        "plans": {name: plan.to_dict() for name, plan in distinct_plans.items()},
         "certificates": proofs,
     }
 
 
-def report(
+def print_report(
     model: str,
     tokens: int,
-    whole: ShardingPlan,
+    *,
+    full_plan: ShardingPlan,
     plans: dict[int, ShardingPlan],
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> None:
-    """Print plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of
-    every axis.
-    """
+    """Print plans, numbers, refusals and proofs. full_plan: the plan that cuts every axis."""
     console = terminal.open_console(
         terminal.get_terminal_width(WIDTH), terminal.wants_color(sys.stdout)
     )
-    unlike = {plan.hash(): plan for plan in plans.values()}
-    for name, plan in unlike.items():
-        sizes = [size for size, other in plans.items() if other.hash() == name]
+    # Sizes with the same plan share its tables.
+    distinct_plans = {plan.hash(): plan for plan in plans.values()}
+    for name, plan in distinct_plans.items():
+        sizes = [size for size, size_plan in plans.items() if size_plan.hash() == name]
         named = (
             ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         )
-        _line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
-        tables = [*_parameter_tables(plan), _boundaries(plan), _collectives(plan, sizes, tokens)]
-        for table in [*tables, _held(plan, sizes)]:
+        _print_line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
+        tables = [
+            *_build_parameter_tables(plan),
+            _build_boundary_table(plan),
+            _build_collective_table(plan, sizes, tokens),
+        ]
+        for table in [*tables, _build_size_table(plan, sizes)]:
             if table.rows:
                 terminal.put_section(console, show_table(table))
-        _line(console, "")
+        _print_line(console, "")
         for reason in dict.fromkeys(map(make_pattern, plan.refused)):
-            _line(console, f"note: {reason}")
-        if set(sizes) <= set(whole.legal_sizes):
+            _print_line(console, f"note: {reason}")
+        if set(sizes) <= set(full_plan.legal_sizes):
             shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
-            _line(
+            _print_line(
                 console,
                 f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
             )
-        else:  # made for this size alone, around what its ranks cannot share
-            _line(
+        else:  # a plan of its own, around the axes that its ranks cannot share
+            _print_line(
                 console,
-                f"replicated for {named} ranks: {why_not(whole, sizes[0])}",
+                f"replicated for {named} ranks: {why_not(full_plan, sizes[0])}",
                 terminal.WARNING,
             )
-            _line(console, "")
-    for size, why in illegal.items():
-        _line(console, f"not legal: {size}: {why}", terminal.WARNING)
+            _print_line(console, "")
+    for size, reason in illegal.items():
+        _print_line(console, f"not legal: {size}: {reason}", terminal.WARNING)
     for proof in proofs:
-        _proof(console, proof)
+        _print_proof(console, proof)
     print(terminal.read_console(console), end="")
 
 
-def _line(console: Console, text: str, style: str = "") -> None:
+def _print_line(console: Console, text: str, style: str = "") -> None:
     terminal.put(console, text, style, wrap=False)
 
 
-def _table(
+def _build_table(
     title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = ""
 ) -> Table:
     """Return a table of which the last `numbers` columns are numbers."""
@@ -202,54 +206,67 @@ def _table(
     return Table(title, header, rows, left, notes=(note,) if note else (), fold=True)
 
 
-def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
-    """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks
-    once a step.
-    """
-    cut, whole = [], []
-    groups = group_parameters(plan)
-    for each, names in groups.items():
-        shape = " x ".join(map(str, each.shape))
-        if each.dim < 0:
-            added = ", added after the sum" if each.after_reduction else ""
-            whole.append([each.name, len(names), shape, each.gradient + added, each.reason])
+def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
+    """Return the table of what is cut, and of what every rank has, and why."""
+    cut_rows = []
+    replicated_rows = []
+    for group, names in group_parameters(plan).items():
+        shape = " x ".join(map(str, group.shape))
+        if group.dim < 0:
+            added = ", added after the sum" if group.after_reduction else ""
+            replicated_rows.append(
+                [group.name, len(names), shape, group.gradient + added, group.reason]
+            )
             continue
+        # In parentheses: a segment of which a rank holds its part but computes the whole.
         lengths = [
-            f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)
+            f"({size})" if index in group.whole else str(size)
+            for index, size in enumerate(group.segments)
         ]
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
-        cut.append([each.name, len(names), shape, each.role, each.dim, segments, each.unit])
+        cut_rows.append(
+            [group.name, len(names), shape, group.role, group.dim, segments, group.unit]
+        )
     return (
-        _table("cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut),
-        _table("whole on every rank", ["parameters", "count", "shape", "gradient", "why"], whole),
+        _build_table(
+            "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut_rows
+        ),
+        _build_table(
+            "whole on every rank",
+            ["parameters", "count", "shape", "gradient", "why"],
+            replicated_rows,
+        ),
     )
 
 
-def _boundaries(plan: ShardingPlan) -> Table:
+def _build_boundary_table(plan: ShardingPlan) -> Table:
     rows = []
-    for each, count in count_boundaries(plan).items():
-        cut = f", dim {each.dim}" if each.kind in ("leave", "cut", "gather", "slice") else ""
-        bias = f", {each.bias} added after" if each.bias else ""
-        what = f"{each.function} {each.place}{cut}{bias}"
-        rows.append([each.kind, each.module or "the model itself", count, what, each.source])
-    return _table("boundaries", ["kind", "module", "count", "call", "source"], rows)
+    for boundary, count in count_boundaries(plan).items():
+        has_dim = boundary.kind in ("leave", "cut", "gather", "slice")
+        dim = f", dim {boundary.dim}" if has_dim else ""
+        bias = f", {boundary.bias} added after" if boundary.bias else ""
+        call = f"{boundary.function} {boundary.place}{dim}{bias}"
+        rows.append(
+            [boundary.kind, boundary.module or "the model itself", count, call, boundary.source]
+        )
+    return _build_table("boundaries", ["kind", "module", "count", "call", "source"], rows)
 
 
-def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
+def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
     """Return bytes that a rank sends for a step of one micro-batch, by what they are for."""
     rows: list[list[Any]] = []
     counts = Counter((phase, name) for phase, name, _ in list_collectives(plan))
     totals = {size: count_step_bytes(plan, size, tokens) for size in sizes}
     for phase, title in _PHASES.items():
         if any(total[phase] for total in totals.values()):
-            what = ", ".join(
+            calls = ", ".join(
                 pluralize(count, name)
-                for (of, name), count in sorted(counts.items())
-                if of == phase
+                for (of_phase, name), count in sorted(counts.items())
+                if of_phase == phase
             )
-            rows.append([title, what, *(Bytes(total[phase]) for total in totals.values())])
+            rows.append([title, calls, *(Bytes(total[phase]) for total in totals.values())])
     header = ["when", "what", *(f"t={size}" for size in sizes)]
-    return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
+    return _build_table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
 
 
 _PHASES = {
@@ -260,23 +277,23 @@ _PHASES = {
 }
 
 
-def _held(plan: ShardingPlan, sizes: list[int]) -> Table:
-    held = {size: count_held_elements(plan, size) for size in (1, *sizes)}
-    rows = [[size, Count(elements), Bytes(BYTES * elements)] for size, elements in held.items()]
+def _build_size_table(plan: ShardingPlan, sizes: list[int]) -> Table:
+    elements = {size: count_held_elements(plan, size) for size in (1, *sizes)}
+    rows = [[size, Count(count), Bytes(BYTES * count)] for size, count in elements.items()]
     title = f"parameters of a rank; {compute_cut_share(plan):.2%} of the elements are cut"
-    return _table(title, ["t", "parameters", "bf16"], rows, 3)
+    return _build_table(title, ["t", "parameters", "bf16"], rows, 3)
 
 
-def _proof(console: Console, proof: dict[str, Any]) -> None:
-    what = f"certificate, {proof['size']} ranks"
+def _print_proof(console: Console, proof: dict[str, Any]) -> None:
+    title = f"certificate, {proof['size']} ranks"
     if proof["failures"]:
-        _line(console, f"{what}: NOT PASSED", terminal.BAD)
+        _print_line(console, f"{title}: NOT PASSED", terminal.BAD)
         for failure in proof["failures"]:
-            _line(console, f"  {failure}")
+            _print_line(console, f"  {failure}")
     else:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
-        said = (
+        result = (
             f"passed, {proof['checked']} comparisons of forward and gradients on a small"
             f" model{shared}"
         )
-        _line(console, f"{what}: {said}", terminal.GOOD)
+        _print_line(console, f"{title}: {result}", terminal.GOOD)

@@ -1,5 +1,6 @@
-"""`tune upload WHAT REPO`: what a run has made, with its model card, to the Hugging Face hub; never
-states or data.
+"""`tune upload WHAT REPO`: put a trained model or adapter with its card on the Hugging Face hub.
+
+Sends the files of `_SENT` alone: never states, metrics or data.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from typing import Any
 
 from recipe_lib.checkpoint.model_folders import find_exported_folder
 from recipe_lib.cli.arguments import SWITCH, Options, Parser
-from recipe_lib.cli.hub_refusals import one_line
+from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError
@@ -20,20 +21,38 @@ from recipe_lib.reading import describe_fault, read_bytes, read_object
 from recipe_lib.redaction import redact
 from recipe_lib.units import MIB, format_bytes
 
-DESCRIPTION = """Puts a model or an adapter into a repository on the Hugging Face hub, and makes the repository.
+DESCRIPTION = """Puts a model or an adapter into a repository on the Hugging Face hub, and makes \
+the repository.
 
-WHAT is a run's output_dir (its model/ or adapter/, the newer one), or such a folder. Weights, config, tokenizer and the
-model card (README.md) are sent, each listed with its bytes before; other files in the folder are named and stay.
+WHAT is a run's output_dir (its model/ or adapter/, the newer one), or such a folder. Weights, \
+config, tokenizer and the
+model card (README.md) are sent, each listed with its bytes before; other files in the folder are \
+named and stay.
 It takes a token that may write: `hf auth login`, or HF_TOKEN."""
 
 _CARD = "README.md"
 # All that is ever sent. States, optimizer states, metrics, logs and data have other names and other
 # folders.
 _SENT = (
-    "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json",
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", _CARD,
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    ADAPTER_CONFIG,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    _CARD,
+)
+# Files of text, which may hold a secret.
 _READ = (
     _CARD,
     "config.json",
@@ -59,7 +78,7 @@ def parser() -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Lists the files, sends them in one commit and prints its address."""
+    """List the files, send them in one commit and print its address."""
     arguments = parser().parse(words)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
         raise ConfigError(
@@ -74,18 +93,19 @@ def run(words: list[str]) -> int:
     print_wrapped(
         f"{len(sizes)} files of {folder}, {format_bytes(sum(sizes.values()))}, to {arguments.repo}"
     )
-    for note in _notes(folder, names):
+    for note in _list_notes(folder, names):
         print_wrapped(f"note: {note}")
     if arguments.dry_run:
         print("dry run: nothing was sent")
         return DONE
-    print_wrapped(f"uploaded: {send(folder, names, arguments)}")
+    print_wrapped(f"uploaded: {upload_files(folder, names, arguments)}")
     return DONE
 
 
 def find_folder(name: str) -> Path:
-    """The folder of a model or an adapter that is named, or the newer of a run's.
-    CheckpointError.
+    """Return the folder of a model or an adapter that is named, or the newer of a run's.
+
+    Raises CheckpointError.
     """
     named = Path(name).expanduser()
     if not named.is_dir():
@@ -106,13 +126,14 @@ def find_folder(name: str) -> Path:
 
 
 def choose_files(folder: Path) -> list[str]:
-    """The names of what is sent. ConfigError: a text among them that holds a secret."""
-    found = [path for path in folder.iterdir() if path.is_file()]
-    names = sorted(path.name for path in found if any(path.match(pattern) for pattern in _SENT))
+    """Return the names of the files to send. Raises ConfigError for a text that holds a secret."""
+    files = [path for path in folder.iterdir() if path.is_file()]
+    names = sorted(path.name for path in files if any(path.match(pattern) for pattern in _SENT))
     for name in names:
         path = folder / name
         if name in _READ:
             text = _read(read_bytes, path).decode(errors="replace")
+            # What a log would redact must not be published.
             if redact(text) != text:
                 raise ConfigError(
                     f"{path}: holds what looks like a token or a password; take it out, nothing was"
@@ -130,15 +151,15 @@ def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
         ) from error
 
 
-def _notes(folder: Path, names: list[str]) -> Iterator[str]:
-    """What stays here, and what whoever loads it will miss."""
-    others = sorted(
+def _list_notes(folder: Path, names: list[str]) -> Iterator[str]:
+    """Yield what is not sent, and what others who load it will miss."""
+    unsent = sorted(
         path.name + ("/" if path.is_dir() else "")
         for path in folder.iterdir()
         if path.name not in names
     )
-    if others:
-        yield f"stays here, being neither weights, tokenizer nor card: {', '.join(others)}"
+    if unsent:
+        yield f"stays here, being neither weights, tokenizer nor card: {', '.join(unsent)}"
     if _CARD not in names:
         yield (
             f"there is no model card; write {folder / _CARD}, or export again from the run, which"
@@ -153,20 +174,24 @@ def _notes(folder: Path, names: list[str]) -> Iterator[str]:
             )
 
 
-def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
-    """Makes the repository and one commit; returns the commit's address. ConfigError,
-    SetupError.
+def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
+    """Make the repository and one commit; return the commit's address.
+
+    Raises ConfigError and SetupError.
     """
     from huggingface_hub import HfApi, get_token
 
-    repo, revision = arguments.repo, arguments.revision
+    repo = arguments.repo
+    revision = arguments.revision
+    # Before anything is asked of the hub, whose answer would be a 401.
     if get_token() is None:
         raise SetupError(
             f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
         )
     api: Any = HfApi()
-    with one_line(repo, uploads=True):
+    with convert_hub_errors(repo, uploads=True):
         api.create_repo(repo, private=arguments.private, exist_ok=True)
+        # `private` makes a new repository so; one that is there stays as it is.
         if arguments.private and not api.model_info(repo).private:
             raise ConfigError(
                 f"{repo}: is there already and is public; make it private on its page, or choose"
@@ -174,7 +199,7 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
             )
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        done = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             allow_patterns=[glob.escape(name) for name in names],
@@ -183,4 +208,4 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
                 f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes"
             ),
         )
-    return str(done.commit_url)
+    return str(commit.commit_url)

@@ -1,5 +1,6 @@
-"""`tune validate CONFIG`: every fault of a config, and what a run of it would miss, without running
-anything.
+"""`tune validate CONFIG`: report every fault of a config, and what a run of it would miss.
+
+Runs nothing; imports torch only where ranks share a model (`check_shape`).
 """
 
 from collections.abc import Sequence
@@ -30,10 +31,11 @@ def parser(words: Sequence[str] = ()) -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Prints one line if the config is right; raises ConfigError with all its faults if not."""
+    """Print one line if the config is right; raise ConfigError with all its faults if not."""
     arguments = parser(words).parse(words)
     configs = take_configs(arguments)
-    if len(configs) > 1 and configs[0] in list_recipes():  # as it is typed after `tune run`
+    # RECIPE --config CONFIG, as it is typed after `tune run`.
+    if len(configs) > 1 and configs[0] in list_recipes():
         arguments.recipe = arguments.recipe or configs[0]
         del configs[0]
     recipe, loaded = open_config(configs, arguments)

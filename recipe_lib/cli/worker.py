@@ -1,7 +1,7 @@
 """One rank of `tune run` with torchrun flags: `worker.py RECIPE_FILE [arguments of the recipe]`.
 
-torchrun starts this file by its path. Next to running the recipe it lets the launcher find the rank (to hand signals
-on), ends with the launcher, and keeps torchrun from killing ranks that are still saving.
+torchrun starts this file by its path. Besides running the recipe it lets the launcher find the rank
+to hand signals on, ends with the launcher, and keeps torchrun from killing ranks that still save.
 """
 
 import os
@@ -10,23 +10,25 @@ import sys
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-def _mend_import_path() -> None:
+def _fix_import_path() -> None:
     # Python puts the script's own folder first; its modules (`run`, `cat`, ...) must not shadow
     # anyone's.
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    script_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != script_folder]
+    # A checkout need not be installed.
     if _ROOT not in sys.path:
-        sys.path.insert(0, _ROOT)  # a checkout that is not installed
+        sys.path.insert(0, _ROOT)
 
 
 def main(recipe: str, argv: list[str]) -> int:
-    """Runs the recipe; returns this rank's exit code."""
+    """Run the recipe; return this rank's exit code."""
     from pathlib import Path
 
     from recipe_lib.cli.launch import Rank
     from recipe_lib.cli.recipes import run_recipe
 
     with Rank() as rank:
+        # A signal that came before this rank had left its process id reached nobody here.
         if rank.stop_requested():
             return rank.stopped_early
         try:
@@ -36,7 +38,7 @@ def main(recipe: str, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    _mend_import_path()
+    _fix_import_path()
     from recipe_lib.errors import end_process
 
     end_process(main(sys.argv[1], sys.argv[2:]))

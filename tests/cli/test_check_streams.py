@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.plan_request import read
+from recipe_lib.cli.plan_request import read_arguments
 from recipe_lib.errors import ConfigError
 from tests.cli.commands import ROOT, tune_forked
 
@@ -61,7 +61,7 @@ def test_the_lines_of_a_recipe_that_races_and_waits_are_reported(tmp_path: Path)
 def test_it_makes_no_plan() -> None:
     for option in (["--json", "x.json"], ["--search"], ["--full"]):
         try:
-            read(["--check-streams", "demo/full", *option])
+            read_arguments(["--check-streams", "demo/full", *option])
         except ConfigError as error:
             assert (
                 str(error)

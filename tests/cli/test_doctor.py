@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.cli import doctor, doctor_probes, doctor_report
-from recipe_lib.cli.doctor_report import judge, report
+from recipe_lib.cli.doctor_report import find_faults, format_report
 from recipe_lib.cli.main import main
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured import measure_rates as calibrate
@@ -113,8 +113,8 @@ PLANTED: list[tuple[str, Any, str, str]] = [
 
 def test_of_a_healthy_machine_nothing_is_found() -> None:
     facts = healthy()
-    assert judge(facts) == []
-    text = report(facts, [])
+    assert find_faults(facts) == []
+    text = format_report(facts, [])
     assert text.endswith("findings\n  none: all is well\n")
     assert "NVIDIA GeForce RTX 4090, sm_89, 23.50 GiB, 23.00 GiB free" in text
     flat = " ".join(text.split())
@@ -138,7 +138,7 @@ def test_the_two_rates_of_a_card_are_of_one_product_cold_and_loaded(share: float
         0, {"shape": [512, 4096, 4096], "rate": 1.9e14}
     )
     facts["steps"]["calibration"]["step_share"] = share
-    lines = [line for line in report(facts, []).splitlines() if "TFLOP/s" in line]
+    lines = [line for line in format_report(facts, []).splitlines() if "TFLOP/s" in line]
     assert [re.findall(r"bf16 matmuls (\S+) TFLOP/s", line) for line in lines] == [
         ["160.0"],
         ["141.0"],
@@ -155,10 +155,12 @@ def test_a_fault_is_found_and_told_with_its_remedy(
     place: str, value: Any, name: str, told: str
 ) -> None:
     facts = put(healthy(), place, value)
-    (found,) = judge(facts)
+    (found,) = find_faults(facts)
     assert found["name"] == name and told in f"{found['line']}; {found['remedy']}"
     assert found["remedy"] and "\n" not in found["line"] + found["remedy"]
-    assert report(facts, [found]).endswith(f"  {name}: {found['line']}\n    -> {found['remedy']}\n")
+    assert format_report(facts, [found]).endswith(
+        f"  {name}: {found['line']}\n    -> {found['remedy']}\n"
+    )
 
 
 def test_every_finding_is_explained() -> None:
@@ -184,7 +186,7 @@ def test_every_finding_is_explained() -> None:
 def test_gpus_that_torch_does_not_see(cuda: str | None, error: str | None, told: str) -> None:
     facts = healthy() | {"links": None}
     facts["steps"] = {"torch": facts["steps"]["torch"] | {"gpus": [], "cuda": cuda, "error": error}}
-    (found,) = judge(facts)
+    (found,) = find_faults(facts)
     assert found["name"] == "gpu-unseen" and "the driver lists 2 GPUs" in found["line"]
     assert told in f"{found['line']}; {found['remedy']}"
 
@@ -206,8 +208,8 @@ def test_what_two_cards_give_is_told_and_written(
         tried.append((ranks, on_gpu))
         return outcomes[len(tried) - 1]
 
-    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
-    monkeypatch.setattr(doctor_probes, "device_steps", faked(steps))
+    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "list_device_steps", faked(steps))
     monkeypatch.setattr(doctor, "measure_links", measured)
     path = tmp_path / "rates.json"
     assert main(["doctor", "--json", "--write", str(path)]) == doctor.FOUND
@@ -231,8 +233,8 @@ def test_advice_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: An
     steps = facts["steps"]
     steps["torch"]["gpus"][1]["name"] = "NVIDIA GeForce RTX 3090"
     steps["rates of GPU 1"]["bf16"] = 1.0e14
-    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
-    monkeypatch.setattr(doctor_probes, "device_steps", faked(steps))
+    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "list_device_steps", faked(steps))
     monkeypatch.setattr(doctor, "measure_links", lambda ranks, on_gpu: collectives())
     assert main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -247,8 +249,8 @@ def test_more_ranks_than_cores_can_bear_are_refused(
 ) -> None:
     facts = healthy()
     seen = facts["steps"]["torch"] | {"gpus": []}
-    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
-    monkeypatch.setattr(doctor_probes, "device_steps", faked({"torch": seen}))
+    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "list_device_steps", faked({"torch": seen}))
     tried = []
     monkeypatch.setattr(
         doctor, "measure_links", lambda ranks, on_gpu: tried.append(ranks) or collectives()
@@ -269,7 +271,7 @@ def test_more_ranks_than_cores_can_bear_are_refused(
 def test_a_torch_that_does_not_start_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor_probes, "machine", lambda folders: healthy()["machine"])
+    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: healthy()["machine"])
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.FOUND
     told = capsys.readouterr()
@@ -376,7 +378,7 @@ def test_wrong_numbers_and_ranks_that_stand_still(
     found = doctor.measure_links(2, on_gpu=False)
     assert found["failed"][0] == "rank 0: all_gather of 4.00 KiB: not done after 4 s"
     assert [row["operation"] for row in found["points"]] == ["all_reduce"]
-    (line,) = judge(healthy() | {"links": found})
+    (line,) = find_faults(healthy() | {"links": found})
     assert line["name"] == "collectives-fail" and "/etc/hosts" in line["remedy"]
 
 
@@ -386,8 +388,8 @@ def test_the_benchmark_keeps_what_was_found(
     from benchmarks import gpu_check, gpu_doctor
 
     facts = healthy()
-    monkeypatch.setattr(gpu_doctor.doctor, "gather", lambda arguments: facts)
-    monkeypatch.setattr(gpu_doctor, "own_gpus", lambda: [])
+    monkeypatch.setattr(gpu_doctor.doctor, "gather_facts", lambda arguments: facts)
+    monkeypatch.setattr(gpu_doctor, "list_local_gpus", lambda: [])
     assert gpu_check.main(["doctor", "--output", str(tmp_path)]) == 0
     facts["steps"]["torch"]["gpus"] = []
     facts["links"]["failed"] = ["rank 0: meet: RuntimeError"]

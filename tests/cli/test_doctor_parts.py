@@ -17,8 +17,8 @@ from recipe_lib.cli import doctor_probes
 from recipe_lib.cli.doctor_probes import (
     Step,
     describe_torch,
-    device_steps,
-    in_range,
+    is_in_range,
+    list_device_steps,
     measure_host_memory,
     probe_folder,
     run_isolated,
@@ -184,7 +184,9 @@ def test_cards_are_described_and_every_way_between_them_is_tried(
         "verify_copies",
         lambda source, target: {"wrong": [f"{source} {target}"], "rate": 1.0},
     )
-    found = [step() for name, step in device_steps(0, Path()) if name.startswith("copies from")]
+    found = [
+        step() for name, step in list_device_steps(0, Path()) if name.startswith("copies from")
+    ]
     assert [way["wrong"] for way in found] == [["cuda:0 cuda:1"], ["cuda:1 cuda:0"]]
 
 
@@ -195,7 +197,7 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(
     monkeypatch.setattr(doctor_probes, "describe_torch", lambda: {"gpus": [card, card]})
     monkeypatch.setattr(doctor_probes, "measure_gpu", lambda device: device)
     monkeypatch.setattr(calibrate, "measure_matmul_rate", lambda device, dtype: (device, dtype))
-    done = dict(device_steps(0, Path()))
+    done = dict(list_device_steps(0, Path()))
     assert done.pop("torch")()["gpus"] == [card, card]
     assert done.pop("torchao") is doctor_probes.import_torchao
     assert done.pop("host memory") is measure_host_memory
@@ -225,7 +227,7 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(
     ],
 )
 def test_ranges(package: str, version: str, expected: bool) -> None:
-    assert in_range(package, version) is expected
+    assert is_in_range(package, version) is expected
 
 
 def test_ranges_are_those_of_the_package() -> None:

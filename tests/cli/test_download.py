@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-from recipe_lib.cli.hub_refusals import one_line
+from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.errors import StorageError
 from tests.cli.commands import tune_forked
 from tests.cli.hub import COMMIT, SAFE, Hub, running_hub
@@ -314,11 +314,11 @@ ROOM = "make room (what is there already is kept), or choose another disk with -
     ],
 )
 def test_a_disk_that_refuses(error: Exception, line: str):
-    with pytest.raises(StorageError) as caught, one_line("o/n", None):
+    with pytest.raises(StorageError) as caught, convert_hub_errors("o/n", None):
         raise error
     assert str(caught.value) == line
 
 
 def test_our_own_mistakes_keep_their_traceback():
-    with pytest.raises(RuntimeError, match="a bug"), one_line("o/n", None):
+    with pytest.raises(RuntimeError, match="a bug"), convert_hub_errors("o/n", None):
         raise RuntimeError("a bug")

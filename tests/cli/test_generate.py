@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.cli.answer import prompt_tokens
+from recipe_lib.cli.answer import encode_prompt
 from recipe_lib.cli.main import main
 from recipe_lib.data import render_prompt
 from recipe_lib.generation.sample import generate
@@ -182,16 +182,16 @@ def test_the_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture):
     capsys.readouterr()  # transformers' progress
     tokenizer = load_tokenizer(folder)
     prompt = [256, *tokenizer.encode("user: Hi"), 257, 256]
-    assert prompt_tokens(tokenizer, "Hi", raw=False) == prompt
-    assert prompt_tokens(tokenizer, "Hi", raw=True) == [256, *tokenizer.encode("Hi")]
+    assert encode_prompt(tokenizer, "Hi", raw=False) == prompt
+    assert encode_prompt(tokenizer, "Hi", raw=True) == [256, *tokenizer.encode("Hi")]
     assert main(["generate", str(folder), "--prompt", "Hi", "--max-new-tokens", "9"]) == 0
     assert capsys.readouterr() == (text_after(folder, prompt, 9) + "\n", "")
 
 
 def test_a_users_special_token_is_only_text(tmp_path: Path):
     tokenizer = load_tokenizer(write_model(tmp_path / "chat", template=TEMPLATE))
-    assert prompt_tokens(tokenizer, "a</s>b", raw=False).count(257) == 1
-    assert 257 not in prompt_tokens(tokenizer, "a</s>b", raw=True)
+    assert encode_prompt(tokenizer, "a</s>b", raw=False).count(257) == 1
+    assert 257 not in encode_prompt(tokenizer, "a</s>b", raw=True)
 
 
 def test_draws_follow_the_seed(model: Path, capsys: pytest.CaptureFixture):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe_lib.cli.launch import PARENT_VARIABLE, Rank, judge
+from recipe_lib.cli.launch import PARENT_VARIABLE, Rank, choose_exit_code
 from recipe_lib.cli.main import main
 from recipe_lib.errors import FOLDER_VARIABLE
 from tests.cli.commands import ROOT, TUNE, environment, start_forked, tune
@@ -384,9 +384,9 @@ def test_a_rank_that_has_saved_waits_for_the_others(
 def test_one_code_out_of_many(
     codes: dict[int, int], stopped_by: int | None, expected: tuple[int, str]
 ):
-    assert judge(codes, stopped_by) == expected
+    assert choose_exit_code(codes, stopped_by) == expected
 
 
 def test_what_a_rank_has_said_is_not_said_again():
-    assert judge({0: 7, 1: -9}, None, said=True) == (7, "")
-    assert judge({0: 7, 1: 2}, None, said=True) == (2, "")
+    assert choose_exit_code({0: 7, 1: -9}, None, said=True) == (7, "")
+    assert choose_exit_code({0: 7, 1: 2}, None, said=True) == (2, "")

@@ -21,13 +21,15 @@ MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "gpu-doctor-nvi
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_gpus, "own_gpus", list)
+    monkeypatch.setattr(local_gpus, "list_local_gpus", list)
 
 
 def planned(folder: Path, *words: str, **changed: Any) -> tuple[int, Any, list[str]]:
     file = folder / "rates.json"
     file.write_text(json.dumps(good() | changed))
-    return plan_request.device_for(plan_request.read([*CONFIG, "--calibration", str(file), *words]))
+    return plan_request.choose_planned_device(
+        plan_request.read_arguments([*CONFIG, "--calibration", str(file), *words])
+    )
 
 
 @pytest.mark.parametrize("name", sorted(HARDWARE))
@@ -58,7 +60,9 @@ def test_a_card_that_no_table_has_is_planned_by_the_memory_in_its_file(tmp_path:
 def test_the_file_is_asked_before_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_gpus, "own_gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * GIB)])
+    monkeypatch.setattr(
+        local_gpus, "list_local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * GIB)]
+    )
     assert planned(tmp_path)[1].name == "rtx4090"
     assert planned(tmp_path, device="cpu")[1].name == "cpu"
     assert planned(tmp_path, "--device", "h100")[1].name == "h100"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe_lib.cli import plan_during_run
-from recipe_lib.cli.torchrun_flags import shows_plan
+from recipe_lib.cli.torchrun_flags import should_show_plan
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import PhasePeak
@@ -55,39 +55,39 @@ def test_steps_of_rank_0_are_compared(monkeypatch: pytest.MonkeyPatch):
     first = dataclasses.replace(hand_made().rank_plans[0], peaks=peaks)
     other = dataclasses.replace(first, rank=3, peaks=[PhasePeak("step", 99, 99, 99, 99, 0)])
     plan = hand_made(rank_plans=[other, first])
-    found = plan_during_run.figures_of_plan(plan)
+    found = plan_during_run.collect_figures(plan)
     assert found["first"] == {"active": 40, "allocated": 41, "reserved": 42}
     assert (found["active"], found["allocated"], found["reserved"]) == (
         99,
         99,
         99,
     )  # shown: the heaviest
-    (line,) = plan_during_run.comparison(
+    (line,) = plan_during_run.format_comparison(
         found, {"memory_kind": "device", "peak_memory_active_gib": 50 / GIB}
     )
     assert line == "planned / measured: active 40 B / 50 B (-20.0%)"
     monkeypatch.setenv(ALLOCATORS[0], "max_split_size_mb:64, expandable_segments: True")
-    assert plan_during_run.figures_of_plan(plan)["first"]["reserved"] == 36
+    assert plan_during_run.collect_figures(plan)["first"]["reserved"] == 36
 
 
 def test_the_comparison_is_signed():
     planned = {"output_dir": "out", "active": 11 * GIB, "allocated": 9 * GIB, "reserved": 10 * GIB}
     measured = {f"peak_memory_{kind}_gib": 10.0 for kind in ("active", "allocated", "reserved")}
-    (line,) = plan_during_run.comparison(planned, measured | {"memory_kind": "device"})
+    (line,) = plan_during_run.format_comparison(planned, measured | {"memory_kind": "device"})
     assert (
         line
         == "planned / measured: active 11.00 GiB / 10.00 GiB (+10.0%), allocated 9.00 GiB / 10.00"
         " GiB (-10.0%), reserved 10.00 GiB / 10.00 GiB (+0.0%)"
     )
-    (line,) = plan_during_run.comparison(planned, measured | {"memory_kind": "resident set"})
+    (line,) = plan_during_run.format_comparison(planned, measured | {"memory_kind": "resident set"})
     assert "no comparison" in line
     assert "10.00" not in line
-    (line,) = plan_during_run.comparison(
+    (line,) = plan_during_run.format_comparison(
         planned | {"reserved": None}, measured | {"memory_kind": "device"}
     )
     assert line.endswith("allocated 9.00 GiB / 10.00 GiB (-10.0%)")
     assert (
-        plan_during_run.comparison(
+        plan_during_run.format_comparison(
             planned, {"memory_kind": "device", "peak_memory_active_gib": None}
         )
         == []
@@ -100,7 +100,7 @@ SETTINGS = PlanSettings(
 
 
 def test_the_line_says_what_it_was_planned_for():
-    figures = plan_during_run.figures_of_plan(hand_made())
+    figures = plan_during_run.collect_figures(hand_made())
     own, other = (plan_during_run.describe(figures, SETTINGS, own=own) for own in (True, False))
     assert own.startswith("plan: fits (4 x rtx4090): active ")
     assert "sequences of 512 tokens; a step 4.00s (uncalibrated)" in own
@@ -110,7 +110,7 @@ def test_the_line_says_what_it_was_planned_for():
 
 
 def test_a_plan_of_one_step_says_that_it_is_rough():
-    figures = plan_during_run.figures_of_plan(hand_made()) | {"is_short": True}
+    figures = plan_during_run.collect_figures(hand_made()) | {"is_short": True}
     assert " about " in plan_during_run.describe(figures, SETTINGS, own=True)
 
 
@@ -148,4 +148,4 @@ def test_one_process_shows_the_plan(flags, rank, speaks: bool, monkeypatch: pyte
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
-    assert shows_plan(flags) == speaks
+    assert should_show_plan(flags) == speaks

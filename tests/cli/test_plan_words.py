@@ -43,7 +43,7 @@ CONFIG = ["--config", "llama3/8B_full"]
 def test_a_command_line_of_tune_run_is_one_of_tune_plan(flags: list[str]):
     words = ["full_finetune_distributed", *CONFIG, "batch_size=1", "~seed", "--plugin", "parts.py"]
     for order in ([*flags, *words], [*words, *flags]):
-        found = plan_request.read(order)
+        found = plan_request.read_arguments(order)
         assert found.flags == flags
         assert (found.recipe, found.config) == ("full_finetune_distributed", ["llama3/8B_full"])
         assert found.overrides == ["batch_size=1", "~seed"]
@@ -59,21 +59,24 @@ def test_a_command_line_of_tune_run_is_one_of_tune_plan(flags: list[str]):
         (["--nproc_per_node", "2", "--nnodes", "3:5"], (2, 3)),
         (["--nproc_per_node", "gpu"], (2, 1)),
         (["--nproc_per_node", "auto"], (2, 1)),
-        (["--nproc_per_node", "cpu"], (torchrun_flags.cores(), 1)),
+        (["--nproc_per_node", "cpu"], (torchrun_flags.count_cores(), 1)),
     ],
 )
 def test_ranks(flags: list[str], ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrun_flags, "own_gpus", lambda: [("NVIDIA L4", 2**34)] * 2)
-    assert torchrun_flags.rank_count(flags) == ranks
+    monkeypatch.setattr(torchrun_flags, "list_local_gpus", lambda: [("NVIDIA L4", 2**34)] * 2)
+    assert torchrun_flags.count_ranks_and_machines(flags) == ranks
 
 
 def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrun_flags, "own_gpus", list)
+    monkeypatch.setattr(torchrun_flags, "list_local_gpus", list)
     with pytest.raises(
         ConfigError, match=r"--nproc_per_node gpu: this machine has none; give a number"
     ):
-        torchrun_flags.rank_count(["--nproc_per_node", "gpu"])
-    assert torchrun_flags.rank_count(["--nproc_per_node", "auto"]) == (torchrun_flags.cores(), 1)
+        torchrun_flags.count_ranks_and_machines(["--nproc_per_node", "gpu"])
+    assert torchrun_flags.count_ranks_and_machines(["--nproc_per_node", "auto"]) == (
+        torchrun_flags.count_cores(),
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,28 +105,28 @@ def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
 )
 def test_mistakes(words: list[str], line: str):
     with pytest.raises(ConfigError) as raised:
-        plan_request.read(words)
+        plan_request.read_arguments(words)
     assert str(raised.value).startswith(f"tune plan: {line}")
 
 
 def test_a_search_makes_no_plan_to_write():
     with pytest.raises(ConfigError, match="^--search: .*; leave --json out"):
-        plan_request.read([*CONFIG, "--search", "--json", "-"])
+        plan_request.read_arguments([*CONFIG, "--search", "--json", "-"])
 
 
 @pytest.mark.parametrize("size", ["-0.5", "nan", "inf", "1e30"])
 def test_a_size_that_is_none(size: str):
     with pytest.raises(ConfigError, match=r"^--nccl-gib: found .*, expected a number of GiB >= 0"):
-        plan_request.read([*CONFIG, "--nccl-gib", size])
+        plan_request.read_arguments([*CONFIG, "--nccl-gib", size])
 
 
 def test_outputs_are_checked_before_the_work(tmp_path: Path):
     for option in ("--json", "--html", "--snapshot", "--calibrate"):
         with pytest.raises(ConfigError, match=f"^{option}: .* is a folder"):
-            plan_request.read([*CONFIG, option, str(tmp_path)])
+            plan_request.read_arguments([*CONFIG, option, str(tmp_path)])
         with pytest.raises(ConfigError, match=f"^{option}: .*: no such folder"):
-            plan_request.read([*CONFIG, option, str(tmp_path / "absent" / "file")])
-    assert plan_request.read([*CONFIG, "--json", "-"]).json == "-"
+            plan_request.read_arguments([*CONFIG, option, str(tmp_path / "absent" / "file")])
+    assert plan_request.read_arguments([*CONFIG, "--json", "-"]).json == "-"
 
 
 LISTED = """\
@@ -140,9 +143,9 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    local_gpus.own_gpus.cache_clear()
+    local_gpus.list_local_gpus.cache_clear()
     yield
-    local_gpus.own_gpus.cache_clear()
+    local_gpus.list_local_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -160,32 +163,34 @@ def test_the_gpus_that_a_process_would_see(
 ):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [name for name, _ in local_gpus.own_gpus()] == names
+    assert [name for name, _ in local_gpus.list_local_gpus()] == names
 
 
 def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(
     two_gpus, monkeypatch: pytest.MonkeyPatch
 ):
-    assert local_gpus.own_device() == find_hardware("rtx4090")
-    local_gpus.own_gpus.cache_clear()
+    assert local_gpus.find_local_device() == find_hardware("rtx4090")
+    local_gpus.list_local_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    found = local_gpus.own_device()
+    found = local_gpus.find_local_device()
     assert found is not None
     assert found.name == "NVIDIA Unheard Of"
     assert 0.97 < found.memory / (40960 * 2**20) < 1
-    ranks, device, assumed = plan_request.device_for(plan_request.read(CONFIG))
+    ranks, device, assumed = plan_request.choose_planned_device(plan_request.read_arguments(CONFIG))
     assert (ranks, device.name) == (1, "NVIDIA Unheard Of")
     assert "--device names another" in assumed[0]
 
 
 def test_without_a_gpu_a_card_of_24_gb_is_planned_and_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_gpus, "own_gpus", list)
-    ranks, device, assumed = plan_request.device_for(
-        plan_request.read([*CONFIG, "--nproc_per_node", "4"])
+    monkeypatch.setattr(local_gpus, "list_local_gpus", list)
+    ranks, device, assumed = plan_request.choose_planned_device(
+        plan_request.read_arguments([*CONFIG, "--nproc_per_node", "4"])
     )
     assert (ranks, device) == (4, dataclasses.replace(find_hardware("24GB"), ranks_per_node=4))
     assert "no GPU here" in assumed[0]
-    assert plan_request.device_for(plan_request.read([*CONFIG, "--fit", "2xrtx4090"])) == (
+    assert plan_request.choose_planned_device(
+        plan_request.read_arguments([*CONFIG, "--fit", "2xrtx4090"])
+    ) == (
         2,
         find_hardware("rtx4090"),
         [],
@@ -195,7 +200,7 @@ def test_without_a_gpu_a_card_of_24_gb_is_planned_and_said(monkeypatch: pytest.M
 def test_what_crosses_machines_goes_over_the_network():
     """However many ranks a machine has, those of another are not in it."""
     words = [*CONFIG, "--nproc_per_node", "2", "--nnodes", "2", "--device", "h100"]
-    ranks, device, assumed = plan_request.device_for(plan_request.read(words))
+    ranks, device, assumed = plan_request.choose_planned_device(plan_request.read_arguments(words))
     assert (ranks, assumed) == (4, ["2 ranks on each of 2 machines"])
     inside, across = (
         Collective("all_reduce", "data_replicate", ranks, 2**31) for ranks in ((0, 1), (0, 2))
@@ -217,23 +222,23 @@ class Training(Base):
 
 def test_the_class_of_a_recipe(tmp_path: Path):
     for name in ("full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"):
-        assert callable(plan_request.recipe_class(RecipeFile.find(name)))
+        assert callable(plan_request.find_recipe_class(RecipeFile.find(name)))
     one, two, none = (
         tmp_path / f"{name}.py" for name in ("planned_one", "planned_two", "planned_none")
     )
     one.write_text(RECIPE, encoding="utf-8")
     two.write_text(f"{RECIPE}\nclass Other(Training): ...\n", encoding="utf-8")
     none.write_text("class Training: ...\n", encoding="utf-8")
-    assert plan_request.recipe_class(RecipeFile.find(str(one))).__name__ == "Training"
+    assert plan_request.find_recipe_class(RecipeFile.find(str(one))).__name__ == "Training"
     with pytest.raises(
         ConfigError, match=r"planned_two\.py: found several classes with .* \(Training, Other\)"
     ):
-        plan_request.recipe_class(RecipeFile.find(str(two)))
+        plan_request.find_recipe_class(RecipeFile.find(str(two)))
     with pytest.raises(
         ConfigError,
         match=r"planned_none\.py: found no class with setup_model, setup_optimizer and tr",
     ):
-        plan_request.recipe_class(RecipeFile.find(str(none)))
+        plan_request.find_recipe_class(RecipeFile.find(str(none)))
 
 
 def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
@@ -243,18 +248,18 @@ def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
     step = load_module(file).step
     told = re.escape(f"{show(str(file))}:2: raised KeyError while it was planned: 'weights'")
     with pytest.raises(ConfigError, match=f"^{told}"):
-        with plan_request.explained(recipe, load_config("demo/full")):
+        with plan_request.explain_errors(recipe, load_config("demo/full")):
             step()
     external = load_config("demo/full", ["model.implementation=transformers"])
     with pytest.raises(
         ConfigError,
         match="^model.implementation=transformers: its class raised KeyError on the simulated",
     ):
-        with plan_request.explained(RecipeFile.find("full_finetune_distributed"), external):
+        with plan_request.explain_errors(RecipeFile.find("full_finetune_distributed"), external):
             step()
     with (
         pytest.raises(KeyError),
-        plan_request.explained(
+        plan_request.explain_errors(
             RecipeFile.find("full_finetune_distributed"), load_config("demo/full")
         ),
     ):

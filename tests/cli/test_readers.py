@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.main import VERBS, main, module_of
+from recipe_lib.cli.main import VERBS, get_module_name, main
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.data import sample_files
@@ -229,7 +229,7 @@ def test_no_option_is_left_out():
     """
     options = set()
     for verb in VERBS:
-        for action in importlib.import_module(module_of(verb)).parser()._actions:
+        for action in importlib.import_module(get_module_name(verb)).parser()._actions:
             if (
                 action.nargs != 0
                 and action.choices is None

@@ -40,7 +40,7 @@ CONFIG = "llama3/8B_full"
 )
 def test_the_recipe_is_found_behind_the_flags(flags: list[str]):
     rest = ["--config", CONFIG, "batch_size=1", "~seed"]
-    assert torchrun_flags.split([*flags, RECIPE, *rest]) == (flags, RECIPE, rest)
+    assert torchrun_flags.split_words([*flags, RECIPE, *rest]) == (flags, RECIPE, rest)
 
 
 def test_the_table_agrees_with_torchrun():
@@ -68,17 +68,19 @@ def test_the_table_agrees_with_torchrun():
 def test_standalone_unless_a_rendezvous_is_given(
     flags: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    assert torchrun_flags.with_rendezvous(flags) == expected
+    assert torchrun_flags.add_rendezvous(flags) == expected
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "a:1")
-    assert torchrun_flags.with_rendezvous(flags) == flags
+    assert torchrun_flags.add_rendezvous(flags) == flags
 
 
 def test_the_last_value_of_a_flag_counts():
     assert (
-        torchrun_flags.value_of(["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node")
+        torchrun_flags.get_flag_value(
+            ["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node"
+        )
         == "3"
     )
-    assert torchrun_flags.value_of(["--standalone"], "--nnodes") is None
+    assert torchrun_flags.get_flag_value(["--standalone"], "--nnodes") is None
 
 
 USAGE = "expected: tune run [torchrun flags] CONFIG (see `tune ls`)"
@@ -193,7 +195,7 @@ def test_a_recipe_without_main(tmp_path, capsys: pytest.CaptureFixture):
 
 def test_a_flag_without_its_value_is_named():
     with pytest.raises(ConfigError, match="--rdzv-endpoint: expected a value"):
-        torchrun_flags.split(["--nnodes", "2", "--rdzv-endpoint"])
+        torchrun_flags.split_words(["--nnodes", "2", "--rdzv-endpoint"])
 
 
 @pytest.mark.parametrize(
@@ -212,12 +214,12 @@ def test_the_recipe_is_the_one_that_the_config_names(
 ):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(f"recipe: {RECIPE}\n")
-    flags, name, rest = torchrun_flags.split(["--nproc_per_node", "2", *words])
-    recipe, rest = run.recipe_and_words(name, rest)
+    flags, name, rest = torchrun_flags.split_words(["--nproc_per_node", "2", *words])
+    recipe, rest = run.find_recipe_and_words(name, rest)
     assert flags == ["--nproc_per_node", "2"] and recipe.name == RECIPE
-    assert run.configs_in(rest) == configs
+    assert run.list_named_configs(rest) == configs
     assert RECIPE not in rest
 
 
 def test_a_config_that_names_another_recipe():
-    assert run.recipe_and_words("llama3/8B_qlora", [])[0].name == "lora_finetune_distributed"
+    assert run.find_recipe_and_words("llama3/8B_qlora", [])[0].name == "lora_finetune_distributed"

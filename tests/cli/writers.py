@@ -73,7 +73,7 @@ class Material:
         from recipe_lib.cli import plan
 
         assert self.trained  # before there is a simulated device, with which no fork could train
-        with mock.patch.object(plan, "write") as write:
+        with mock.patch.object(plan, "write_files") as write:
             assert main(["plan", *self.run_words, "--device", "24GB"]) == 0
         return write.call_args.args[:2]
 
@@ -176,8 +176,8 @@ def write(writer: Writer, material: Material, out: Path) -> int:
     facts = healthy()
     plans = material.plan if writer.source == "plan" else None
     with (
-        mock.patch.object(doctor, "gather", lambda arguments: facts),
+        mock.patch.object(doctor, "gather_facts", lambda arguments: facts),
         mock.patch.object(calibrate, "calibrate", lambda: dict(RATES)),
-        mock.patch.object(plan, "make", lambda recipe, cfg, arguments: plans),
+        mock.patch.object(plan, "make_plan_and_trace", lambda recipe, cfg, arguments: plans),
     ):
         return main([str(word) for word in writer.words(material, out)])

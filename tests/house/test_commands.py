@@ -115,7 +115,7 @@ def check(words: list[str], clone: Path) -> None:
         done = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}: {done.stderr}"
     elif program == "torchrun":
-        flags, name, arguments = torchrun_flags.split(rest)
+        flags, name, arguments = torchrun_flags.split_words(rest)
         torchrun_flags.check_launch(flags)
         assert (clone / name).is_file(), line
         assert tune(["validate", arguments[1], *arguments[2:], "--recipe", name]) == 0, line
@@ -174,7 +174,7 @@ def check_tune(words: list[str]) -> None:
     elif verb == "run":
         check_run(rest)
     elif verb == "data":
-        arguments = data_verb.read(rest)
+        arguments = data_verb.read_arguments(rest)
         if arguments.config.startswith("demo/full"):
             assert tune([*words, "data.max_samples=200"]) == 0, line
         else:
@@ -189,7 +189,7 @@ def check_tune(words: list[str]) -> None:
     elif verb == "upload":
         upload_verb.parser().parse(rest)
     elif verb == "plan":
-        arguments = plan_request.read(rest)
+        arguments = plan_request.read_arguments(rest)
         if arguments.receipts:
             assert tune(words) == 0, line
         elif arguments.config[0].startswith("demo/"):
@@ -200,11 +200,11 @@ def check_tune(words: list[str]) -> None:
         else:
             assert tune(["validate", *arguments.config, *arguments.overrides]) == 0, line
     elif verb == "doctor":
-        doctor_verb.read(
+        doctor_verb.read_arguments(
             rest
         )  # what it does then depends on the machine; tests/cli/test_doctor.py runs it
     elif verb == "tp-plan":
-        tp_plan_verb.config_of(tp_plan_verb.read(rest).model)
+        tp_plan_verb.read_model_config(tp_plan_verb.read_arguments(rest).model)
     else:
         assert verb in (
             "ls",
@@ -222,9 +222,9 @@ def check_run(words: list[str]) -> None:
     """A run of the demo in one process is run for two steps; others are checked as before their
     start.
     """
-    flags, name, rest = torchrun_flags.split(words)
+    flags, name, rest = torchrun_flags.split_words(words)
     torchrun_flags.check_launch(flags)
-    recipe, rest = run_verb.recipe_and_words(name, rest)
+    recipe, rest = run_verb.find_recipe_and_words(name, rest)
     config = rest[rest.index("--config") + 1]
     if flags or not (config == "demo/full" or Path(config).is_file()):
         check_arguments(recipe, rest)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.recipes import recipe_of
+from recipe_lib.cli.recipes import read_recipe_name
 from recipe_lib.config import load_config as load_any
 from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.config.paths import find_config, list_configs
@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 def load_config(name: str) -> object:
     """The config, checked against the class of the recipe that it names."""
-    return load_any(name, (), read_recipe_configs()[recipe_of(find_config(name)) or ""])
+    return load_any(name, (), read_recipe_configs()[read_recipe_name(find_config(name)) or ""])
 
 
 NAMES = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in CONFIGS]
@@ -56,7 +56,7 @@ def test_holds_only_what_differs(path: Path):
     """A key that repeats the default would hide a later change of it."""
     from recipe_lib.config.load import load_with_origins
 
-    cfg_class = read_recipe_configs()[recipe_of(path) or ""]
+    cfg_class = read_recipe_configs()[read_recipe_name(path) or ""]
     defaults = flatten(cfg_class())
     repeated = [
         key

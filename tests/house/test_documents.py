@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.cli.recipes import recipe_of
+from recipe_lib.cli.recipes import read_recipe_name
 from recipe_lib.config import get_registered, load_config
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.recipe_configs import read_recipe_configs
@@ -75,7 +75,7 @@ def test_configs_are_valid(path: Path, tmp_path: Path):
     for block in blocks(path):
         if block.language == "yaml":
             (tmp_path / "config.yaml").write_text(block.text, encoding="utf-8")
-            recipe = recipe_of(tmp_path / "config.yaml") or "full_finetune_distributed"
+            recipe = read_recipe_name(tmp_path / "config.yaml") or "full_finetune_distributed"
             assert load_config(tmp_path / "config.yaml", (), read_recipe_configs()[recipe])
 
 

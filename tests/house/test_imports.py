@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.main import VERBS, module_of
+from recipe_lib.cli.main import VERBS, get_module_name
 from tests.house.files import ROOT, place, python_files, tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -37,7 +37,7 @@ def test_import_layers_are_kept():
 
 def test_no_verb_imports_another():
     """What two verbs need stands in a file of its own, so that each verb is read by itself."""
-    verbs = {module_of(verb) for verb in VERBS}
+    verbs = {get_module_name(verb) for verb in VERBS}
     for path in python_files("recipe_lib/cli"):
         for node, module in imports(tree(path)):
             named = {alias.name for alias in node.names} if module == "recipe_lib.cli" else set()

@@ -8,7 +8,7 @@ import importlib
 from collections import Counter
 from collections.abc import Iterator
 
-from recipe_lib.cli.main import VERBS, module_of
+from recipe_lib.cli.main import VERBS, get_module_name
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.training.output import _NOT_READ
@@ -134,7 +134,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 def test_every_option_that_names_a_file_to_write_is_in_the_table() -> None:
     in_the_table = {(writer.verb, writer.option) for writer in WRITERS} | NOT_IN_THE_TABLE.keys()
     for verb in VERBS:
-        for option, value in options_of(importlib.import_module(module_of(verb)).parser()):
+        for option, value in options_of(importlib.import_module(get_module_name(verb)).parser()):
             is_known = value in VALUES or option == "--plugin" or (verb, option) in READ
             is_known = is_known or option in ("--revision", "--recipe", "--config")
             assert is_known != ((verb, option) in in_the_table - {("run", "--log-dir")}), (

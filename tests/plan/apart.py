@@ -33,16 +33,16 @@ def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tu
     """(recipe class, plannable config, plan settings) for a shipped config, with rows of
     max_seq_len.
     """
-    from recipe_lib.cli.plan_request import recipe_class
-    from recipe_lib.cli.recipes import recipe_for
+    from recipe_lib.cli.plan_request import find_recipe_class
+    from recipe_lib.cli.recipes import find_config_recipe
     from recipe_lib.config import load_config
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
     from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
-    recipe = recipe_for(name)
+    recipe = find_config_recipe(name)
     cfg, _ = make_plannable(load_config(name, overrides, recipe.schema()))
     sequence = choose_sequence(cfg, "max", ranks=ranks)
     wanted = PlanSettings(hardware=find_hardware(device), ranks=ranks, sequence=sequence, phases=())
-    return recipe_class(recipe), cfg, wanted
+    return find_recipe_class(recipe), cfg, wanted

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 
 SMALL = "demo/full"
@@ -19,7 +19,7 @@ WIDE = {
 
 def load(name: str, *overrides: str) -> Any:
     """A config with overrides."""
-    return load_config(name, overrides, recipe_for(name).schema())
+    return load_config(name, overrides, find_config_recipe(name).schema())
 
 
 def wide_model(folder: Path, *more: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ ROWS = [row for source in SOURCES for row in source.rows]
 def test_commands_are_those_of_tune_plan() -> None:
     for row in ROWS:
         words = row.command.split()[2:]
-        assert plan_request.read(
+        assert plan_request.read_arguments(
             [word for word in words if word != "model.path=FOLDER"]
         ).config == [row.config]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.plan_receipts import keep_receipt, render_receipts
+from recipe_lib.cli.plan_receipts import append_run_receipt, render_receipts
 from recipe_lib.plan.measured.receipts import (
     append_receipt,
     get_receipts_file,
@@ -221,7 +221,7 @@ def test_a_figure_that_a_summary_lacks(
     summary[lost] = None
     if is_absent:
         del summary[lost]
-    keep_receipt(figures, summary)
+    append_run_receipt(figures, summary)
     assert get_receipts_file().exists() == is_kept
 
 

@@ -24,7 +24,7 @@ def test_replications_are_command_lines_of_tune_plan() -> None:
     rows = [entry for group in planner_replications.groups() for entry in group.rows]
     assert sum(entry.goal for entry in rows) >= 8
     for run in {entry.run for entry in rows if isinstance(entry.run, Run)}:
-        read = plan_request.read(run.command.split()[2:])
+        read = plan_request.read_arguments(run.command.split()[2:])
         assert (read.config, tuple(read.overrides), read.sequence) == (
             [run.config],
             run.keys,

@@ -69,7 +69,7 @@ def said_by(model: Any, folder: Path, count: int = 20) -> str:
     from recipe_lib.tokenizers import StreamDecoder, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    prompt = torch.tensor([answering.prompt_tokens(tokenizer, QUESTION, raw=True)])
+    prompt = torch.tensor([answering.encode_prompt(tokenizer, QUESTION, raw=True)])
     found = model.generate(
         prompt, max_new_tokens=count, do_sample=False, eos_token_id=list(tokenizer.stop_ids)
     )

@@ -218,7 +218,7 @@ def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
     said: list[str] = []
     recipe, words = RecipeFile.find(FULL), asked("parallel.strategy=auto", "max_seq_len=64")
     others = [word for word in words if word != "parallel.strategy=auto"]
-    assert command.with_strategy(FLAGS, recipe, words, check_arguments(recipe, words)) == [
+    assert command.add_chosen_strategy(FLAGS, recipe, words, check_arguments(recipe, words)) == [
         *others,
         "parallel.strategy=ddp",
     ]
@@ -244,16 +244,16 @@ def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
         (["--nproc_per_node", "1"], recipe, asked("parallel.strategy=auto")),
         (FLAGS, mine, ["anything", "--else"]),
     ):
-        assert command.with_strategy(flags, one, words, check_arguments(one, words)) == words
+        assert command.add_chosen_strategy(flags, one, words, check_arguments(one, words)) == words
     assert not calls and not said
     for one in (recipe, copied):
         words = asked("parallel.strategy=auto")
         cfg = check_arguments(one, words)
         assert (
-            command.with_strategy([*FLAGS, "--node-rank=1"], one, words, cfg)[-1]
+            command.add_chosen_strategy([*FLAGS, "--node-rank=1"], one, words, cfg)[-1]
             == "parallel.strategy=fsdp"
         )
-        assert command.with_strategy(FLAGS, one, words, cfg)[-1] == "parallel.strategy=fsdp"
+        assert command.add_chosen_strategy(FLAGS, one, words, cfg)[-1] == "parallel.strategy=fsdp"
     line = (
         "parallel.strategy=auto: fsdp; both could not be planned; `tune plan` with the same"
         " arguments says why"
