@@ -60,7 +60,11 @@ def check_start(
     ]
     if plans:
         lines = _run_checks(checks)
-        run_checks = [partial(check_earlier_run, cfg), partial(_check_text, cfg), *sources]
+        run_checks: list[Callable[[], Any]] = [
+            partial(check_earlier_run, cfg),
+            partial(_check_text, cfg),
+            *sources,
+        ]
         for line, is_fault in _run_checks(run_checks):
             if is_fault:
                 lines.append((f"`tune run` refuses to start on this machine: {line}", False))
