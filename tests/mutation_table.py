@@ -235,8 +235,8 @@ MUTATIONS = [
     Mutation(
         name="patience_begins_anew",
         path="recipe_lib/training/best_step.py",
-        old='self.waited, self._reference = record["waited"], record["reference"]',
-        new='self.waited = record["waited"]',
+        old='self._reference = record["reference"]',
+        new="self._reference = None",
         harm="a resumed run stops at another step than the uninterrupted one",
         tests=("tests/training/test_best_step.py",),
     ),

@@ -1,5 +1,7 @@
-"""Extra parameters of a run: said at its start, and refused before it where the export would lose
-them.
+"""Parameters that a recipe adds to a model and that no family knows: checked before the run, told
+at its start.
+
+A checkpoint may lack their values and an export may lose them, so both are refused early.
 """
 
 from collections import Counter
@@ -19,39 +21,40 @@ from recipe_lib.models.meta_init import check_extra, find_extra_tensors
 from recipe_lib.parallel.world import World
 
 
-def models_of(recipe: Any) -> dict[str, nn.Module]:
+def collect_models(recipe: Any) -> dict[str, nn.Module]:
     """Return the recipe's modules by the name of the attribute that holds them, each once."""
-    found: dict[int, tuple[str, nn.Module]] = {}
+    # By identity: a recipe may keep one module under two names.
+    models: dict[int, tuple[str, nn.Module]] = {}
     for name, value in vars(recipe).items():
         if isinstance(value, nn.Module):
-            found.setdefault(id(value), (name, value))
-    return dict(found.values())
+            models.setdefault(id(value), (name, value))
+    return dict(models.values())
 
 
 def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
-    """Refuse, before weights are read, extra parameters that nothing starts or that the export
+    """Refuse, before weights are read, extra parameters that nothing initializes or that the export
     would lose.
 
-    Collective. Raises SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
+    Collective. Raise SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
     """
-    check_each(recipe, world, check_extra)
-    for model in models_of(recipe).values():
-        fault = find_extra_fault(cfg.checkpoint, _merged(world, _sizes(model)))
+    check_each_model(recipe, world, check_extra)
+    for model in collect_models(recipe).values():
+        # A stage of a pipeline has a part of the names, and the fault is told on all ranks.
+        fault = find_extra_fault(cfg.checkpoint, _merge_stages(world, _count_extra_elements(model)))
         if fault is not None:
             raise ConfigError(fault)
 
 
 def check_trained(recipe: Any, world: World) -> None:
-    """SetupError, on all ranks, for a trained extra parameter of a model that the recipe's
-    optimizers leave out.
+    """Refuse a trained extra parameter that the recipe's optimizers leave out.
+
+    Collective. Raise SetupError on all ranks.
     """
-    optimizers = [value for value in vars(recipe).values() if isinstance(value, Optimizer)]
-    stepped = {
-        id(one)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for one in group["params"]
-    }
+    stepped: set[int] = set()
+    for value in vars(recipe).values():
+        if isinstance(value, Optimizer):
+            for group in value.param_groups:
+                stepped.update(map(id, group["params"]))
 
     def check(model: nn.Module) -> None:
         if not any(id(parameter) in stepped for parameter in model.parameters()):
@@ -63,33 +66,36 @@ def check_trained(recipe: Any, world: World) -> None:
                     " every parameter that requires one, or freeze it by requires_grad_(False)"
                 )
 
-    check_each(recipe, world, check)
+    check_each_model(recipe, world, check)
 
 
-def check_each(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
+def check_each_model(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
     """Raise on all ranks what a check raises of any model of the recipe. Collective."""
     with world.raise_together():
-        for model in models_of(recipe).values():
+        for model in collect_models(recipe).values():
             check(model)
 
 
 def describe_extra(model: nn.Module, world: World) -> list[str]:
-    """Return lines for the log: which parameters and buffers no family has, and where their values
-    are from.
+    """Return lines for the log: the parameters and buffers that no family has, and where their
+    values are from. Collective in a pipeline.
     """
-    loaded = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
-    every = _sizes(model)
-    start = {name: count for name, count in every.items() if name not in loaded}
-    read = {name: count for name, count in every.items() if name in loaded}
+    loaded_names = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
+    counts = _count_extra_elements(model)
     lines = []
-    for found, origin in (
-        (start, "start from reset_parameters, no checkpoint has them"),
-        (read, "are read"),
+    for is_loaded, origin in (
+        (False, "start from reset_parameters, no checkpoint has them"),
+        (True, "are read"),
     ):
-        found = _merged(world, found)
-        if found:
+        # Gathered even if this rank has none: all ranks have to take part.
+        merged = _merge_stages(
+            world,
+            {name: count for name, count in counts.items() if (name in loaded_names) == is_loaded},
+        )
+        if merged:
             lines.append(
-                f"extra parameters: {sum(found.values()):,} numbers {origin}: {in_short(found)}"
+                f"extra parameters: {sum(merged.values()):,} numbers {origin}:"
+                f" {shorten_names(merged)}"
             )
     return lines
 
@@ -98,20 +104,17 @@ def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
     """Say which tensors of an exported folder other programs will not load. Collective in a
     pipeline.
     """
-    found = _merged(
-        world,
-        {name: value.numel() for name, value in find_extra_tensors(model, saved=True).items()},
-    )
-    if found:
+    saved_extra = _merge_stages(world, _count_extra_elements(model, saved=True))
+    if saved_extra:
         warn_on_first_rank(
             "warning: %s: transformers and other programs ignore its extra parameters, and so"
             " compute something else; a recipe that adds them reads them: %s",
             folder,
-            in_short(found),
+            shorten_names(saved_extra),
         )
 
 
-def in_short(names: Iterable[str]) -> str:
+def shorten_names(names: Iterable[str]) -> str:
     """Return the names, those of several layers together: `model.layers.*.mlp.extra.weight (5)`."""
     counts = Counter(
         ".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names
@@ -119,12 +122,16 @@ def in_short(names: Iterable[str]) -> str:
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
 
 
-def _sizes(model: nn.Module) -> dict[str, int]:
-    return {name: tensor.numel() for name, tensor in find_extra_tensors(model).items()}
+def _count_extra_elements(model: nn.Module, *, saved: bool = False) -> dict[str, int]:
+    """Return the elements of each extra tensor by its name; saved: only of those in a state dict."""
+    return {name: tensor.numel() for name, tensor in find_extra_tensors(model, saved=saved).items()}
 
 
-def _merged(world: World, own: dict[str, int]) -> dict[str, int]:
-    """Those of all ranks; only those of a pipeline have different ones."""
+def _merge_stages(world: World, local_counts: dict[str, int]) -> dict[str, int]:
+    """Return the counts of all ranks; only stages of a pipeline have different tensors."""
     if world.pipeline is None:
-        return own
-    return {name: count for part in world.gather_json(own) for name, count in part.items()}
+        return local_counts
+    merged: dict[str, int] = {}
+    for counts in world.gather_json(local_counts):
+        merged |= counts
+    return merged

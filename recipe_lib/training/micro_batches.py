@@ -1,5 +1,5 @@
-"""What recipes compute of a micro-batch: losses of label tokens, log-probabilities of answers, and
-results without gradients.
+"""Computations on a micro-batch that recipes share: losses of label tokens, log-probabilities of
+answers, and results without gradients.
 
 The micro-batches of a step are `Parallel.micro_batches`.
 """
@@ -19,10 +19,10 @@ from recipe_lib.parallel.parallelize import Parallel
 
 
 def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
-    """Return the sum of token losses of `loss`, in `memory.loss_chunks` chunks.
+    """Return the head loss that sums the token losses of `loss`, in `memory.loss_chunks` chunks.
 
     The built-in one is `ops.head_losses`'; a plugin registers its own, `fn(logits [m, v], labels
-    [m]) -> sum`. ConfigError with the nearest name if no loss of that name is registered.
+    [m]) -> sum`. Raise ConfigError with the nearest name if no loss of that name is registered.
     """
     return CrossEntropy(cfg.memory.loss_chunks, get_registered("loss", cfg.loss))
 
@@ -33,12 +33,13 @@ def evaluate_micro_batches(
     micro_batches: Sequence[Batch],
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Any]:
-    """Return what `compute` makes of each micro-batch by calling the model, without gradients, when
-    it is asked for.
+    """Return the result of `compute`, which calls the model, for each micro-batch, without
+    gradients.
 
-    inside: gives what the model's calls are made inside of. In a pipeline they are made at once,
-    `compute` is called on the rank with the last stage alone, and the results of others are None.
+    inside: makes the context that the model's calls run in. In a pipeline `compute` is called on
+    the rank with the last stage alone, and the results of others are None.
     """
+    # A schedule runs all micro-batches at once; elsewhere each runs when its result is asked for.
     if parallel.pipeline is not None:
         with inside():
             results = parallel.pipeline.evaluate(

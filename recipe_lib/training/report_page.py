@@ -1,4 +1,8 @@
-"""report.html: what a run did, on one page that needs neither network nor script."""
+"""report.html: the curves and the settings of a run, on one page that needs neither network nor
+script.
+
+`write_report` makes it from what the run has recorded; each section of the page has a function.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,17 +16,20 @@ from recipe_lib.redaction import redact
 from recipe_lib.report.chart import Curve, draw_line_figure, render_page
 from recipe_lib.report.planned import KINDS
 from recipe_lib.report.view import Figure, Section, Table
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
+from recipe_lib.training.metrics import SUMMARY_FILE, read_run_metrics
 from recipe_lib.units import GIB, Bytes, format_count, format_seconds
 
 REPORT_FILE = "report.html"
-# Keys of a metrics line that a run itself writes; every other number is of the recipe's own.
-_ONCE = ("communication_share", "communication_exposed_share", "scaling_efficiency")
-_OF_THE_RUN = {
-    "step", "epoch", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_per_second_per_device", "label_tokens",
-    "label_token_fraction", "seconds", "tokens", "memory_kind", "validation_loss", "validation_tokens", *_ONCE,
+# What `log.communication_step` measures, of one step.
+_COMMUNICATION_KEYS = ("communication_share", "communication_exposed_share", "scaling_efficiency")
+# Keys of a metrics line that a run itself writes; every other number is one that the recipe adds.
+_RUN_KEYS = {
+    "step", "epoch", "loss", "grad_norm", "lr", "tokens_per_second",
+    "tokens_per_second_per_device", "label_tokens", "label_token_fraction", "seconds", "tokens",
+    "memory_kind", "validation_loss", "validation_tokens", *_COMMUNICATION_KEYS,
 }  # fmt: skip
-_PEAK, _PLACE = "peak_memory_", "peak_memory_allocated_gib_pipeline_"
+_PEAK = "peak_memory_"
+_STAGE_PEAK = "peak_memory_allocated_gib_pipeline_"
 _VALIDATION = "validation_"
 _NO_PLAN = (
     "This run has no plan, or ended before its plan was made; `tune plan` with the same arguments"
@@ -35,37 +42,38 @@ def write_report(output_dir: Path) -> Path:
     """Write `output_dir/report.html` from the run's metrics.jsonl, summary.json and config.yaml;
     return its path.
 
-    The summary must be there; missing metrics or config leave their part empty. StorageError if the
-    disk refuses.
+    The summary must be there; missing metrics or config leave their part empty. Raise StorageError
+    if the disk refuses.
     """
     output_dir = Path(output_dir)
     summary = read_object(output_dir / SUMMARY_FILE)
-    metrics, config = output_dir / METRICS_FILE, output_dir / "config.yaml"
-    lines = read_metrics(metrics) if metrics.exists() else []
-    text = read_text(config) if config.exists() else ""
+    lines = read_run_metrics(output_dir)
+    config = output_dir / "config.yaml"
+    config_text = read_text(config) if config.exists() else ""
     path = output_dir / REPORT_FILE
-    replace_text(path, redact(render_report(output_dir.name, summary, lines, text)))
+    replace_text(path, redact(render_report(output_dir.name, summary, lines, config_text)))
     return path
 
 
 def render_report(
     name: str, summary: Mapping[str, Any], lines: list[dict[str, Any]], config: str
 ) -> str:
-    """Return the page. name: of the run. summary: as in summary.json. lines: of metrics.jsonl.
-    config: YAML text.
+    """Return the page as HTML.
+
+    name: of the run. summary: as in summary.json. lines: of metrics.jsonl. config: YAML text.
     """
-    headline = _headline(summary)
+    headline = _format_headline(summary)
     versions = summary.get("versions")
     sections = [
-        Section("Curves", figures=_charts(lines)),
-        Section("Metrics of the recipe", figures=_own_charts(lines)),
-        _planned(summary, lines),
-        Section("Data", table=_data_table(summary.get("data"))),
+        Section("Curves", figures=_draw_run_charts(lines)),
+        Section("Metrics of the recipe", figures=_draw_recipe_charts(lines)),
+        _build_planned_section(summary, lines),
+        Section("Data", table=_build_data_table(summary.get("data"))),
         Section(
             "Settings that differ from the defaults",
-            table=_settings_table(summary.get("changed_settings")),
+            table=_build_settings_table(summary.get("changed_settings")),
         ),
-        Section("Summary", facts=[*_summary_rows(summary), *_measured_once(lines)]),
+        Section("Summary", facts=[*_list_summary_rows(summary), *_list_communication_rows(lines)]),
         Section("Software", facts=sorted(versions.items()) if isinstance(versions, dict) else []),
         Section("All settings", listing=config, closed=True),
     ]
@@ -73,96 +81,108 @@ def render_report(
     return render_page("run", f"{name}: {headline}", name, headline, sections, status=status)
 
 
-def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
-    """One chart for each kind of number; those that the run never recorded are left out."""
+def _draw_run_charts(lines: list[dict[str, Any]]) -> list[Figure]:
+    """Return a chart for each kind of number that the run recorded."""
     kind = next((line["memory_kind"] for line in lines if line.get("memory_kind")), "device")
     memory = "Peak device memory" if kind == "device" else f"Peak memory ({kind})"
-    places = sorted(
-        {key for line in lines for key in line if key.startswith(_PLACE)},
-        key=lambda key: (len(key), key),
+    stage_peaks = sorted(
+        {key for line in lines for key in line if key.startswith(_STAGE_PEAK)},
+        key=lambda key: (len(key), key),  # 10 after 9
     )
-    shown: list[tuple[str, str, list[tuple[str, str]], dict[str, Any]]] = [
-        ("Loss", "", [("training", "loss"), ("validation", "validation_loss")], {"prefers_log": True}),
-        ("Gradient norm, before clipping", "norm", [("gradient norm", "grad_norm")], {"prefers_log": True}),
-        ("Learning rate", "", [("learning rate", "lr")], {"from_zero": True}),
-        ("Throughput", "tokens per second", [("all devices", "tokens_per_second")], {"from_zero": True}),
-        ("Label tokens", "share of all tokens", [("share", "label_token_fraction")], {"from_zero": True}),
-        (memory, "GiB", [(name, f"{_PEAK}{name}_gib") for name in ("reserved", "allocated", "active")],
-         {"from_zero": True}),
-        ("Peak allocated memory, by place in the pipeline", "GiB",
-         [(f"place {key.removeprefix(_PLACE)}", key) for key in places], {"from_zero": True}),
-    ]  # fmt: skip
-    charts = []
-    for title, unit, series, how in shown:
-        curves = _curves(lines, series)
+    # Title, unit, (name, key) of each curve, how the axis goes.
+    log_axis = {"prefers_log": True}
+    from_zero = {"from_zero": True}
+    charts: list[tuple[str, str, list[tuple[str, str]], dict[str, Any]]] = [
+        ("Loss", "", [("training", "loss"), ("validation", "validation_loss")], log_axis),
+        ("Gradient norm, before clipping", "norm", [("gradient norm", "grad_norm")], log_axis),
+        ("Learning rate", "", [("learning rate", "lr")], from_zero),
+        ("Throughput", "tokens per second", [("all devices", "tokens_per_second")], from_zero),
+        ("Label tokens", "share of all tokens", [("share", "label_token_fraction")], from_zero),
+        (
+            memory,
+            "GiB",
+            [(name, f"{_PEAK}{name}_gib") for name in ("reserved", "allocated", "active")],
+            from_zero,
+        ),
+        (
+            "Peak allocated memory, by place in the pipeline",
+            "GiB",
+            [(f"place {key.removeprefix(_STAGE_PEAK)}", key) for key in stage_peaks],
+            from_zero,
+        ),
+    ]
+    figures = []
+    for title, unit, series, axis in charts:
+        curves = _build_curves(lines, series)
         # Of several that are equal (on a CPU all kinds of memory are) only the last.
         last = {tuple(curve.points): curve for curve in curves}
-        unlike = [curve for curve in curves if last[tuple(curve.points)] is curve]
-        if unlike:
-            charts.append(draw_line_figure(title, unit, unlike, **how))
-    return charts
+        distinct = [curve for curve in curves if last[tuple(curve.points)] is curve]
+        if distinct:
+            figures.append(draw_line_figure(title, unit, distinct, **axis))
+    return figures
 
 
-def _own_charts(lines: list[dict[str, Any]]) -> list[Figure]:
+def _draw_recipe_charts(lines: list[dict[str, Any]]) -> list[Figure]:
     """Return a chart for each number that the recipe returned with its steps or validations; `x`
     and `validation_x` share one.
     """
-    own = dict.fromkeys(
+    keys = dict.fromkeys(
         key for line in lines for key, value in line.items()
-        if key not in _OF_THE_RUN and not key.startswith(_PEAK) and _is_number(value)
+        if key not in _RUN_KEYS and not key.startswith(_PEAK) and _is_number(value)
     )  # fmt: skip
-    charts = []
-    for key in own:
-        checked = f"{_VALIDATION}{key}"
-        if key.startswith(_VALIDATION) and key.removeprefix(_VALIDATION) in own:
+    figures = []
+    for key in keys:
+        if key.startswith(_VALIDATION) and key.removeprefix(_VALIDATION) in keys:
             continue
-        series = [("training", key), ("validation", checked)] if checked in own else [(key, key)]
-        if curves := _curves(lines, series):
-            charts.append(draw_line_figure(key, "", curves))
-    return charts
+        series = [(key, key)]
+        if f"{_VALIDATION}{key}" in keys:
+            series = [("training", key), ("validation", f"{_VALIDATION}{key}")]
+        if curves := _build_curves(lines, series):
+            figures.append(draw_line_figure(key, "", curves))
+    return figures
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]) -> list[Curve]:
+def _build_curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]) -> list[Curve]:
     """Return the series that have at least one number that can be drawn."""
-    curves = [Curve(name, [(line["step"], _drawable(line[key])) for line in lines if key in line])
-              for name, key in series]  # fmt: skip
+    curves = []
+    for name, key in series:
+        points = [(line["step"], _limit_to_drawable(line[key])) for line in lines if key in line]
+        curves.append(Curve(name, points))
     return [curve for curve in curves if any(value is not None for _, value in curve.points)]
 
 
-def _drawable(value: Any) -> float | None:
+def _limit_to_drawable(value: Any) -> float | None:
+    """Return a number that can be drawn: 0 for one that is too small, None for one too large."""
     if not _is_number(value) or not abs(value) < _LARGEST or not math.isfinite(value):
         return None
     return float(value) if abs(value) > 1 / _LARGEST else 0.0
 
 
-def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section:
-    """Return planned beside measured; nothing for a run whose summary says nothing of plans.
-
-    What a CPU run measures is another quantity than what is planned for a GPU: there, no difference
-    is given.
-    """
-    title, figures = "Planned and measured", summary.get("planned")
+def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section:
+    """Return planned beside measured; nothing for a run whose summary says nothing of plans."""
+    title = "Planned and measured"
+    figures = summary.get("planned")
     if not isinstance(figures, dict):
         return Section(title, items=[_NO_PLAN] if "planned" in summary else [])
+    # What a CPU run measures is another quantity than what is planned for a GPU: no difference then.
     on_gpu = summary.get("memory_kind") == "device"
-    planned = (
-        {**figures, **(figures.get("first") or {})} if on_gpu else figures
-    )  # of the first rank, which records
+    # Those of the first rank, which records.
+    planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures
     rows = []
     for kind in KINDS:
         gib = summary.get(f"peak_memory_{kind}_gib")
         sizes = [Bytes(size) if size else None for size in (planned.get(kind), gib and gib * GIB)]
-        rows.append(_compare(f"peak {kind} memory", *sizes, is_alike=on_gpu))
+        rows.append(_build_comparison_row(f"peak {kind} memory", *sizes, is_alike=on_gpu))
     seconds = [line["seconds"] for line in lines if _is_number(line.get("seconds"))]
-    typical = median(seconds[1:] or seconds) if seconds else None
+    typical = median(seconds[1:] or seconds) if seconds else None  # the first is longer
     if figures.get("seconds") is not None or typical is not None:
-        same_device = on_gpu and bool(figures.get("own_device", True))
+        is_same_device = on_gpu and bool(figures.get("own_device", True))
         times = (value and float(value) for value in (figures.get("seconds"), typical))
-        rows.append(_compare("step", *times, is_alike=same_device))
+        rows.append(_build_comparison_row("step", *times, is_alike=is_same_device))
     notes = [_describe_plan(figures)]
     if not on_gpu:
         notes.append(
@@ -177,7 +197,7 @@ def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section
     return Section(title, table=Table(title, header, rows, ("",), notes=tuple(notes)))
 
 
-def _compare(name: str, planned: Any, measured: Any, *, is_alike: bool) -> list[Any]:
+def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: bool) -> list[Any]:
     """Return a row of both, and how far the planned one is off, if they are the same quantity."""
     cells = [
         _step_text(value) if isinstance(value, float) else value or "–"
@@ -195,7 +215,7 @@ def _step_text(seconds: float) -> str:
 
 
 def _describe_plan(figures: Mapping[str, Any]) -> str:
-    """Return what the plan was made for, and what it said."""
+    """Return a note: what the plan was made for, and what it said."""
     device = figures.get("device")
     text = f"Planned for {figures.get('ranks', 1)} x {device}" if device else "Planned"
     if device and not figures.get("own_device", True):
@@ -206,14 +226,17 @@ def _describe_plan(figures: Mapping[str, Any]) -> str:
     )
 
 
-def _data_table(data: Any) -> Table | None:
-    """Return what became of the samples, a column for training and one for validation; None if it
-    was not counted.
+def _build_data_table(data: Any) -> Table | None:
+    """Return a table of what became of the samples, a column for training and one for validation;
+    None if it was not counted.
     """
     if not isinstance(data, dict) or not data:
         return None
     names = [name for name in ("training", "validation") if name in data]
-    rows = [[what, *(_data_text(data[name], key) for name in names)] for what, key in _DATA_ROWS]
+    rows = [
+        [title, *(_format_data_count(data[name], key) for name in names)]
+        for title, key in _DATA_ROWS
+    ]
     rows = [row for row in rows if any(text not in ("", "0") for text in row[1:])]
     return Table("Data", ["", *names], rows, ("", *names))
 
@@ -236,7 +259,7 @@ _DATA_ROWS = (
 )
 
 
-def _data_text(counts: Mapping[str, Any], key: str) -> str:
+def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
     value = counts.get(key)
     if value is None:
         return ""
@@ -245,14 +268,14 @@ def _data_text(counts: Mapping[str, Any], key: str) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _settings_table(changed: Any) -> Table | None:
+def _build_settings_table(changed: Any) -> Table | None:
     if not isinstance(changed, dict) or not changed:
         return None
     rows = [[name, *texts] for name, texts in changed.items()]
     return Table("Settings", ["key", "value", "default"], rows, ("key", "value", "default"))
 
 
-def _headline(summary: Mapping[str, Any]) -> str:
+def _format_headline(summary: Mapping[str, Any]) -> str:
     parts = [f"{summary.get('steps', 0)} of {summary.get('total_steps', '?')} steps"]
     if summary.get("first_loss") is not None and summary.get("final_loss") is not None:
         parts.append(f"loss {summary['first_loss']:.4f} → {summary['final_loss']:.4f}")
@@ -263,8 +286,8 @@ def _headline(summary: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and value of every plain number of the summary, with its unit."""
+def _list_summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and value of every plain number of the summary, with its unit."""
     rows = []
     for key, value in summary.items():
         if isinstance(value, (dict, list)) or key in ("planned", "data", "changed_settings"):
@@ -284,11 +307,11 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _measured_once(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return what `log.communication_step` measured."""
+def _list_communication_rows(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return rows with what `log.communication_step` measured."""
     return [
         (f"{key.replace('_', ' ')}, step {line['step']}", f"{line[key]:.1%}")
         for line in lines
-        for key in _ONCE
+        for key in _COMMUNICATION_KEYS
         if _is_number(line.get(key))
     ]

@@ -1,5 +1,7 @@
-"""Where a run's model comes from, a checkpoint or a shape to fill at random; checked before memory
-is taken.
+"""The model of a run, from a checkpoint or a shape to fill at random, checked before memory is
+taken.
+
+A recipe calls `resolve_model`, then `validate_parallelism` with what that found.
 """
 
 from dataclasses import dataclass
@@ -23,23 +25,20 @@ from recipe_lib.parallel.tensor_sizes import check_tensor
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """name: of a preset, a hub id, or the full path of a folder. folder: the checkpoint's; None:
-    random weights. config: what config.json holds.
-    """
+    """The model that a config names."""
 
-    name: str
-    folder: Path | None
-    config: dict[str, Any]
+    name: str  # of a preset, a hub id, or the full path of a folder
+    folder: Path | None  # the checkpoint's; None: random weights
+    config: dict[str, Any]  # what config.json holds
     spec: ModelSpec
 
 
 def resolve_model(
     cfg: ModelConfig, *, scored: bool = False, num_labels: int | None = None
 ) -> ResolvedModel:
-    """Return the model that `model.path` or `model.preset` names; of a checkpoint the headers of
-    all weights are checked.
+    """Return the model that `model.path` or `model.preset` names.
 
-    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raises
+    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raise
     CheckpointError; for a model that is not native also SetupError and ConfigError.
     """
     name = cfg.path or cfg.preset or ""
@@ -56,18 +55,18 @@ def resolve_model(
     else:
         spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
+        # From the headers of all files: a broken checkpoint is told of before memory is taken.
         check_weights(spec, folder)
     return ResolvedModel(resolve_base_name(name, folder) if folder else name, folder, config, spec)
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
-    """Refuse a model that the ranks of `parallel.tensor` and `parallel.context` cannot share, or
-    whose layers are too few for the stages of `parallel.pipeline` or others than
-    `parallel.pipeline_balance` lists, and adapters that it would not have where the config says.
-    Raise ConfigError, with what fits.
+    """Refuse a model that the ranks cannot share, or adapters that it would not have where the
+    config says. Raise ConfigError, with what fits.
     """
     adapters = cfg.trained_adapters
     if adapters is not None:
+        # On a model without bytes, for what it raises.
         dtype = DTYPES[cfg.dtype]
         add_adapters(build_meta(spec, dtype), adapters, dtype)
         find_adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
@@ -76,20 +75,18 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
         check_tensor(spec, cfg.parallel, quantize)
         check_context(spec, cfg.parallel)
     if cfg.parallel.pipeline > 1:
-        split_layers(spec, cfg)
+        split_layers(spec, cfg)  # refuses too few layers, and others than pipeline_balance lists
 
 
 def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
-    """As `validate_parallelism`, if the model's config.json is on this machine's disk; no weight is
-    looked at.
-    """
+    """Validate as `validate_parallelism`, if the model's config.json is on this machine's disk."""
     if cfg.model.implementation != "native":
         return
-    named = Path(cfg.model.path).expanduser() if cfg.model.path else None
-    folder = (
-        named if named is None or named.is_dir() else find_downloaded_model(str(cfg.model.path))
-    )
-    if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
-        return
+    folder = None
+    if cfg.model.path:
+        named = Path(cfg.model.path).expanduser()
+        folder = named if named.is_dir() else find_downloaded_model(cfg.model.path)
+        if folder is None or not (folder / "config.json").is_file():
+            return
     config = read_config(folder) if folder else read_preset_config(cfg.model.preset or "")
     validate_parallelism(cfg, read_run_spec(cfg, config, str(folder or cfg.model.preset)))

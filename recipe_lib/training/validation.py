@@ -1,5 +1,8 @@
-"""What a model makes of data that are not trained on: the loss, and metrics of likelihoods and of
-answers.
+"""Validation: the loss of held-out data, and metrics of likelihoods and of generated answers.
+
+`compute_validation_loss` is that of recipes whose loss is cross-entropy; methods with another one
+give `sum_over_validation` the sums of a micro-batch. `compute_token_scores` and
+`sum_over_sequences` tell the log-likelihood of each sequence, for metrics and for `tune eval`.
 """
 
 import math
@@ -22,7 +25,8 @@ from recipe_lib.parallel.world import World
 from recipe_lib.training.micro_batches import evaluate_micro_batches
 from recipe_lib.training.training_data import TrainingData
 
-_TOGETHER = 16  # batches that go through a pipeline at a time
+_PIPELINE_BATCHES = 16  # that go through a pipeline at a time
+_CHUNK_TOKENS = 512  # tokens whose logits exist at a time
 
 
 @torch.no_grad()
@@ -38,31 +42,32 @@ def sum_over_validation(
     """Add the sums of all validation sequences, each counted once and without dropout, to this
     rank's `sums` in fp64; return the label tokens and the items. Collective.
 
-    compute_sums: gives those of each micro-batch; None where another rank of the pipeline has them,
-    or they are added already. take: what it is given of a step.
+    compute_sums: returns the sums of each micro-batch; None where another rank of the pipeline has
+    them, or they are added already. take: returns the micro-batches of a step that it is given.
     """
     model.eval()
-    tokens = items = 0
+    num_label_tokens = 0
+    num_items = 0
     steps = data.validation_batches()
-    at_once = _TOGETHER if parallel.pipeline is not None else 1
-    while together := list(islice(steps, at_once)):
+    num_at_once = _PIPELINE_BATCHES if parallel.pipeline is not None else 1
+    while step_group := list(islice(steps, num_at_once)):
         micro_batches: list[Batch] = []
-        for batches in together:
+        for batches in step_group:
             micro_batches += take(batches)
+            num_label_tokens += batches.num_label_tokens
+            num_items += batches.num_items
         for batch_sums in compute_sums(micro_batches):
             if batch_sums is not None:
                 sums += batch_sums
-        tokens += sum(batches.num_label_tokens for batches in together)
-        items += sum(batches.num_items for batches in together)
     model.train()
-    return tokens, items
+    return num_label_tokens, num_items
 
 
 def add_to_each(
     parallel: Parallel, add_sums: Callable[[Batch, Tensor], Any], sums: Tensor
 ) -> Callable[[Sequence[Batch]], Iterator[None]]:
-    """Return what `sum_over_validation` takes, of a function that runs a micro-batch and adds to
-    `sums` itself.
+    """Return a `compute_sums` for `sum_over_validation` from a function that runs a micro-batch and
+    adds to `sums` itself.
     """
 
     def add(batch: Batch) -> None:
@@ -83,58 +88,74 @@ def compute_validation_loss(
     data: TrainingData,
     world: World,
 ) -> dict[str, float]:
-    """Return the mean loss of the label tokens of all validation sequences, each counted once;
-    without dropout. Also the numbers that `validation.metrics` names. Collective.
+    """Return the mean loss of the label tokens of all validation sequences, each counted once and
+    without dropout, and the metrics that `validation.metrics` names. Collective.
 
-    compute_loss: the sum of the token losses of a micro-batch.
+    compute_loss: returns the sum of the token losses of a micro-batch.
     """
     loss = torch.zeros((), device=world.device, dtype=torch.float64)
-    tokens, _ = sum_over_validation(
-        model, parallel, data, partial(evaluate_micro_batches, parallel, compute_loss), loss
+    num_label_tokens, _ = sum_over_validation(
+        model,
+        parallel,
+        data,
+        compute_sums=partial(evaluate_micro_batches, parallel, compute_loss),
+        sums=loss,
     )
-    numbers = {
-        "validation_loss": world.all_reduce_sum(loss).item() / max(1, tokens),
-        "validation_tokens": tokens,
+    metrics = {
+        "validation_loss": world.all_reduce_sum(loss).item() / max(1, num_label_tokens),
+        "validation_tokens": num_label_tokens,
     }
     if data.scored_metrics:
-        numbers |= _compute_score_metrics(model, parallel, data, world)
+        metrics |= _compute_score_metrics(model, parallel, data, world)
     if data.generated_metrics:
-        numbers |= _compute_answer_metrics(model, data, world)
-    return numbers
+        metrics |= _compute_answer_metrics(model, data, world)
+    return metrics
 
 
 def _compute_score_metrics(
     model: nn.Module, parallel: Parallel, data: TrainingData, world: World
 ) -> dict[str, float]:
     """Return the share of label tokens that are the likeliest, and of sequences in which all
-    are.
+    are, as far as `validation.metrics` names them.
     """
     # Label tokens, right ones, sequences, right ones.
     sums = torch.zeros(4, device=world.device, dtype=torch.float64)
+    score_tokens = make_scorer(model)
 
     def compute_sums(batch: Batch) -> Tensor:
-        _, tokens, right = sum_over_sequences(make_scorer(model)(batch), batch).unbind(dim=1)
-        real = tokens > 0
-        return torch.stack(
-            [tokens.sum(), right.sum(), real.sum(), (real & (right == tokens)).sum()]
-        )
+        _, num_labels, num_right = sum_over_sequences(score_tokens(batch), batch).unbind(dim=1)
+        has_labels = num_labels > 0  # padding has none
+        is_exact = has_labels & (num_right == num_labels)
+        return torch.stack([num_labels.sum(), num_right.sum(), has_labels.sum(), is_exact.sum()])
 
     sum_over_validation(
-        model, parallel, data, partial(evaluate_micro_batches, parallel, compute_sums), sums
+        model,
+        parallel,
+        data,
+        compute_sums=partial(evaluate_micro_batches, parallel, compute_sums),
+        sums=sums,
     )
-    tokens, right, sequences, exact = world.all_reduce_sum(sums).tolist()
-    numbers = {
-        "token_accuracy": right / max(1.0, tokens),
-        "exact_match": exact / max(1.0, sequences),
+    num_labels, num_right, num_sequences, num_exact = world.all_reduce_sum(sums).tolist()
+    metrics = {
+        "token_accuracy": num_right / max(1.0, num_labels),
+        "exact_match": num_exact / max(1.0, num_sequences),
     }
-    return {f"validation_{name}": numbers[name] for name in data.scored_metrics}
+    return {f"validation_{name}": metrics[name] for name in data.scored_metrics}
 
 
 def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dict[str, float]:
     """Return the means of a plugin's metrics of the answers to all validation questions."""
+    cfg = data.cfg
     model.eval()
     answers = generate_answers(
-        model, model.spec, data.questions, world, **data.generation_options()
+        model,
+        model.spec,
+        data.questions,
+        world,
+        batch_size=cfg.validation.batch_size or cfg.batch_size,
+        seed=cfg.seed,
+        max_new_tokens=cfg.validation.max_new_tokens,
+        stop_ids=data.tokenizer.stop_ids,
     )
     model.train()
     means = {}
@@ -142,13 +163,6 @@ def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dic
         values = compute_metric(name, answers, data.questions, data.tokenizer)
         means[f"validation_{name}"] = math.fsum(values.values()) / len(values)
     return means
-
-
-# What a model makes of held-out sequences, each by itself: its log-likelihood, and how many of its
-# label tokens are the likeliest ones, as greedy decoding would give them.
-
-
-_CHUNK_TOKENS = 512  # tokens whose logits exist at a time
 
 
 def compute_token_scores(
@@ -165,7 +179,7 @@ def compute_token_scores(
 
 
 def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:
-    """Return what gives the token scores of a micro-batch by calling the model."""
+    """Return a function from a micro-batch to its token scores, which calls the model."""
     return lambda batch: compute_token_scores(
         model, batch.tokens, batch.labels, batch.positions, batch.attention
     )
@@ -173,24 +187,24 @@ def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:
 
 def sum_over_sequences(scores: Tensor, batch: Batch) -> Tensor:
     """Return for each sequence of a micro-batch, fp64 `[n, 3]`: log-likelihood, label tokens, and
-    how many of these are as likely as the likeliest token.
+    how many of these are as likely as the likeliest token, which greedy decoding would give.
 
     A sequence is a row, or where rows hold several documents one of those; padding is one without
-    labels.
-
-    scores: `[b, s, 2]`, of `make_scorer`.
+    labels. scores: `[b, s, 2]`, of `make_scorer`.
     """
-    counts = batch.labels != IGNORED
-    right = counts & (scores[..., 0] == scores[..., 1])
-    numbers = torch.stack(
-        [scores[..., 0].double(), counts.double(), right.double()], dim=-1
-    )  # [b, s, 3]
+    is_label = batch.labels != IGNORED
+    is_right = is_label & (scores[..., 0] == scores[..., 1])
+    token_numbers = torch.stack(  # [b, s, 3]
+        [scores[..., 0].double(), is_label.double(), is_right.double()], dim=-1
+    )
     documents = None if batch.attention is None else batch.attention.documents
     if documents is None:
-        return numbers.sum(dim=1)
-    rows, length = documents.shape
-    places = documents.long() + length * torch.arange(rows, device=documents.device)[:, None]
-    sums = numbers.new_zeros(rows * length, 3).index_add_(
-        0, places.flatten(), numbers.flatten(0, 1)
+        return token_numbers.sum(dim=1)
+    # Documents are numbered in each row: room for as many as it has tokens, so that no size
+    # depends on the data.
+    num_rows, length = documents.shape
+    row_starts = length * torch.arange(num_rows, device=documents.device)[:, None]
+    sums = token_numbers.new_zeros(num_rows * length, 3)
+    return sums.index_add_(
+        0, (documents.long() + row_starts).flatten(), token_numbers.flatten(0, 1)
     )
-    return sums

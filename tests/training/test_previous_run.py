@@ -28,8 +28,8 @@ from recipe_lib.training.output import (
     check_output,
     drop_earlier,
     is_record,
-    note_written,
     open_output,
+    record_written_files,
 )
 from recipe_lib.training.report_page import write_report
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
@@ -72,7 +72,7 @@ def finish(root: Path, status: str = "done") -> None:
     (root / "trackers" / "tensorboard" / "events.out.tfevents.1.host.2.3").write_text("event")
     write_summary(root, status, {}, wall_seconds=1.0, total_steps=1, world_size=1)
     write_report(root)
-    note_written(root)
+    record_written_files(root)
 
 
 def earlier_run(root: Path, *names: str) -> None:

@@ -398,8 +398,8 @@ def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
         return
     checker.begin_step()
     step = recipe.train_step(batches)
-    if hasattr(step, "numbers"):
-        step.numbers()
+    if hasattr(step, "read_numbers"):
+        step.read_numbers()
     checker.end_step()
 
 
