@@ -43,8 +43,8 @@ from recipe_lib.methods.reward.loss import (
     compute_scores,
     list_summed_metrics,
     train_score_head,
+    validate_scores,
 )
-from recipe_lib.methods.reward.validation import validate_scores
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import (
     DTYPES,

@@ -242,7 +242,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="point_of_one_rank",
-        path="recipe_lib/methods/dpo/kl.py",
+        path="recipe_lib/methods/dpo/loss.py",
         old="return (world.all_reduce_sum(total) / max(1, num_items)).clamp(min=0)",
         new="return (total / max(1, num_items)).clamp(min=0)",
         harm="several: KTO compares with the point of reference of one rank's samples",
@@ -250,7 +250,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="dropout_stays_off",
-        path="recipe_lib/training/validation.py",
+        path="recipe_lib/training/losses.py",
         old="    model.train()\n    return tokens, items\n",
         new="    return tokens, items\n",
         harm="after its first validation a run trains without dropout",

@@ -99,7 +99,10 @@ def test_the_best_and_the_end_are_those_of_a_plain_loop(
 )
 def test_the_name_says_which_way_is_better(metric: str, greater: bool):
     assert best_step(best_metric=metric).greater_is_better is greater
-    assert best_step(best_metric=metric, greater_is_better=not greater).greater_is_better is not greater
+    assert (
+        best_step(best_metric=metric, greater_is_better=not greater).greater_is_better
+        is not greater
+    )
 
 
 def test_a_number_that_validation_does_not_give_is_named():
@@ -173,7 +176,13 @@ def state(output: Path, step: int, best: BestStep) -> Path:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     path = save_state(
-        output / "state", step, model, optimizer, {"step": step, "best": best.make_record()}, WORLD, 2
+        output / "state",
+        step,
+        model,
+        optimizer,
+        {"step": step, "best": best.make_record()},
+        WORLD,
+        2,
     )
     best.prune(WORLD)
     return path

@@ -1,12 +1,15 @@
-"""Validation: the loss of held-out data, and metrics of likelihoods and of generated answers.
+"""Losses of micro-batches, in training and in validation: what recipes compute of label tokens and
+of answers, and sums and metrics over all held-out sequences.
 
-`compute_validation_loss` is that of recipes whose loss is cross-entropy; methods with another one
-give `sum_over_validation` the sums of a micro-batch. `compute_token_scores` and
-`sum_over_sequences` tell the log-likelihood of each sequence, for metrics and for `tune eval`.
+The micro-batches of a step are `Parallel.micro_batches`. `compute_validation_loss` is for recipes
+whose loss is cross-entropy; methods with another one give `sum_over_validation` the sums of a
+micro-batch. `compute_token_scores` and `sum_over_sequences` tell the log-likelihood of each
+sequence, for metrics and for `tune eval`.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -15,18 +18,94 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.config.registry import get_registered
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.generation.answer_questions import compute_metric, generate_answers
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.ops.head_losses import TokenScores
+from recipe_lib.ops.head_losses import CrossEntropy, TokenScores
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
-from recipe_lib.training.micro_batches import evaluate_micro_batches
 from recipe_lib.training.training_data import TrainingData
 
 _PIPELINE_BATCHES = 16  # that go through a pipeline at a time
 _CHUNK_TOKENS = 512  # tokens whose logits exist at a time
+
+
+def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
+    """Return the head loss that sums the token losses of `loss`, in `memory.loss_chunks` chunks.
+
+    The built-in one is `ops.head_losses`'; a plugin registers its own, `fn(logits [m, v], labels
+    [m]) -> sum`. Raise ConfigError with the nearest name if no loss of that name is registered.
+    """
+    return CrossEntropy(cfg.memory.loss_chunks, get_registered("loss", cfg.loss))
+
+
+def evaluate_micro_batches(
+    parallel: Parallel,
+    compute: Callable[[Batch], Any],
+    micro_batches: Sequence[Batch],
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[Any]:
+    """Return the result of `compute`, which calls the model, for each micro-batch, without
+    gradients.
+
+    inside: makes the context that the model's calls run in. In a pipeline `compute` is called on
+    the rank with the last stage alone, and the results of others are None.
+    """
+    # A schedule runs all micro-batches at once; elsewhere each runs when its result is asked for.
+    if parallel.pipeline is not None:
+        with inside():
+            results = parallel.pipeline.evaluate(
+                micro_batches, lambda number, batch: compute(batch)
+            )
+        return iter(results)
+    return (_compute_without_gradients(batch, compute, inside) for batch in micro_batches)
+
+
+@torch.no_grad()
+def _compute_without_gradients(
+    batch: Batch,
+    compute: Callable[[Batch], Any],
+    inside: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    with inside():
+        return compute(batch)
+
+
+def get_values(batch: Batch) -> Tensor:
+    """Return the margins, classes or labels (1: wanted) of a micro-batch's items.
+
+    Raise ValueError for a micro-batch without.
+    """
+    if batch.targets is None:
+        raise ValueError("this batch holds no labels")
+    return batch.targets
+
+
+def compute_answer_logps(token_logps: Tensor, batch: Batch, *, mean: bool) -> Tensor:
+    """Return the log-probability of each answer of a micro-batch, fp64: of pairs `[2 p]`, chosen
+    and rejected by turns.
+
+    token_logps: `[b, s]`, 0 where there is no label. mean: over an answer's tokens; else their sum.
+    """
+    if batch.sequence_ids is None:
+        raise ValueError("this batch holds no pairs")
+    num_answers = batch.num_sequences
+    # Padding has an answer of its own, which is dropped.
+    answer_ids = torch.where(batch.sequence_ids < 0, num_answers, batch.sequence_ids).flatten()
+
+    def sum_by_answer(values: Tensor) -> Tensor:
+        sums = values.new_zeros(num_answers + 1)
+        return sums.index_add(0, answer_ids, values.flatten())[:num_answers]
+
+    # In fp64: an answer's log-probability is in the hundreds, and what counts are differences.
+    sums = sum_by_answer(token_logps.double())
+    if not mean:
+        return sums
+    num_tokens = sum_by_answer((batch.labels != IGNORED).double())
+    return sums / num_tokens.clamp(min=1)
 
 
 @torch.no_grad()
@@ -84,7 +163,7 @@ def name_validation(numbers: Mapping[str, Tensor]) -> dict[str, float]:
 def compute_validation_loss(
     model: nn.Module,
     parallel: Parallel,
-    compute_loss: Callable[[Batch], torch.Tensor],
+    compute_loss: Callable[[Batch], Tensor],
     data: TrainingData,
     world: World,
 ) -> dict[str, float]:
