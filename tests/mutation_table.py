@@ -258,7 +258,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="resume_loses_a_line",
-        path="recipe_lib/training/metrics.py",
+        path="recipe_lib/training/records.py",
         old='if line["step"] <= step]',
         new='if line["step"] < step]',
         harm="metrics.jsonl of a resumed run lacks the step that it goes on from",

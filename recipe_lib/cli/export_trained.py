@@ -83,7 +83,7 @@ from recipe_lib.training.export_model import (
     make_run_card,
     print_next_commands,
 )
-from recipe_lib.training.metrics import SUMMARY_FILE
+from recipe_lib.training.records import SUMMARY_FILE
 from recipe_lib.units import GIB
 
 CONFIG = "config.yaml"

@@ -40,8 +40,8 @@ from recipe_lib.optim.optimizers import OptimizerLevers, compute_learning_rate, 
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
 from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
-from recipe_lib.training.metrics import build_step_metrics, compute_expert_load
 from recipe_lib.training.output import check_same_data
+from recipe_lib.training.records import build_step_metrics, compute_expert_load
 from recipe_lib.training.run import check_same_batches
 from recipe_lib.training.run_log import STOPPED_EARLY, RunLog, count_data
 from recipe_lib.training.training_data import TrainingData

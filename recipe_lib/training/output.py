@@ -53,8 +53,7 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import find_object, open_regular, parse_json
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
-from recipe_lib.training.report_page import REPORT_FILE
+from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
 TRACKERS_FOLDER = "trackers"
 CONFIG_FILE = "config.yaml"

@@ -33,7 +33,6 @@ from recipe_lib.redaction import redact_values
 from recipe_lib.report.phases import can_draw, has_unicode, hide_rows, is_in_phase, show_rows
 from recipe_lib.report.planned import read_planned_figures
 from recipe_lib.report.terminal import SOFT
-from recipe_lib.training.metrics import MetricsFile, write_summary
 from recipe_lib.training.output import (
     drop_earlier,
     lock_output,
@@ -42,7 +41,7 @@ from recipe_lib.training.output import (
     record_written_files,
     unlock_output,
 )
-from recipe_lib.training.report_page import write_report
+from recipe_lib.training.records import MetricsFile, write_report, write_summary
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_clock, format_count, format_seconds
 

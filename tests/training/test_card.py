@@ -7,7 +7,7 @@ import json
 import pytest
 
 from recipe_lib.training.export_model import describe_results
-from recipe_lib.training.metrics import build_step_metrics
+from recipe_lib.training.records import build_step_metrics
 
 
 def lines(kind: str, *gibs: float) -> list[dict]:

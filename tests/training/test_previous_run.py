@@ -23,7 +23,6 @@ from recipe_lib.checkpoint.run_files import (
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.training.metrics import MetricsFile, write_summary
 from recipe_lib.training.output import (
     check_output,
     drop_earlier,
@@ -31,7 +30,7 @@ from recipe_lib.training.output import (
     open_output,
     record_written_files,
 )
-from recipe_lib.training.report_page import write_report
+from recipe_lib.training.records import MetricsFile, write_report, write_summary
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at
 from tests.checkpoint.tiny import tree

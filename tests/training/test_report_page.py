@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from recipe_lib.training.metrics import MetricsFile, build_step_metrics, write_summary
-from recipe_lib.training.report_page import write_report
+from recipe_lib.training.records import MetricsFile, build_step_metrics, write_report, write_summary
 
 PEAK = {"active": 2**30, "allocated": 2**31, "reserved": 3 * 2**30, "kind": "device"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.errors import StorageError
-from recipe_lib.training.metrics import MetricsFile, build_step_metrics, read_metrics, write_summary
+from recipe_lib.training.records import MetricsFile, build_step_metrics, read_metrics, write_summary
 from recipe_lib.units import GIB
 from tests.forked import call_forked
 
