@@ -28,9 +28,8 @@ from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.world import World
-from recipe_lib.training.added_parameters import warn_of_export
 from recipe_lib.training.records import read_run_metrics
-from recipe_lib.training.resolve_model import ResolvedModel
+from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB
 

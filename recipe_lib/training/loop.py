@@ -351,17 +351,17 @@ class StopSignal:
     delivers signals there only.
     """
 
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._former: dict[int, Any] = {}
+    received: str | None = None  # name of the signal
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._former[number] = signal.signal(number, self._handle)
+        self._former_handlers = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -395,8 +395,8 @@ def resume_run(
     Raise CheckpointError if there is none whole, if it is of another model, other data or another
     seed, or of a later step than this run's last.
     """
-    root = Path(cfg.output_dir) / STATE_FOLDER
-    state = find_state(root, cfg.resume, world) if cfg.resume else None
+    states = Path(cfg.output_dir) / STATE_FOLDER
+    state = find_state(states, cfg.resume, world) if cfg.resume else None
     if state is None:
         return 0
     done = read_manifest(state).step

@@ -444,7 +444,7 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
 def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: bool) -> list[Any]:
     """Return a row of both, and how far the planned one is off, if they are the same quantity."""
     cells = [
-        _step_text(value) if isinstance(value, float) else value or "–"
+        _format_step_seconds(value) if isinstance(value, float) else value or "–"
         for value in (planned, measured)
     ]
     return [
@@ -454,7 +454,7 @@ def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: b
     ]
 
 
-def _step_text(seconds: float) -> str:
+def _format_step_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 60 else format_seconds(seconds)
 
 

@@ -22,7 +22,7 @@ from recipe_lib.models.language_model import check_written
 from recipe_lib.ops.device import get_compute_capability
 from recipe_lib.parallel import World, make_world, meet_ranks
 from recipe_lib.parallel.world import set_seeds
-from recipe_lib.training.added_parameters import check_each_model, check_models, check_trained
+from recipe_lib.training.resolve_model import check_each_model, check_models, check_trained
 from recipe_lib.training.training_data import get_prepared, prepare_data
 
 

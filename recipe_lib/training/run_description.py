@@ -20,8 +20,8 @@ from recipe_lib.optim.optimizers import (
 )
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
-from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.training.best_step import describe_best
+from recipe_lib.training.resolve_model import describe_extra
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_bytes, format_count, pluralize
 
