@@ -307,7 +307,6 @@ def render_report(
     name: of the run. summary: as in summary.json. lines: of metrics.jsonl. config: YAML text.
     """
     headline = _format_headline(summary)
-    versions = summary.get("versions")
     sections = [
         Section("Curves", figures=_draw_run_charts(lines)),
         Section("Metrics of the recipe", figures=_draw_recipe_charts(lines)),
@@ -318,11 +317,12 @@ def render_report(
             table=_build_settings_table(summary.get("changed_settings")),
         ),
         Section("Summary", facts=[*_list_summary_rows(summary), *_list_communication_rows(lines)]),
-        Section("Software", facts=sorted(versions.items()) if isinstance(versions, dict) else []),
+        Section("Software", facts=sorted(summary["versions"].items())),
         Section("All settings", listing=config, closed=True),
     ]
-    status = str(summary.get("status", "unknown"))
-    return render_page("run", f"{name}: {headline}", name, headline, sections, status=status)
+    return render_page(
+        "run", f"{name}: {headline}", name, headline, sections, status=summary["status"]
+    )
 
 
 def _draw_run_charts(lines: list[dict[str, Any]]) -> list[Figure]:
@@ -470,11 +470,11 @@ def _describe_plan(figures: Mapping[str, Any]) -> str:
     )
 
 
-def _build_data_table(data: Any) -> Table | None:
+def _build_data_table(data: Mapping[str, Any] | None) -> Table | None:
     """Return a table of what became of the samples, a column for training and one for validation;
     None if it was not counted.
     """
-    if not isinstance(data, dict) or not data:
+    if not data:
         return None
     names = [name for name in ("training", "validation") if name in data]
     rows = [
@@ -512,18 +512,18 @@ def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _build_settings_table(changed: Any) -> Table | None:
-    if not isinstance(changed, dict) or not changed:
+def _build_settings_table(changed: Mapping[str, list[str]] | None) -> Table | None:
+    if not changed:
         return None
     rows = [[name, *texts] for name, texts in changed.items()]
     return Table("Settings", ["key", "value", "default"], rows, ("key", "value", "default"))
 
 
 def _format_headline(summary: Mapping[str, Any]) -> str:
-    parts = [f"{summary.get('steps', 0)} of {summary.get('total_steps', '?')} steps"]
-    if summary.get("first_loss") is not None and summary.get("final_loss") is not None:
+    parts = [f"{summary['steps']} of {summary['total_steps']} steps"]
+    if summary["first_loss"] is not None and summary["final_loss"] is not None:
         parts.append(f"loss {summary['first_loss']:.4f} → {summary['final_loss']:.4f}")
-    if summary.get("final_validation_loss") is not None:
+    if summary["final_validation_loss"] is not None:
         parts.append(f"validation loss {summary['final_validation_loss']:.4f}")
     if summary.get("outcome"):
         parts.append(str(summary["outcome"]))

@@ -39,12 +39,15 @@ def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
     try:
         source = resolve_model(ModelConfig(path=keys.teacher, preset=keys.teacher_preset))
         spec = cast(DecoderSpec, source.spec)
+        # It is divided among the ranks as the model is.
         check_tensor(spec, cfg.parallel, keys.quantize_teacher)
         check_context(spec, cfg.parallel)
         if keys.quantize_teacher != "none":
+            # On a model without bytes, for what it raises.
             dtype = DTYPES[cfg.dtype]
             quantize_frozen(build_meta(spec, dtype), keys.quantize_teacher, dtype)
     except (CheckpointError, ConfigError) as error:
+        # The library speaks of the keys of the model and its adapters, the user set the teacher's.
         named = [
             fault.replace("lora.quantize_base", "distill.quantize_teacher")
             for fault in error.faults
@@ -83,6 +86,7 @@ def find_first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
 
 
 def _format_token(tokenizer: Tokenizer, token: int) -> str:
+    # Escaped, since a token may be a part of a character.
     try:
         return repr(tokenizer.get_token_bytes(token).decode("utf-8", errors="backslashreplace"))
     except (DataError, IndexError, KeyError):

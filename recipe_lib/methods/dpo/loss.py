@@ -70,6 +70,7 @@ def compute_pair_loss(
     reference both answers are equally likely. The loss is to be divided by the pairs of the whole
     step.
     """
+    # Without a reference, q is the same for all answers: log q drops out of the differences.
     log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
     rewards = cfg.beta * log_ratios
     # By turns, as a batch numbers its sequences.
@@ -85,7 +86,7 @@ def _compute_pair_losses(margins: Tensor, cfg: DpoConfig) -> Tensor:
     """Return the loss of each pair `[p]`; margins: the chosen answer's reward minus the rejected
     one's `[p]`.
     """
-    if cfg.loss == "ipo":
+    if cfg.loss == "ipo":  # of log-ratios, without beta
         return (margins / cfg.beta - 1 / (2 * cfg.beta)).square()
     if cfg.loss == "simpo":
         return -F.logsigmoid(margins - cfg.simpo_gamma)
@@ -115,7 +116,7 @@ def compute_single_answer_loss(
     # Sums and counts of both kinds: a micro-batch, or a rank, may have none of one.
     desirable = is_desirable.to(losses.dtype)
     undesirable = 1 - desirable
-    rewards = cfg.beta * log_ratios.detach()
+    rewards = cfg.beta * log_ratios.detach()  # for the log
     weights = cfg.desirable_weight * desirable + cfg.undesirable_weight * undesirable
     loss = (weights * losses).sum()
     sums = [
@@ -142,6 +143,7 @@ def compute_step_metrics(
     sums: over all ranks. The mean reward of no answer of a kind is 0.
     """
     if cfg.takes_single_answers:
+        # Each kind by its own number, which a step may have none of.
         metrics = {
             "loss": sums[0] / max(1, num_items),
             "reward_chosen": sums[1] / sums[3].clamp(min=1),
@@ -209,6 +211,7 @@ def validate_preference(
 
         def add_log_ratios(mismatched: Sequence[Batch]) -> list[Tensor]:
             policy_logps = compute_policy_logps(mismatched)
+            # One sum for all of them: `sum_over_validation` takes any number.
             return [sum_log_ratios(policy_logps, compute_reference_logps(mismatched), world)]
 
         _, num_items = sum_over_validation(
