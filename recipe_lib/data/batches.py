@@ -66,24 +66,22 @@ def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Batch(_Tensors):
     """One micro-batch of a rank: b rows of s tokens, right-padded."""
 
-    tokens: torch.Tensor
-    """int64 `[b, s]`"""
+    tokens: torch.Tensor  # int64 `[b, s]`
+    # int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none
     labels: torch.Tensor
-    """int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none"""
+    # int64 `[b, s]`, of packed rows; None for rows of one document each
     positions: torch.Tensor | None = None
-    """int64 `[b, s]`, of packed rows; None for rows of one document each"""
+    # Which tokens are no padding and, of packed rows, the documents
     attention: AttentionInfo | None = None
-    """Which tokens are no padding and, of packed rows, the documents"""
+    # int64 `[b, s]`, for each token the number of its sequence in the micro-batch, -1 for padding;
+    # of pair i the chosen answer is 2i, the rejected one 2i + 1. None where an item is one
+    # unlabeled sequence
     sequence_ids: torch.Tensor | None = None
-    """int64 `[b, s]`, for each token the number of its sequence in the micro-batch, -1 for padding;
-    of pair i the chosen answer is 2i, the rejected one 2i + 1. None where an item is one unlabeled
-    sequence"""
-    num_sequences: int = 0
-    """Sequences that `sequence_ids` counts; 0 without them"""
+    num_sequences: int = 0  # sequences that `sequence_ids` counts; 0 without them
+    # fp64 `[items of the micro-batch]`, labels of whole items; these have sequence ids as well
     targets: torch.Tensor | None = None
-    """fp64 `[items of the micro-batch]`, labels of whole items; these have sequence ids as well"""
+    # For each row the numbers of the dataset's sequences in it, in their order
     sequences: tuple[tuple[int, ...], ...] = ()
-    """For each row the numbers of the dataset's sequences in it, in their order"""
 
 
 @dataclass(frozen=True)
@@ -91,20 +89,14 @@ class StepBatches(_Tensors):
     """One step's micro-batches of this rank; the counts are those of all ranks together."""
 
     micro_batches: list[Batch]
-    num_label_tokens: int
-    """Targets that the loss counts"""
-    total_tokens: int
-    """Tokens of sequences, without padding"""
-    padded_tokens: int
-    """Tokens of rows, padding included"""
-    num_items: int = 0
-    """Sequences, or pairs"""
-    step: int | None = None
-    """Optimizer steps of the run before this one; None: of no run"""
+    num_label_tokens: int  # targets that the loss counts
+    total_tokens: int  # tokens of sequences, without padding
+    padded_tokens: int  # tokens of rows, padding included
+    num_items: int = 0  # sequences, or pairs
+    step: int | None = None  # optimizer steps of the run before this one; None: of no run
+    # For each micro-batch its prompts with other samples' answers, where those were asked for
+    # (KTO's KL estimate); the counts leave them out
     mismatched: list[Batch] = field(default_factory=list)
-    """For each micro-batch its prompts with other samples' answers, where those were asked for
-    (KTO's KL estimate); the counts leave them out
-    """
 
 
 def make_step(
