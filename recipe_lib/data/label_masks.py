@@ -2,7 +2,7 @@
 
 An answer is trained from the first token after the prompt that generation would be given, up to and
 including the token that ends the turn. `recipe_lib.data.trained_spans` finds it as characters of a
-rendered conversation, `recipe_lib.data.thinking` knows of thoughts in it; here both become ids and
+rendered conversation, `recipe_lib.data.chat_templates` knows of thoughts in it; here both become ids and
 flags. Documents, completions and rows that are rendered already are encoded as they stand.
 """
 
@@ -13,7 +13,13 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any
 
-from recipe_lib.data.chat_templates import RenderedChat, Template, Tools, get_eos_text
+from recipe_lib.data.chat_templates import (
+    RenderedChat,
+    Template,
+    TemplateFields,
+    Tools,
+    get_eos_text,
+)
 from recipe_lib.data.escaping import TAGS, Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import (
     Completion,
@@ -26,7 +32,6 @@ from recipe_lib.data.samples import (
     TextRow,
     read_text_row,
 )
-from recipe_lib.data.thinking import TemplateFields
 from recipe_lib.data.trained_spans import (
     MarkedAnswers,
     Span,

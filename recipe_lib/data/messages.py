@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from recipe_lib.data.chat_templates import THOUGHT_KEYS
 from recipe_lib.data.column_names import is_blank, is_idle_key, read_truth
 from recipe_lib.data.samples import (
     Conversation,
@@ -29,7 +30,6 @@ from recipe_lib.data.samples import (
     read_text_field,
     refuse_keys,
 )
-from recipe_lib.data.thinking import THOUGHT_KEYS
 from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -13,19 +13,20 @@ from os.path import commonprefix
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.chat_templates import RenderedChat, require_text
-from recipe_lib.data.messages import parse_arguments
-from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
-from recipe_lib.data.thinking import (
+from recipe_lib.data.chat_templates import (
     CLOSED,
     OPENED,
     THOUGHT_KEYS,
+    RenderedChat,
     TemplateFeatures,
     complete_thought,
     move_thought,
+    require_text,
     split_thought,
     strip_thought,
 )
+from recipe_lib.data.messages import parse_arguments
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
 

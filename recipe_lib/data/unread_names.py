@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any
 
+from recipe_lib.data.chat_templates import THOUGHT_KEYS, TemplateFields
 from recipe_lib.data.column_names import (
     MESSAGE_READ,
     RENDERED,
@@ -42,7 +43,6 @@ from recipe_lib.data.samples import (
     list_conversations,
     parse_column,
 )
-from recipe_lib.data.thinking import THOUGHT_KEYS, TemplateFields
 from recipe_lib.errors import DataError
 
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
