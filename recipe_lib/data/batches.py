@@ -128,7 +128,7 @@ def make_step(
             f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x"
             f" {batch_size}"
         )
-    builder = _StepBuilder(
+    return _StepBuilder(
         dataset=dataset,
         slots=[np.atleast_1d(slot) for slot in slots],
         batch_size=batch_size,
@@ -137,8 +137,7 @@ def make_step(
         pack_length=pack_length,
         max_mismatched=mismatched,
         previous_item={} if mismatched is None else _pair_with_previous(slots),
-    )
-    return builder.make_batches(range(data_rank, data_ranks * accumulation, data_ranks))
+    ).make_batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
 def make_validation_steps(
@@ -172,7 +171,7 @@ def make_validation_steps(
         step_slots = slots[start : start + slots_per_step]
         # Every rank runs every step: a collective in the forward would wait for a missing one.
         step_slots += [empty_slot] * (slots_per_step - len(step_slots))
-        builder = _StepBuilder(
+        yield _StepBuilder(
             dataset=dataset,
             slots=step_slots,
             batch_size=batch_size,
@@ -181,8 +180,7 @@ def make_validation_steps(
             pack_length=pack_length,
             max_mismatched=mismatched,
             previous_item=previous_item,
-        )
-        yield builder.make_batches([data_rank])
+        ).make_batches([data_rank])
 
 
 def _pair_with_previous(order: Iterable[Any]) -> dict[int, int]:
@@ -489,8 +487,7 @@ def _measure_leaks(
     is_first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)  # document of its sequence
     for sequence, (length, _) in enumerate(_LENGTHS):
         is_first[sequence, :length] = True
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, is_first.shape, generator=generator)
+    tokens = torch.randint(vocab_size, is_first.shape, generator=torch.Generator().manual_seed(0))
     changed = (tokens + 1) % vocab_size
     documents = list[Tensor]()
     for sequence_tokens, document_lengths in zip(tokens, _LENGTHS, strict=True):

@@ -233,8 +233,7 @@ def move_thought(message: dict[str, Any], features: TemplateFeatures) -> dict[st
     thought, words = split_thought(message)
     if thought is None or (key is None and features.tags):
         return message
-    other_keys = {name: value for name, value in message.items() if name != key}
-    return other_keys | {
+    return {name: value for name, value in message.items() if name != key} | {
         features.thought_key: thought if key is None else message[key],
         "content": words,
     }

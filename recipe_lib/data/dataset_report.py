@@ -268,11 +268,11 @@ class DataReport:
             f" template {self.template}), {self.tokens} tokens; label tokens:"
             f" {self._describe_label_tokens()}, {_format_percent(self.label_token_fraction)}"
         ]
-        for part in self.parts:
-            lines.append(
-                f"data: {part._describe_counts()} from {part.source} (format {part.format}),"
-                f" {part.tokens} tokens, {_format_percent(part.label_token_fraction)} trained"
-            )
+        lines += [
+            f"data: {part._describe_counts()} from {part.source} (format {part.format}),"
+            f" {part.tokens} tokens, {_format_percent(part.label_token_fraction)} trained"
+            for part in self.parts
+        ]
         if self.sequences:
             lines.append(f"data: {self.describe_bos()}")
         lines += (
@@ -322,10 +322,9 @@ class DataReport:
 
         Also who says what an answer is: the template, or we.
         """
-        is_asked = self.history == "split"
         why = (
             "as data.history says"
-            if is_asked
+            if self.history == "split"
             else "because the chat template writes earlier turns anew"
         )
         cost = self.split_tokens / max(1, self.unsplit_tokens)
@@ -445,7 +444,7 @@ class DataReport:
         bad = sum(self.bad_samples.values())
         causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
         were = "is bad and was" if bad == 1 else "are bad and were"
-        lines = choose_lines(
+        return choose_lines(
             (
                 self.duplicate_sequences,
                 (
@@ -460,10 +459,7 @@ class DataReport:
                     f" out: {causes}"
                 ),
             ),
-        )
-        return lines + [
-            f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()
-        ]
+        ) + [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
 
     def describe_bos(self) -> str:
         """Return what is put before a sequence, or who decides it."""

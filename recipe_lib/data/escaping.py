@@ -212,11 +212,9 @@ class SpecialTokens:
 
     def _count(self, content: Any) -> Counter[str]:
         """Return how often nested lists and dicts spell out each special token."""
-        tokens = list[str]()
-        if self.pattern is not None:
-            for text in _collect_texts(content):
-                tokens += self.pattern.findall(text)
-        return Counter(tokens)
+        if self.pattern is None:
+            return Counter()
+        return Counter(chain.from_iterable(map(self.pattern.findall, _collect_texts(content))))
 
     def _escape_content(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
         """Return the content with a letter in each special token, the letter, and how many there

@@ -120,8 +120,7 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
     if held_out is not None and finds_validation:
         validation.format = _settle_format(cfg, held_out, "validation")
-        told_formats = {source.format for source in resolve_sources(data)}
-        if validation.format not in told_formats | {AUTO}:
+        if validation.format not in {source.format for source in resolve_sources(data)} | {AUTO}:
             lines.append(
                 f"data: format {validation.format}, found by the columns of {validation.source}"
             )

@@ -76,10 +76,9 @@ def columns(
     """
 
     def add(reader: Reader) -> Reader:
-        read_names = Columns(
+        reader.columns = Columns(  # type: ignore[attr-defined]
             required, optional=tuple(optional), instead=instead or {}, same=same or {}
         )
-        reader.columns = read_names  # type: ignore[attr-defined]
         return reader
 
     return add
@@ -290,9 +289,7 @@ def _read_margin(value: object) -> float:
         return 0.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
-        if is_number or isinstance(value, str):
-            return float(value)  # type: ignore[arg-type]
-        return math.nan
+        return float(value) if is_number or isinstance(value, str) else math.nan
     except (OverflowError, ValueError):
         return math.nan
 
@@ -422,8 +419,7 @@ def _why_no_prompt(
     None: they follow something.
     """
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
-    has_prompt = any(message["role"] != "system" for message in chosen.messages[:shared])
-    if has_prompt or not all(
+    if any(message["role"] != "system" for message in chosen.messages[:shared]) or not all(
         messages and messages[0]["role"] == "assistant" for messages in answers
     ):
         return None

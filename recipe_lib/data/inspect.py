@@ -236,11 +236,8 @@ def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 def collect_ids(*datasets: Dataset | None) -> set[int]:
     """Return every id that stands in the sequences."""
-    ids = set[int]()
-    for dataset in datasets:
-        if dataset is not None:
-            ids.update(np.unique(dataset.ids).tolist())
-    return ids
+    present = [dataset for dataset in datasets if dataset is not None]
+    return set[int]().union(*(np.unique(dataset.ids).tolist() for dataset in present))
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,6 @@ class ShownSequence:
 
 def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSequence]:
     """Return the sequences of an item: one, or a pair's chosen and rejected answer."""
-    sequences = range(item * dataset.group, (item + 1) * dataset.group)
     return [
         ShownSequence(
             number=sequence,
@@ -277,7 +273,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSe
             trained=int(dataset.trained_counts[sequence]),
             pieces=list(split_pieces(dataset[sequence], tokenizer)),
         )
-        for sequence in sequences
+        for sequence in range(item * dataset.group, (item + 1) * dataset.group)
     ]
 
 

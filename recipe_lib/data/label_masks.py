@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, takewhile
+from itertools import accumulate, chain, pairwise
+from os.path import commonprefix
 from typing import Any
 
 from recipe_lib.data.chat_templates import (
@@ -99,10 +100,8 @@ def encode_spans(
 
     Raises SampleFault: none is trained.
     """
-    cuts = [0]
-    for span in spans:
-        cuts += (span.start, span.end)
-    ids, lengths, apart = _encode_between(tokenizer, text, cuts=[*cuts, len(text)], escape=escape)
+    cuts = [0, *chain.from_iterable((span.start, span.end) for span in spans), len(text)]
+    ids, lengths, apart = _encode_between(tokenizer, text, cuts=cuts, escape=escape)
     if add_bos and ids[:1] != [tokenizer.bos_id]:
         ids = put_bos(tokenizer, ids)
         lengths[0] += 1
@@ -324,8 +323,7 @@ class Encoder:
             messages = [self._strip_end_token(message) for message in sample.messages]
             sample = replace(sample, messages=messages)
         try:
-            chat = self.open_chat(sample, parses)
-            return self._encode_picked(chat, numbers, inside)
+            return self._encode_picked(self.open_chat(sample, parses), numbers, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
@@ -357,10 +355,9 @@ class Encoder:
         if inside and len(answers) == len(numbers):
             if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)
-            if marked:
-                trained_answers = marked.answers
-            else:
-                trained_answers = [find_answer(chat, number) for number in answers]
+            trained_answers = (
+                marked.answers if marked else [find_answer(chat, number) for number in answers]
+            )
             sequences = split_sequences(chat, trained_answers, self.history)
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
             if marked and len(sequences) == 1 and has_all:
@@ -424,9 +421,8 @@ class Encoder:
 
     def _prepare_content(self, sample: Conversation) -> list[Any]:
         """Return what the template is given: messages, tools, variables."""
-        features = self._template.features
         messages = [
-            prepare_message(message, sample.places.at(number), features)
+            prepare_message(message, sample.places.at(number), self._template.features)
             for number, message in enumerate(sample.messages)
         ]
         return [messages, list(sample.tools) if sample.tools else None, dict(sample.variables)]
@@ -512,8 +508,7 @@ class Encoder:
             self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
             return encoded
         both_ids = [self.encode_document(answer) for answer in row.answers]
-        pairs = zip(*both_ids, strict=False)
-        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        shared = len(commonprefix(both_ids))
         if not shared:
             raise SampleFault(
                 "no prompt",

@@ -216,9 +216,7 @@ def _leave_out_nulls(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {name: _leave_out_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_leave_out_nulls(item) for item in value]
-    return value
+    return [_leave_out_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class HubSamples(SampleFile):

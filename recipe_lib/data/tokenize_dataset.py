@@ -304,10 +304,9 @@ class DatasetBuilder:
                 # A worker raises it again, after the faults of the samples before this file.
                 return [*tasks, Task(source, number, start=0, stop=None)]
             left[source] = None if room is None else room - samples
-            starts = range(0, samples, SAMPLES_PER_TASK)
             tasks += [
                 Task(source, number, start=start, stop=min(start + SAMPLES_PER_TASK, samples))
-                for start in starts
+                for start in range(0, samples, SAMPLES_PER_TASK)
             ]
         return tasks
 
@@ -340,8 +339,8 @@ class DatasetBuilder:
         copies, originals = find_copies(arrays["digests"])
         report.duplicate_sequences = len(copies)
         origin = self._make_origin(arrays)
-        for pair in zip(copies[:PLACES].tolist(), originals[:PLACES].tolist(), strict=True):
-            report.duplicates.append([origin.place(item) for item in pair])
+        pairs = zip(copies[:PLACES].tolist(), originals[:PLACES].tolist(), strict=True)
+        report.duplicates += [[origin.place(item) for item in pair] for pair in pairs]
 
 
 def _estimate_bytes(file: SampleFile) -> int:

@@ -521,8 +521,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
         prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
         text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
         before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
-        has_closing = closing.strip() and text.endswith(closing)
-        written = len(text) - (len(closing) if has_closing else 0)
+        written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         answer_spans = [
             Span(span.start, min(span.end, written))
             for span in spans

@@ -254,8 +254,7 @@ class UnreadNames:
                 for key, value in unread.items():
                     name = f"messages.{key}"
                     # The reader has put these there to be counted: no template may see them.
-                    is_part = key.startswith(("content.", "tool_calls."))
-                    if is_part and isinstance(message, dict):
+                    if key.startswith(("content.", "tool_calls.")) and isinstance(message, dict):
                         del message[key]  # of the reader's own copy
                     elif key in _KEYS_BY_ROLE.get(role, ()) or self._fields.reads_key(
                         role, key, value
@@ -311,9 +310,7 @@ def _has_text(value: Any) -> bool:
     """Return True if there is a text in a value, which numbers alone have none of."""
     if isinstance(value, dict):
         return any(map(_has_text, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_text, value))
-    return isinstance(value, str)
+    return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)
 
 
 def _is_repeated(value: Any, texts: Sequence[str]) -> bool:
