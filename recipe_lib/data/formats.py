@@ -289,7 +289,9 @@ def _read_margin(value: object) -> float:
         return 0.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
-        return float(value) if is_number or isinstance(value, str) else math.nan
+        if is_number or isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+        return math.nan
     except (OverflowError, ValueError):
         return math.nan
 

@@ -387,18 +387,6 @@ def has_dead_groups() -> bool:
     return any("gloo" in name for name in names)
 
 
-def drop_dead_groups() -> None:
-    """Collect the process group that a run before has left in this process, if there is one; called
-    before a fork.
-
-    A fork in which the group's last reference goes away crashes or hangs
-    (docs/upstream/gloo_group_in_fork.md).
-    """
-    if has_dead_groups():
-        gc.unfreeze()
-        gc.collect()
-
-
 def map_in_order(
     work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int
 ) -> Generator[Result, None, None]:
@@ -436,7 +424,11 @@ def start_forks(
     A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a
     fork was killed.
     """
-    drop_dead_groups()
+    # Of a run before: a fork in which the group's last reference goes away crashes or hangs
+    # (docs/upstream/gloo_group_in_fork.md).
+    if has_dead_groups():
+        gc.unfreeze()
+        gc.collect()
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
         workers, mp_context=context, initializer=_begin_worker, initargs=(work,)

@@ -173,12 +173,11 @@ def score_sequences(
     pad_id: int | None,
 ) -> dict[int, SequenceScore]:
     """Return the scores of all sequences, on every rank. Collective."""
-    batch_size = cfg.validation.batch_size or cfg.batch_size
     steps = make_validation_steps(
         dataset,
         world.data_rank,
         world.data_ranks,
-        batch_size,
+        cfg.validation.batch_size or cfg.batch_size,
         pad_id,
         multiple=compute_padded_multiple(cfg),
     )

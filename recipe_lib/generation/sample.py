@@ -146,8 +146,7 @@ def make_prompt_reader(
         info = None
         if prompt_info is not None:
             end = past + unread.shape[1]
-            columns = torch.arange(past, end, device=device)
-            positions = (columns - padding[:, None]).clamp(min=0)
+            positions = (torch.arange(past, end, device=device) - padding[:, None]).clamp(min=0)
             info = prompt_info if past == 0 else _extend_documents(prompt_info, end)
         return model(unread, positions, info, cache=cache, logits_to_keep=1)[:, -1]
 
@@ -235,15 +234,14 @@ def generate_batch(
             return torch.cat(chosen)
 
         # What stands in the padding is read by nothing.
-        padded = torch.tensor(
-            [[row[0]] * (longest - len(row)) + row for row in rows], device=device
-        )
         _extend_answers(
             [answers[number] for number in numbers],
             room=[min(max_new_tokens, spec.max_positions - len(row)) for row in rows],
             stop_ids=frozenset(stop_ids),
             choose_next=choose_next,
-            unread=padded,
+            unread=torch.tensor(
+                [[row[0]] * (longest - len(row)) + row for row in rows], device=device
+            ),
             any_over_ranks=any_over_ranks or bool,
             max_new_tokens=max_new_tokens,
         )

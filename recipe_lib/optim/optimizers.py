@@ -223,11 +223,11 @@ _CPU_PIECES = 1024  # at a time: as many as are converted to fp32 together
 _Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]
 
 
+@dataclass
 class GradNormsInBackward:
     """Squared norms of this rank's gradients that were used and freed in backward, by kind."""
 
-    def __init__(self) -> None:
-        self._squares: dict[_Key, Tensor] = {}
+    _squares: dict[_Key, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter) -> None:
@@ -258,14 +258,11 @@ class _Group:
         """Return the sum of squares of this rank's part, fp64 `[]` on the group's device."""
         if not self.grads:  # none here, perhaps one elsewhere
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        norms: Sequence[Tensor]
         if get_kernel_type(self.device) == "cpu":
-            norms = _compute_piece_norms(self.grads, dtype)
-            joined = torch.cat(norms)
+            norms = torch.cat(_compute_piece_norms(self.grads, dtype))
         else:
-            norms = torch._foreach_norm(self.grads, 2, dtype=dtype)
-            joined = torch.stack(norms)
-        return torch.linalg.vector_norm(joined, dtype=torch.float64).square()
+            norms = torch.stack(torch._foreach_norm(self.grads, 2, dtype=dtype))
+        return torch.linalg.vector_norm(norms, dtype=torch.float64).square()
 
     def compute_squared_norm(self, dtype: torch.dtype, earlier: Tensor | None = None) -> Tensor:
         """Return the sum of squares over the whole group, fp64 `[]`, the same on every rank.

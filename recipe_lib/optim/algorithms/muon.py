@@ -285,9 +285,8 @@ def _find_sharded_dims(matrix: Any) -> list[tuple[int, int]]:
     if not isinstance(matrix, DTensor):
         return []
     placements: list[Any] = list(matrix.placements)
-    mesh = matrix.device_mesh
     return [
         (mesh_dim, placement.dim)
         for mesh_dim, placement in enumerate(placements)
-        if not placement.is_replicate() and mesh.size(mesh_dim) > 1
+        if not placement.is_replicate() and matrix.device_mesh.size(mesh_dim) > 1
     ]
