@@ -251,8 +251,8 @@ class _StepBuilder:
     def make_batch(self, rows: list[list[int]]) -> Batch:
         """Return the dataset's sequences, one after the other in each row of the batch."""
         sequences = [[self.dataset[number] for number in row] for row in rows]
-        batch = self._fill_batch(sequences, self.compute_width(rows))
-        batch = replace(batch, sequences=tuple(map(tuple, rows)))
+        filled = self._fill_batch(sequences, self.compute_width(rows))
+        batch = replace(filled, sequences=tuple(map(tuple, rows)))
         if not self.dataset.labeled:
             return batch
         group = self.dataset.group
@@ -537,9 +537,10 @@ def _compute_logits(
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
     batch = Batch(tokens, tokens)
     if packed:
-        positions = compute_document_positions(_LENGTHS, tokens.shape[1])
         batch = replace(
-            batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1])
+            batch,
+            positions=compute_document_positions(_LENGTHS, tokens.shape[1]),
+            attention=make_attention_info(_LENGTHS, tokens.shape[1]),
         )
     batch = batch.to(device)
     if pipeline is not None:

@@ -464,7 +464,7 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
     """
     parts = [bos]
     for message in messages:
-        role, content = message["role"], message["content"]
+        content = message["content"]
         if message.get("tool_calls"):
             raise DataError(NO_CALLS)
         turns = {
@@ -472,7 +472,7 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
             "assistant": f"{_ANSWER}{content}{eos}",
             "tool": f"Tool:\n{content}\n\n",
         }
-        parts.append(turns.get(role, f"User:\n{content}\n\n"))
+        parts.append(turns.get(message["role"], f"User:\n{content}\n\n"))
     if prompt or (messages and messages[-1]["role"] in ("user", "tool")):
         parts.append(_ANSWER)
     return "".join(parts)

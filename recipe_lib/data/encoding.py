@@ -125,7 +125,8 @@ class SourceEncoder:
 
     def report(self) -> DataReport:
         """Return an empty report of this source."""
-        cfg, encoder = self.cfg, self.encoder
+        cfg = self.cfg
+        encoder = self.encoder
         return DataReport(
             self.source.source,
             self.format,

@@ -95,18 +95,19 @@ class SpecialCounts:
     def describe_split(self) -> str:
         """Return which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
-        remedies = list[str]()
-        if self.unparsed:
-            remedies.append(
+        foreign_tokens = " or ".join(map(repr, list(self.foreign)[:MAX_TOKENS]))
+        remedies = choose_lines(
+            (
+                self.unparsed,
                 "set data.parse_special_tokens=true if whoever wrote the samples is trusted, or"
-                " take them out of the samples"
-            )
-        if self.foreign:
-            named = " or ".join(map(repr, list(self.foreign)[:MAX_TOKENS]))
-            remedies.append(
-                f"this tokenizer has no {named}: give samples of messages, which its own chat "
-                "template writes, or the model whose template wrote these"
-            )
+                " take them out of the samples",
+            ),
+            (
+                self.foreign,
+                f"this tokenizer has no {foreign_tokens}: give samples of messages, which its own"
+                " chat template writes, or the model whose template wrote these",
+            ),
+        )
         return (
             f"{pluralize(self.samples, 'sample')} {spell} out special tokens that stay text, cut into"
             f" pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"

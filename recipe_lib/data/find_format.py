@@ -115,9 +115,10 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
         if source.format == AUTO:
             name = f"data.sources[{number}]" if data.sources else "data"
             section.format = _settle_format(cfg, source, name)
-            if section.format == AUTO:
-                continue
-            lines.append(f"data: format {section.format}, found by the columns of {source.source}")
+            if section.format != AUTO:
+                lines.append(
+                    f"data: format {section.format}, found by the columns of {source.source}"
+                )
     if held_out is not None and finds_validation:
         validation.format = _settle_format(cfg, held_out, "validation")
         if validation.format not in {source.format for source in resolve_sources(data)} | {AUTO}:
@@ -257,8 +258,7 @@ def describe_no_format(
         f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
         for name in _order_formats(samples)
     )
-    remedy = "" if columns else _suggest_columns(sample, section, samples)
-    remedy = remedy or (
+    remedy = ("" if columns else _suggest_columns(sample, section, samples)) or (
         f"say which column is which with {section}.format and {section}.columns, or write the rows"
         " in one of these layouts (docs/your_data.md)"
     )

@@ -82,11 +82,13 @@ def inspect(
             for finding in _find_faults(validation.report, max_seq_len)
         ]
         if len(shared):
-            subject = f"validation {validation.report.noun}"
-            both = _say(len(shared), subject, singular="is", plural="are")
-            places = [validation.place(item) for item in shared[:MAX_PLACES].tolist()]
-            line = f"{both} in the training data as well"
-            finding = _make_finding("overlap", line, count=len(shared), places=places)
+            both = _say(len(shared), f"validation {validation.report.noun}", "is", "are")
+            finding = _make_finding(
+                "overlap",
+                f"{both} in the training data as well",
+                count=len(shared),
+                places=[validation.place(item) for item in shared[:MAX_PLACES].tolist()],
+            )
             findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
         numbers["untrained_tokens"] = list(untrained_tokens)

@@ -46,10 +46,8 @@ SPEAKERS = (
 TRAINED = ("train", "training", "loss")
 MASKED = ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
-CONVERSATION_COLUMNS = (
-    "messages",
-    "conversations",
-)  # columns that hold a conversation up to its last answer
+# Columns that hold a conversation up to its last answer.
+CONVERSATION_COLUMNS = ("messages", "conversations")
 # Speakers of an assistant's turn that is a call, or a list of them, as JSON.
 CALL_ROLES = ("function_call", "tool_call")
 # Keys of a message that hold calls; the second is the older one of OpenAI's API.
@@ -239,12 +237,13 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if known_role is None:
-        role_in_words = format_value(role) if key in message else "nothing"
         expected = "human, gpt, system, tool, function_call or observation"
         if key == "role":
             expected = f"one of {', '.join(ROLES)}"
         raise SampleFault(
-            "unknown role", f"{where}.{key}: found {role_in_words}, expected {expected}"
+            "unknown role",
+            f"{where}.{key}: found {format_value(role) if key in message else 'nothing'}, expected"
+            f" {expected}",
         )
     return known_role
 
@@ -427,11 +426,9 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
         beside = [(name, value) for name, value in call.items() if name not in _CALL_FIELDS]
         beside += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
         idle |= {f"tool_calls.{name}": value for name, value in beside if not is_blank(value)}
-        clean_call = {name: value for name, value in call.items() if name in _CALL_FIELDS}
-        clean_call["function"] = {
-            name: value for name, value in function.items() if name in _FUNCTION_KEYS
-        }
-        clean_calls.append(clean_call)
+        clean_function = {name: function[name] for name in function if name in _FUNCTION_KEYS}
+        clean_call = {name: call[name] for name in call if name in _CALL_FIELDS}
+        clean_calls.append(clean_call | {"function": clean_function})
     return clean_calls, idle
 
 

@@ -56,8 +56,8 @@ from recipe_lib.units import GIB, MIB, format_bytes
 
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
-# A file of repeated values unpacks to thousands of times its size; text is packed to a third or a
-# tenth. Small files may unpack to MAX_UNPACKED_BYTES in any case.
+# A file of repeated values, made to fill disks, unpacks to thousands of times its size; samples are
+# packed to a third or a tenth. Small tables may unpack to MAX_UNPACKED_BYTES in any case.
 MAX_UNPACKED_BYTES = 256 * MIB
 MAX_RATIO = 200
 MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
@@ -316,8 +316,6 @@ def open_sources(
     return files
 
 
-# Samples are compressed to a tenth or so; what is far below that is made to fill disks.
-_MAX_RATIO = 200
 _SMALL = 2**26  # bytes that any file may unpack to
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 _BLOCK = 2**18  # bytes read at a time
@@ -367,14 +365,14 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
     """Write the content of a compressed file. advance: is told of each block's bytes."""
     blocks = _read_gzip_blocks(path) if path.suffix == ".gz" else _read_zstd_blocks(path)
     size = 0
-    max_size = max(_SMALL, _MAX_RATIO * path.stat().st_size)
+    max_size = max(_SMALL, MAX_RATIO * path.stat().st_size)
     try:
         with closing(blocks), target.open("wb") as out:
             for block in blocks:
                 size += len(block)
                 if size > max_size:
                     raise DataError(
-                        f"{path}: unpacks to more than {_MAX_RATIO} times its size"
+                        f"{path}: unpacks to more than {MAX_RATIO} times its size"
                         f" ({format_bytes(max_size)}), expected samples; unpack it yourself if it"
                         " is to be read"
                     )

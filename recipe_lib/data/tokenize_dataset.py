@@ -193,16 +193,16 @@ class DatasetBuilder:
     def build(self) -> Dataset:
         """Return the dataset, out of the cache or made. Raises DataError."""
         stored = load_or_make(get_cache_root(self.cfg.cache_dir), self.find_key(), self._make)
-        arrays, report = stored.arrays, stored.report
+        arrays = stored.arrays
         if self.cfg.check_label_mask:
-            report.check_share()
+            stored.report.check_share()
         return Dataset(
             arrays["ids"],
             arrays["offsets"],
             arrays["trained"],
-            report=report,
+            report=stored.report,
             settings=self._list_settings(),
-            group=2 if report.pairs else 1,
+            group=2 if stored.report.pairs else 1,
             source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
             weights=[source.weight for source in self.sources],
             origin=self._make_origin(arrays),

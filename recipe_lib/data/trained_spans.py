@@ -267,9 +267,7 @@ def prepare_message(message: Message, where: str, features: TemplateFeatures) ->
 
 def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     """Return the first token in which two texts differ, in words."""
-    num_equal = 0
-    while num_equal < min(len(found), len(expected)) and found[num_equal] == expected[num_equal]:
-        num_equal += 1
+    num_equal = len(commonprefix([list(found), list(expected)]))
     left, right = (
         repr(tokens[num_equal]) if num_equal < len(tokens) else "the end"
         for tokens in (found, expected)

@@ -201,9 +201,11 @@ class UnreadNames:
         if isinstance(value, str) and word in RENDERED:
             # A template may part what a format joins, as an instruction and its input.
             column_texts = [row[name] for name in self.known if isinstance(row.get(name), str)]
-            for parts in (texts, column_texts):
-                if parts and all(text.strip() in value for text in parts):
-                    return ""
+            if any(
+                parts and all(text.strip() in value for text in parts)
+                for parts in (texts, column_texts)
+            ):
+                return ""
         if _has_text(value) and _is_repeated(value, texts):
             return ""
         return describe_kind(value) + self._not_read

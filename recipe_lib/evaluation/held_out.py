@@ -158,10 +158,11 @@ class ModelResults:
             "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp(710) overflows
             "token_accuracy": sum(score.right for score in scores) / tokens,
         }
-        for name, values in self.metrics.items():
-            if values:
-                means[name] = math.fsum(values.values()) / len(values)
-        return means
+        return means | {
+            name: math.fsum(values.values()) / len(values)
+            for name, values in self.metrics.items()
+            if values
+        }
 
 
 def score_sequences(

@@ -217,9 +217,9 @@ def generate_batch(
         read = make_prompt_reader(
             model, spec, [len(row) for row in rows], room=longest + max_new_tokens, device=device
         )
-        generators = []
-        if seeds:
-            generators = [torch.Generator(device).manual_seed(seeds[number]) for number in numbers]
+        generators = [
+            torch.Generator(device).manual_seed(seeds[number]) for number in numbers if seeds
+        ]
 
         def choose_next(
             unread: Tensor, read: Reader = read, generators: Sequence[torch.Generator] = generators

@@ -534,9 +534,6 @@ class ChunkedOptimizer(Optimizer):
                 get_detached_local(state[MASTER]).copy_(get_detached_local(parameter))
         state["step"] += 1
         start = self._starts.get(parameter)
-        rounding = None
-        if start is not None:
-            rounding = (self.seed, state["step"], self.names.get(parameter, ""))
         gradient = parameter.grad
         assert gradient is not None
         return ParameterShard(
@@ -549,7 +546,9 @@ class ChunkedOptimizer(Optimizer):
             },
             start=start or (0,),
             full_shape=tuple(parameter.shape) or (1,),
-            rounding=rounding,
+            rounding=(
+                None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
+            ),
             dtype=torch.promote_types(parameter.dtype, torch.float32),
         )
 

@@ -407,9 +407,8 @@ def apply_optimizer_levers(
     """
     streamed = parallel.levers.layers
     get_stand_in = streamed.get_stepped_parameter if streamed is not None else None
-    offloaded = None
-    if memory.optimizer_offload and has_host(device):
-        offloaded = OffloadedStates(optimizer, device, get_stand_in)
+    offloads = memory.optimizer_offload and has_host(device)
+    offloaded = OffloadedStates(optimizer, device, get_stand_in) if offloads else None
     place_state = offloaded.allocate_state if offloaded is not None else None
     if not memory.optimizer_in_backward:
         return OptimizerLevers(place_state=place_state)
