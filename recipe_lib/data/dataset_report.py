@@ -403,8 +403,8 @@ class DataReport:
             (
                 self.endings,
                 (
-                    f"data: in {pluralize(self.endings, 'conversation')} messages follow the last one"
-                    " that is trained; they are left out"
+                    f"data: in {pluralize(self.endings, 'conversation')} messages follow the last"
+                    " one that is trained; they are left out"
                 ),
             ),
             (
@@ -427,8 +427,8 @@ class DataReport:
             (
                 self.margins,
                 (
-                    f"data: {pluralize(self.margins, 'pair')} with a margin, which reward_distributed"
-                    " alone reads"
+                    f"data: {pluralize(self.margins, 'pair')} with a margin, which"
+                    " reward_distributed alone reads"
                 ),
             ),
             (missing, f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}"),

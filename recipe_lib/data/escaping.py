@@ -109,8 +109,8 @@ class SpecialCounts:
             ),
         )
         return (
-            f"{pluralize(self.samples, 'sample')} {spell} out special tokens that stay text, cut into"
-            f" pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
+            f"{pluralize(self.samples, 'sample')} {spell} out special tokens that stay text, cut"
+            f" into pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
         )
 
 

@@ -252,7 +252,7 @@ def describe_no_format(
 ) -> str:
     """Return what is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
-    found = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
+    found_names = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
     known = "; ".join(
         f"{name}:"
         f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
@@ -262,7 +262,7 @@ def describe_no_format(
         f"say which column is which with {section}.format and {section}.columns, or write the rows"
         " in one of these layouts (docs/your_data.md)"
     )
-    return f"found the columns {found}, which are those of no format ({known}); {remedy}"
+    return f"found the columns {found_names}, which are those of no format ({known}); {remedy}"
 
 
 def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> str:

@@ -172,15 +172,15 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
         _make_finding(
             "generation-marks",
-            f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something else"
-            " than what is generated",
+            f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something"
+            " else than what is generated",
             count=report.marks_differing,
             places=[report.first_mark],
         ),
         Finding(
             "unseen-messages",
-            f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a system's"
-            " or user's message",
+            f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a"
+            " system's or user's message",
             report.unseen_samples,
         ),
         _make_finding(

@@ -2,8 +2,8 @@
 
 An answer is trained from the first token after the prompt that generation would be given, up to and
 including the token that ends the turn. `recipe_lib.data.trained_spans` finds it as characters of a
-rendered conversation, `recipe_lib.data.chat_templates` knows of thoughts in it; here both become ids and
-flags. Documents, completions and rows that are rendered already are encoded as they stand.
+rendered conversation, `recipe_lib.data.chat_templates` knows of thoughts in it; here both become
+ids and flags. Documents, completions and rows that are rendered already are encoded as they stand.
 """
 
 import re

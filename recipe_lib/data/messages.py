@@ -202,10 +202,10 @@ def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, 
     if not keys:
         return other_keys
     if len(keys) > 1 or role != "assistant":
-        found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
+        found_words = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
         raise SampleFault(
             "calls of a message",
-            f"{where}: found {found}, expected one of the two, of the assistant",
+            f"{where}: found {found_words}, expected one of the two, of the assistant",
         )
     (key,) = keys
     path = f"{where}.{key}"
@@ -220,8 +220,8 @@ def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, 
     elif not isinstance(calls_value, dict) or "function" in calls_value:
         # The older key holds the function itself.
         is_object = isinstance(calls_value, dict)
-        found = "an object with function" if is_object else describe_kind(calls_value)
-        raise SampleFault(_CAUSE, f"{path}: found {found}, expected {_FUNCTION}")
+        found_words = "an object with function" if is_object else describe_kind(calls_value)
+        raise SampleFault(_CAUSE, f"{path}: found {found_words}, expected {_FUNCTION}")
     else:
         calls = [_read_call(calls_value, path)]
     calls, idle = take_idle(calls)
@@ -265,9 +265,9 @@ def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[st
         for name in sorted(_FLAGS & other_keys.keys())
     }
     if len(set(flags.values())) > 1:
-        found = " and ".join(f"{name}: {format_value(message[name])}" for name in flags)
+        found_words = " and ".join(f"{name}: {format_value(message[name])}" for name in flags)
         raise SampleFault(
-            "flags that differ", f"{where}: found {found}, expected them to say the same"
+            "flags that differ", f"{where}: found {found_words}, expected them to say the same"
         )
     if False in flags.values():
         return {"train": False} | other_keys
@@ -367,14 +367,16 @@ def _read_text_part(part: Any, where: str) -> str:
             expected="which is not read, expected a part of type and text",
         )
         return read_text_field(part, "text", where=where)
-    found = describe_kind(part)
+    found_words = describe_kind(part)
     if isinstance(part, dict):
-        found = (
+        found_words = (
             f"a part of the type {format_value(part['type'])}"
             if "type" in part
             else "an object without a type"
         )
-    raise SampleFault("not text", f"{where}: found {found}, expected a part of the type 'text'")
+    raise SampleFault(
+        "not text", f"{where}: found {found_words}, expected a part of the type 'text'"
+    )
 
 
 # Shapes of tool calls, for error lines.
@@ -400,9 +402,11 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise SampleFault(_CAUSE, f"{path}: found {describe_kind(function)}, expected {_FUNCTION}")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        found = "empty text" if function.get("name") == "" else describe_field(function, "name")
+        found_words = (
+            "empty text" if function.get("name") == "" else describe_field(function, "name")
+        )
         raise SampleFault(
-            _CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}"
+            _CAUSE, f"{path}.name: found {found_words}, expected the function's name, as in {_CALL}"
         )
     check_arguments(function, f"{path}.arguments")
     if not is_bare:
@@ -437,12 +441,12 @@ def check_arguments(function: RawSample, where: str) -> None:
     given = function.get("arguments")
     if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
         return
-    found = (
+    found_words = (
         describe_field(function, "arguments") if not isinstance(given, str) else format_value(given)
     )
     raise SampleFault(
         "tool call's arguments are no JSON",
-        f"{where}: found {found}, expected an object, or JSON text of one ({{}} for none)",
+        f"{where}: found {found_words}, expected an object, or JSON text of one ({{}} for none)",
     )
 
 

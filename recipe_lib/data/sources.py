@@ -192,8 +192,8 @@ def _open_parquet(path: Path) -> Iterator[Any]:
             yield file
     except (ArrowException, OSError) as error:
         raise DataError(
-            f"{path}: the Parquet file cannot be read ({get_first_line(error)}); write or download it"
-            " again"
+            f"{path}: the Parquet file cannot be read ({get_first_line(error)}); write or download"
+            " it again"
         ) from None
 
 
@@ -274,7 +274,8 @@ class HubSamples(SampleFile):
             return load_dataset(name, subset or None, split=self.split).with_format("arrow")
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
             raise DataError(
-                f"data.source: {self.place}: the hub dataset cannot be loaded ({get_first_line(error)})"
+                f"data.source: {self.place}: the hub dataset cannot be loaded"
+                f" ({get_first_line(error)})"
             ) from None
 
 

@@ -151,7 +151,7 @@ class DatasetBuilder:
                 ignored=cfg.ignore_columns,
             )
         self.sources = list(sources.values())
-        encoder = Encoder(
+        self.encoder = Encoder(
             tokenizer,
             template=cfg.template,
             train_on=cfg.train_on,
@@ -160,10 +160,8 @@ class DatasetBuilder:
             add_eos=cfg.add_eos,
             parse_special=cfg.parse_special_tokens,
         )
-        self.add_bos = encoder.add_bos
-        self.template = encoder.template
         self.encoders = [
-            SourceEncoder(cfg, source, encoder=encoder, max_seq_len=max_seq_len, section=section)
+            SourceEncoder(cfg, source, self.encoder, max_seq_len=max_seq_len, section=section)
             for section, source in sources.items()
         ]
         self.files = list[SampleFile]()
@@ -221,9 +219,9 @@ class DatasetBuilder:
         }
         return {name: value for name, (value, default) in newer.items() if value != default} | {
             "formats": [encoder.format for encoder in self.encoders],
-            "template": self.template,
+            "template": self.encoder.template,
             "train_on": cfg.train_on,
-            "add_bos": self.add_bos,
+            "add_bos": self.encoder.add_bos,
             "max_seq_len": self.max_seq_len,
             "max_samples": [source.max_samples for source in self.sources],
             "on_invalid": cfg.on_invalid,
