@@ -202,7 +202,8 @@ class SourceEncoder:
                 )
             raise SampleFault(
                 f"no column {expected}",
-                f"found the columns {found_names}, expected {expected} (format {self.format}); {remedy}",
+                f"found the columns {found_names}, expected {expected} (format {self.format});"
+                f" {remedy}",
             )
         return RenamedSample(
             sample,
