@@ -249,12 +249,11 @@ def restore_tags(message: Message, letter: str) -> Message:
     They are no words: some tokenizers have the tags as special tokens, and those that a sample only
     writes are kept from being found.
     """
-    content = message.get("content")
+    content: Any = message.get("content")
     begin = f"<{letter}think>"
     end = f"<{letter}/think>"
-    if message["role"] != "assistant" or not isinstance(content, str):
-        return message
-    if not content.lstrip().startswith(begin):
+    is_answer = message["role"] == "assistant" and isinstance(content, str)
+    if not is_answer or not content.lstrip().startswith(begin):
         return message
     return {**message, "content": content.replace(begin, "<think>", 1).replace(end, "</think>", 1)}
 

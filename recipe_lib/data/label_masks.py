@@ -9,7 +9,7 @@ ids and flags. Documents, completions and rows that are rendered already are enc
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from os.path import commonprefix
 from typing import Any
@@ -373,17 +373,17 @@ class Encoder:
         untrained_ends = [
             sum(not answer.ends for answer in sequence.answers) for sequence in sequences
         ] or [0]
-        encoded = list[Encoded]()
-        for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True):
-            sequence_ids = encode_spans(
-                self.tokenizer,
-                text,
-                spans=spans,
-                escape=chat.escape,
-                add_bos=self._puts_bos,
-                inside=inside,
-            )
-            encoded.append(replace(sequence_ids, left_out=left_out, untrained_ends=num_untrained))
+        encode = partial(
+            encode_spans,
+            self.tokenizer,
+            escape=chat.escape,
+            add_bos=self._puts_bos,
+            inside=inside,
+        )
+        encoded = [
+            replace(encode(text, spans=spans), left_out=left_out, untrained_ends=num_untrained)
+            for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True)
+        ]
         is_split = len(encoded) > 1
         whole_ids = encode_escaped(self.tokenizer, [whole], chat.escape)[0] if is_split else []
         return EncodedSample(encoded, len(whole_ids), marked)

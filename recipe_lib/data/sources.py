@@ -130,8 +130,7 @@ class ParquetFile(LocalFile):
     def _ends(self) -> np.ndarray:
         """The number of samples up to the end of each row group, int64."""
         with _open_parquet(self.path) as file:
-            num_groups = file.metadata.num_row_groups
-            groups = [file.metadata.row_group(number) for number in range(num_groups)]
+            groups = list(map(file.metadata.row_group, range(file.metadata.num_row_groups)))
         counts = [group.num_rows for group in groups]
         num_samples = sum(counts)
         num_bytes = sum(group.total_byte_size for group in groups)

@@ -182,7 +182,7 @@ def score_sequences(
         pad_id,
         multiple=compute_padded_multiple(cfg),
     )
-    own: list[tuple[int, float, int, int]] = []
+    own_scores: list[tuple[int, float, int, int]] = []
     for batches in steps:
         micro_batch = batches.to(world.device).micro_batches[0]
         (scores,) = evaluate_micro_batches(parallel, make_scorer(model), [micro_batch])
@@ -191,8 +191,8 @@ def score_sequences(
         sums = sum_over_sequences(scores, micro_batch).tolist()
         for row, (likelihood, tokens, right) in zip(micro_batch.sequences, sums, strict=True):
             # A row that only fills up a batch has no sequence.
-            own += [(number, likelihood, int(tokens), int(right)) for number in row]
-    gathered = sorted(row for rows in world.gather_json(own) for row in rows)
+            own_scores += [(number, likelihood, int(tokens), int(right)) for number in row]
+    gathered = sorted(row for rows in world.gather_json(own_scores) for row in rows)
     return {number: SequenceScore(*values) for number, *values in gathered}
 
 

@@ -430,7 +430,7 @@ def generate_answers(
     weights. seed: root of each question's own. options: as for `generate_batch`.
     """
     numbers = sorted(questions)
-    own: list[tuple[int, list[int], str]] = []
+    own_answers: list[tuple[int, list[int], str]] = []
     # Every rank goes through all batches, perhaps with an empty one.
     for start in range(0, len(numbers), batch_size * world.size):
         first = start + world.rank * batch_size
@@ -446,8 +446,8 @@ def generate_answers(
             **options,
         )
         for number, answer in zip(own_numbers, answers, strict=True):
-            own.append((number, answer.tokens, answer.ended))
-    gathered = sorted(row for rows in world.gather_json(own) for row in rows)
+            own_answers.append((number, answer.tokens, answer.ended))
+    gathered = sorted(row for rows in world.gather_json(own_answers) for row in rows)
     return {number: Generated(tokens, ended) for number, tokens, ended in gathered}
 
 
