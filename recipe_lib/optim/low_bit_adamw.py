@@ -184,7 +184,8 @@ def compute_element_indices(
     for dim in reversed(range(len(shape))):
         along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
         words = (along * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2)
-        indices = indices + words.to(torch.int32).view(-1, *(1,) * (len(shape) - 1 - dim))
+        words = words.to(torch.int32)
+        indices = indices + words.view(-1, *(1,) * (len(shape) - 1 - dim))
         stride = stride * full_shape[dim] % _WORD
     return indices
 

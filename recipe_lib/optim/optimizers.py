@@ -258,11 +258,14 @@ class _Group:
         """Return the sum of squares of this rank's part, fp64 `[]` on the group's device."""
         if not self.grads:  # none here, perhaps one elsewhere
             return torch.zeros((), dtype=torch.float64, device=self.device)
+        norms: Sequence[Tensor]
         if get_kernel_type(self.device) == "cpu":
-            norms = torch.cat(_compute_piece_norms(self.grads, dtype))
+            norms = _compute_piece_norms(self.grads, dtype)
+            joined = torch.cat(norms)
         else:
-            norms = torch.stack(torch._foreach_norm(self.grads, 2, dtype=dtype))
-        return torch.linalg.vector_norm(norms, dtype=torch.float64).square()
+            norms = torch._foreach_norm(self.grads, 2, dtype=dtype)
+            joined = torch.stack(norms)
+        return torch.linalg.vector_norm(joined, dtype=torch.float64).square()
 
     def compute_squared_norm(self, dtype: torch.dtype, earlier: Tensor | None = None) -> Tensor:
         """Return the sum of squares over the whole group, fp64 `[]`, the same on every rank.
