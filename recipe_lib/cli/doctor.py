@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli import doctor_probes
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers
 from recipe_lib.cli.doctor_probes import Step, run_isolated
 from recipe_lib.cli.launch import count_cores
@@ -100,9 +99,9 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "data.cache_dir": get_cache_root(None),
     }
     with phase("measuring this machine's device"):
-        device = run_isolated(doctor_probes.list_device_steps, seconds=STEP_SECONDS)[0]
+        device = run_isolated(list_device_steps, seconds=STEP_SECONDS)[0]
     facts: dict[str, Any] = {
-        "machine": doctor_probes.describe_machine(folders),
+        "machine": describe_machine(folders),
         "steps": device.values,
         "failed": device.failed,
         "links": None,
