@@ -27,16 +27,12 @@ _NAMES = {
 OPTIONS: Options = {
     "shell": {"metavar": "|".join(SHELLS), "choices": SHELLS, "help": "the shell"},
 }
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("completion", DESCRIPTION, OPTIONS)
+PARSER = Parser("completion", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Print the script."""
-    shell = parser().parse(words).shell
+    shell = PARSER.parse(words).shell
     try:
         import shtab
     except ImportError as error:
@@ -62,7 +58,7 @@ def build_parser_tree() -> argparse.ArgumentParser:
     tune_parser.add_argument("-V", "--version", action="store_true", help="the version")
     verbs = tune_parser.add_subparsers()
     for verb, text in VERBS.items():
-        verb_parser = importlib.import_module(get_module_name(verb)).parser()
+        verb_parser = importlib.import_module(get_module_name(verb)).PARSER
         for action in verb_parser._actions:
             _set_completion(action)
         verbs.add_parser(

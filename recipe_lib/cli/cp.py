@@ -27,16 +27,12 @@ OPTIONS: Options = {
     "--force": SWITCH | {"help": "replace a file that is there"},
     "--make-parents": SWITCH | {"help": "create missing folders"},
 }
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("cp", DESCRIPTION, OPTIONS)
+PARSER = Parser("cp", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Copy the file, and print where to."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     source = find_source(arguments.source)
     target = choose_target(source, arguments.destination)
     check_replaceable(show(str(target)), target)

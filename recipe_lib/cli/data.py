@@ -9,17 +9,15 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import (
     SWITCH,
+    ConfigParser,
     Options,
-    Parser,
-    add_configs,
     find_low_numbers,
-    take_configs,
 )
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_data
@@ -89,12 +87,13 @@ OPTIONS: Options = {
     "--recipe": {"help": "check the config against this recipe (name or path)"},
     "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
 }
+PARSER = ConfigParser("data", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Print samples, or the findings over all of them."""
     arguments = read_arguments(words)
-    cfg = open_config(take_configs(arguments), arguments)[1].cfg
+    cfg = open_config(arguments.configs, arguments)[1].cfg
     check_data(cfg)
     return (
         show_samples(cfg, arguments)
@@ -103,20 +102,13 @@ def run(words: list[str]) -> int:
     )
 
 
-def parser(words: Sequence[str] = ()) -> Parser:
-    """Return the options of the verb."""
-    options = Parser("data", DESCRIPTION, OPTIONS)
-    add_configs(options, words)
-    return options
-
-
 def read_arguments(words: list[str]) -> argparse.Namespace:
     """Return the command line. Raises ConfigError."""
     # Before argparse, whose message would name no nearest word.
     if words and words[0] not in (*ACTIONS, "-h", "--help"):
         known = f"{did_you_mean(words[0], ACTIONS) or '; expected show or check'}"
         raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
-    arguments = parser(words).parse(words)
+    arguments = PARSER.parse(words)
     for name in arguments.allow:
         if name not in FINDINGS:
             hint = did_you_mean(name, FINDINGS) or f"; expected one of {', '.join(FINDINGS)}"

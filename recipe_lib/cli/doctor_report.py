@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, is_in_range
+from recipe_lib.cli.doctor import LOW_PRECISION, RANGES, is_in_range
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (

@@ -41,16 +41,12 @@ OPTIONS: Options = {
         "help": "of those files, only the ones that match",
     },
 }
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("download", DESCRIPTION, OPTIONS)
+PARSER = Parser("download", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Download; print the folder on standard output and the next command on standard error."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
         check_folder(output, "--output-dir")

@@ -17,8 +17,7 @@ from recipe_lib.cli.arguments import (
     find_lone_options,
     find_low_numbers,
 )
-from recipe_lib.cli.launch import launch
-from recipe_lib.cli.torchrun_flags import add_rendezvous, check_launch, take_flags
+from recipe_lib.cli.launch import add_rendezvous, check_launch, launch, take_flags
 from recipe_lib.config.local_files import check_model_present
 from recipe_lib.config.registry import list_names, load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
@@ -111,12 +110,13 @@ OPTIONS: Options = {
     "--json": SWITCH | {"help": "the numbers as one JSON object"},
     "--recipe": {"metavar": "RECIPE", "help": "a recipe of your own that the run was made with"},
 }
+PARSER = Parser("eval", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Evaluate, in this process or on several ranks; print the numbers."""
     flags, rest = take_flags(words, "eval")
-    arguments = parser().parse(rest)
+    arguments = PARSER.parse(rest)
     check(arguments)
     check_launch(flags, "eval")
     if flags:
@@ -133,18 +133,13 @@ def main(argv: list[str]) -> None:
     """Evaluate as one of several ranks; torchrun starts this file by its path."""
     from recipe_lib.cli.eval_ranks import evaluate
 
-    arguments = parser().parse(argv)
+    arguments = PARSER.parse(argv)
     check(arguments)
     try:
         evaluate(arguments)
     except BrokenPipeError:
         # The reader of the numbers is gone (`| head`); the rank has not failed.
         send_nowhere(sys.stdout)
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("eval", DESCRIPTION, OPTIONS)
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -71,6 +71,7 @@ OPTIONS: Options = {
     },
     "--recipe": {"help": "a recipe of your own that the run was made with"},
 }
+PARSER = Parser("export", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
@@ -87,14 +88,9 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("export", DESCRIPTION, OPTIONS)
-
-
 def read(words: list[str]) -> argparse.Namespace:
     """Return the command line. Raises ConfigError."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     kinds = ("merge", "adapter", "hf", "gguf", "quantize")
     if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
         *first_kinds, last = (f"--{kind}" for kind in kinds)

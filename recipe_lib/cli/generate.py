@@ -91,11 +91,12 @@ OPTIONS: Options = {
         "help": "auto: cuda if there is one",
     },
 }
+PARSER = Parser("generate", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Load the model, and print one answer or those of a conversation."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     check(arguments)
     # Before torch is imported, which takes seconds.
     for name in filter(None, (arguments.checkpoint, arguments.base)):
@@ -107,11 +108,6 @@ def run(words: list[str]) -> int:
         from recipe_lib.cli.answer import answer
     answer(arguments, talk)
     return DONE
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("generate", DESCRIPTION, OPTIONS)
 
 
 def check(arguments: argparse.Namespace) -> None:

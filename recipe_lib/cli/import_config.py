@@ -36,16 +36,12 @@ OPTIONS: Options = {
         "help": "a key of the file to leave out",
     },
 }
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("import", DESCRIPTION, OPTIONS)
+PARSER = Parser("import", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Print the config and the table of keys; write nothing unless all of it can be."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     out = None if arguments.out is None else _check_target(arguments.out)
     overrides = [
         *([f"model.path={arguments.model}"] if arguments.model else []),

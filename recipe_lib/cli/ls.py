@@ -28,16 +28,12 @@ _MEANT = re.compile(r"Meant for ([^:]+):")
 OPTIONS: Options = {
     "words": {"nargs": "*", "metavar": "WORD", "help": "a recipe, a family, a size, a method"},
 }
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("ls", DESCRIPTION, OPTIONS)
+PARSER = Parser("ls", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """Print the recipes and configs that the words name."""
-    words = parser().parse(words).words
+    words = PARSER.parse(words).words
     recipes = [word for word in words if word in list_recipes()]
     filters = [word for word in words if word not in recipes]
     shown = {

@@ -20,14 +20,14 @@ from recipe_lib.cli.arguments import (
     find_low_numbers,
     read_numbers,
 )
-from recipe_lib.cli.local_gpus import VISIBLE, find_local_device, is_expandable, list_local_gpus
-from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
-from recipe_lib.cli.torchrun_flags import (
+from recipe_lib.cli.launch import (
     check_launch,
     count_ranks_and_machines,
     get_flag_value,
     take_flags,
 )
+from recipe_lib.cli.local_gpus import VISIBLE, find_local_device, is_expandable, list_local_gpus
+from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError, find_lines_in, raise_faults
@@ -133,11 +133,7 @@ OPTIONS: Options = {
         for name, what in OUTSIDE.items()
     },
 }
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("plan", DESCRIPTION, OPTIONS)
+PARSER = Parser("plan", DESCRIPTION, OPTIONS)
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -147,7 +143,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     for the plan. Raises ConfigError.
     """
     flags, remaining = take_flags(words)
-    arguments = parser().parse(remaining)
+    arguments = PARSER.parse(remaining)
     arguments.flags = flags
     arguments.wait = None
     arguments.notes = []
@@ -218,7 +214,7 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a word that --receipts, which lists all runs, has no use for."""
     used = ("help", "words", "receipts", "json", "quiet", "verbose")
     unused = [*arguments.words, *arguments.flags]
-    for action in parser()._actions:
+    for action in PARSER._actions:
         if action.dest not in used and getattr(arguments, action.dest) != action.default:
             unused.append(action.option_strings[0])
     if unused:

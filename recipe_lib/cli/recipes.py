@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
+from recipe_lib.cli.launch import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
 from recipe_lib.config.load import LoadedConfig, load_with_origins, refuse_repeated
 from recipe_lib.config.paths import (
@@ -25,9 +25,9 @@ from recipe_lib.config.paths import (
     get_recipes_folder,
     list_configs,
     list_recipes,
+    read_recipe_configs,
     suggest_config,
 )
-from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, run_for_exit_code

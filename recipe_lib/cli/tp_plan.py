@@ -67,6 +67,7 @@ OPTIONS: Options = {
         "help": "also write the plan and its numbers as JSON; -: in place of the report",
     },
 }
+PARSER = Parser("tp-plan", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
@@ -115,14 +116,9 @@ def run(words: list[str]) -> int:
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
 
 
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("tp-plan", DESCRIPTION, OPTIONS)
-
-
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Return the command line, checked as far as it can be without torch. Raises ConfigError."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     expected = "numbers above 1, commas between them: 2,4,8"
     arguments.tensor = read_numbers("--tensor", arguments.tensor, range(2, 2**20), expected)
     raise_faults(ConfigError, find_low_numbers(arguments, tokens=1))

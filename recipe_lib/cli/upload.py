@@ -70,16 +70,12 @@ OPTIONS: Options = {
     "--revision": {"metavar": "BRANCH", "help": "the branch to put it on, made if there is none"},
     "--dry-run": SWITCH | {"help": "list the files, send nothing and ask nothing"},
 }
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("upload", DESCRIPTION, OPTIONS)
+PARSER = Parser("upload", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
     """List the files, send them in one commit and print its address."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
         raise ConfigError(
             f"{show(arguments.repo)}: is not a repository on the hub; expected OWNER/NAME"

@@ -17,7 +17,7 @@ from recipe_lib.config.compatibility.table import list_rules
 from recipe_lib.config.convert_values import describe_expected
 from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
 from recipe_lib.config.key_conditions import Condition, describe_needs
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig
 
 # The lines of the page are wider than those of this file: a backslash joins two.

@@ -30,9 +30,8 @@ from recipe_lib.config.compatibility.table import find_broken_rules
 from recipe_lib.config.convert_values import describe_node
 from recipe_lib.config.flat_schema import Schema, build_item_schema, read_schema
 from recipe_lib.config.key_conditions import reset_idle_keys
-from recipe_lib.config.paths import expand_home, find_config
+from recipe_lib.config.paths import expand_home, find_config, read_recipe_configs
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
-from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show

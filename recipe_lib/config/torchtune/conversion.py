@@ -10,13 +10,13 @@ from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.convert_values import read_untyped
-from recipe_lib.config.interpolation import (
+from recipe_lib.config.convert_values import (
     IN_A_CIRCLE,
     InterpolationError,
     NamedValues,
     list_names,
     order_keys,
+    read_untyped,
 )
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file

@@ -17,9 +17,8 @@ from recipe_lib.config.describe import format_settings, format_value
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.load import ALTERNATIVES, LoadedConfig, load_with_origins
 from recipe_lib.config.local_files import is_hub_id
-from recipe_lib.config.optimizer_precision import describe_stalled_means
-from recipe_lib.config.paths import expand_home
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import expand_home, read_recipe_configs
+from recipe_lib.config.precision import describe_stalled_means
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
