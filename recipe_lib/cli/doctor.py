@@ -215,14 +215,9 @@ PACKAGES = (
     "peft",
     "triton",
 )
-# Package -> first version that this one was made for, and the first after those; as in
-# pyproject.toml.
-RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
 # Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through
 # another path.
 COPIED = (4, 4100, MIB, 64 * MIB + 12)
-# Type -> compute capability from which tensor cores and torch can multiply in it.
-LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}
 
 
 def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -250,14 +245,6 @@ def find_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def is_in_range(package: str, version: str) -> bool:
-    """Return True if a version lies in the range that this package was made for."""
-    first, after = RANGES[package]
-    # Major and minor; what follows may be `.dev20260101+cu130`.
-    major_minor = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    return first <= major_minor < after
 
 
 def read_driver_version() -> str | None:
@@ -301,6 +288,8 @@ def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """Yield the steps that look at torch, the GPUs or the CPU, torchao, and copies between GPUs."""
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
+    from recipe_lib.cli.doctor_report import LOW_PRECISION
+
     # Imports torch, which is known to start by now.
     from recipe_lib.plan.measured.measure_rates import calibrate, measure_matmul_rate
 

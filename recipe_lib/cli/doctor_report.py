@@ -3,10 +3,10 @@
 `facts` is what `doctor.gather_facts` returns, and what --json prints.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from recipe_lib.cli.doctor import LOW_PRECISION, RANGES, is_in_range
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
@@ -20,6 +20,11 @@ from recipe_lib.report.terminal import (
 from recipe_lib.report.view import Section, Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
 
+# Package -> first version that this one was made for, and the first after those; as in
+# pyproject.toml.
+RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
+# Type -> compute capability from which tensor cores and torch can multiply in it.
+LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}
 # {"name": as in docs/doctor.md, "line": what is wrong, "remedy": what to do about it}
 Finding = dict[str, str]
 
@@ -120,6 +125,14 @@ def _check_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     missing = " and no ".join(name for name, version in compilers.items() if not version)
     if missing and _list_gpus(facts):
         yield "not-fused", f"there is no {missing}: kernels are not fused, and QLoRA is much slower"
+
+
+def is_in_range(package: str, version: str) -> bool:
+    """Return True if a version lies in the range that this package was made for."""
+    first, after = RANGES[package]
+    # Major and minor; what follows may be `.dev20260101+cu130`.
+    major_minor = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return first <= major_minor < after
 
 
 def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

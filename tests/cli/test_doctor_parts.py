@@ -17,13 +17,13 @@ from recipe_lib.cli import doctor
 from recipe_lib.cli.doctor import (
     Step,
     describe_torch,
-    is_in_range,
     list_device_steps,
     measure_host_memory,
     probe_folder,
     run_isolated,
     verify_copies,
 )
+from recipe_lib.cli.doctor_report import is_in_range
 from recipe_lib.plan.measured import measure_rates as calibrate
 from recipe_lib.units import GIB
 
@@ -231,7 +231,7 @@ def test_ranges(package: str, version: str, expected: bool) -> None:
 
 
 def test_ranges_are_those_of_the_package() -> None:
-    from recipe_lib.cli.doctor import RANGES
+    from recipe_lib.cli.doctor_report import RANGES
     from tests.house.test_imports import PROJECT
 
     lines = PROJECT["project"]["dependencies"]
