@@ -294,9 +294,6 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
         for name in ("top_k", "top_p")
         if getattr(arguments, name) is not None
     ]
-    unused = (
-        f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest token"
-    )
     return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
         (
             not 0 <= temperature < float("inf"),
@@ -306,7 +303,11 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
             top_p is not None and not 0 < top_p <= 1,
             f"--top-p: found {top_p}, expected a number above 0 and up to 1",
         ),
-        (temperature == 0 and idle, f"{unused}; add --temperature 1"),
+        (
+            temperature == 0 and idle,
+            f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest"
+            " token; add --temperature 1",
+        ),
         (
             not 0 <= arguments.seed < 2**63,
             f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1",

@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from recipe_lib.cli.arguments import SWITCH, ConfigParser, Options
+from recipe_lib.cli.arguments import SWITCH, ConfigParser
 from recipe_lib.cli.recipes import find_config_recipe, open_config
 from recipe_lib.config.load import LoadedConfig
 from recipe_lib.config.paths import find_config, list_recipes
@@ -12,15 +12,19 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.reading import describe_fault, read_text
 
-OPTIONS: Options = {
-    "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
-    "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
-    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
-}
 PARSER = ConfigParser(
     "cat",
     "Shows a config: its file, or with an option what it means.",
-    OPTIONS,
+    {
+        "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
+        "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
+        "--plugin": {
+            "metavar": "FILE",
+            "action": "append",
+            "default": [],
+            "help": "as for `tune run`",
+        },
+    },
     "applied last, for --resolved",
 )
 
@@ -39,8 +43,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(
             "tune cat: several configs are merged for --resolved only; give one, or add --resolved"
         )
-    recipes = list_recipes()
-    if name := next((name for name in configs if name in recipes), None):
+    if name := next((name for name in configs if name in list_recipes()), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
     if arguments.resolved:
         print_resolved(open_config(configs, arguments)[1])

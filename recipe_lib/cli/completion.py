@@ -7,7 +7,7 @@ import argparse
 import importlib
 from typing import Any
 
-from recipe_lib.cli.arguments import Options, Parser
+from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.paths import list_configs, list_recipes
 from recipe_lib.errors import DONE, ConfigError
 
@@ -24,10 +24,13 @@ _NAMES = {
     "zsh": "_tune_names() {{ _alternative 'names:name:({names})' 'files:file:_files' }}",
 }
 
-OPTIONS: Options = {
-    "shell": {"metavar": "|".join(SHELLS), "choices": SHELLS, "help": "the shell"},
-}
-PARSER = Parser("completion", DESCRIPTION, OPTIONS)
+PARSER = Parser(
+    "completion",
+    DESCRIPTION,
+    {
+        "shell": {"metavar": "|".join(SHELLS), "choices": SHELLS, "help": "the shell"},
+    },
+)
 
 
 def run(words: list[str]) -> int:

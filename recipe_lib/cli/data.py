@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import (
     SWITCH,
     ConfigParser,
-    Options,
     find_low_numbers,
 )
 from recipe_lib.cli.recipes import open_config
@@ -62,32 +61,40 @@ training would use.
 and »), special
          tokens in another color, the border of each document of a pack
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
-OPTIONS: Options = {
-    "action": {"metavar": "show|check", "choices": ACTIONS, "help": "what to do"},
-    "--limit": {
-        "type": int,
-        "default": 5,
-        "metavar": "N",
-        "help": "show: how many sequences (packs); default: 5",
+PARSER = ConfigParser(
+    "data",
+    DESCRIPTION,
+    {
+        "action": {"metavar": "show|check", "choices": ACTIONS, "help": "what to do"},
+        "--limit": {
+            "type": int,
+            "default": 5,
+            "metavar": "N",
+            "help": "show: how many sequences (packs); default: 5",
+        },
+        "--step": {
+            "type": int,
+            "default": 0,
+            "metavar": "N",
+            "help": "show: those of this step on, from 0",
+        },
+        "--validation": SWITCH | {"help": "show: sequences of validation.source"},
+        "--allow": {
+            "metavar": "FAULT",
+            "action": "append",
+            "default": [],
+            "help": "check: a finding to ignore, by its name",
+        },
+        "--json": SWITCH | {"help": "the result as one JSON object"},
+        "--recipe": {"help": "check the config against this recipe (name or path)"},
+        "--plugin": {
+            "metavar": "FILE",
+            "action": "append",
+            "default": [],
+            "help": "as for `tune run`",
+        },
     },
-    "--step": {
-        "type": int,
-        "default": 0,
-        "metavar": "N",
-        "help": "show: those of this step on, from 0",
-    },
-    "--validation": SWITCH | {"help": "show: sequences of validation.source"},
-    "--allow": {
-        "metavar": "FAULT",
-        "action": "append",
-        "default": [],
-        "help": "check: a finding to ignore, by its name",
-    },
-    "--json": SWITCH | {"help": "the result as one JSON object"},
-    "--recipe": {"help": "check the config against this recipe (name or path)"},
-    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
-}
-PARSER = ConfigParser("data", DESCRIPTION, OPTIONS)
+)
 
 
 def run(words: list[str]) -> int:
@@ -106,7 +113,7 @@ def read_arguments(words: list[str]) -> argparse.Namespace:
     """Return the command line. Raises ConfigError."""
     # Before argparse, whose message would name no nearest word.
     if words and words[0] not in (*ACTIONS, "-h", "--help"):
-        known = f"{did_you_mean(words[0], ACTIONS) or '; expected show or check'}"
+        known = did_you_mean(words[0], ACTIONS) or "; expected show or check"
         raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
     arguments = PARSER.parse(words)
     for name in arguments.allow:
@@ -126,13 +133,12 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     checks = arguments.action == "check"
     if checks:
         # What would end a run at the first bad sample is counted over all of them.
-        truncation = "truncate" if cfg.data.truncation == "error" else cfg.data.truncation
         data = dataclasses.replace(
             cfg.data,
             on_invalid="skip",
             check_label_mask=False,
             cache=False,
-            truncation=truncation,
+            truncation="truncate" if cfg.data.truncation == "error" else cfg.data.truncation,
         )
         cfg = dataclasses.replace(cfg, data=data)
     source = None

@@ -27,11 +27,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers
+from recipe_lib.cli.arguments import SWITCH, Parser, check_output, find_low_numbers
 from recipe_lib.cli.launch import count_cores, end_with_parent
 from recipe_lib.cli.local_gpus import list_local_gpus
 from recipe_lib.config.local_files import get_cache_root
-from recipe_lib.errors import DONE, ConfigError, get_first_line, raise_faults
+from recipe_lib.errors import DONE, ConfigError, get_first_line, raise_faults, send_nowhere
 from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
@@ -53,24 +53,27 @@ that of --write.
   tune plan --config llama3/8B_full --calibration machine.json
 
 Exit codes: 0 all is well; 1 something is not, see the findings; 2 a mistake to correct."""
-OPTIONS: Options = {
-    "--nproc_per_node --nproc-per-node": {
-        "type": int,
-        "metavar": "N",
-        "help": "ranks that exchange; default: one a GPU",
+PARSER = Parser(
+    "doctor",
+    DESCRIPTION,
+    {
+        "--nproc_per_node --nproc-per-node": {
+            "type": int,
+            "metavar": "N",
+            "help": "ranks that exchange; default: one a GPU",
+        },
+        "--output_dir --output-dir": {
+            "metavar": "DIR",
+            "default": "outputs",
+            "help": "where runs will write; default: outputs",
+        },
+        "--json": SWITCH | {"help": "everything as one JSON object, in place of the report"},
+        "--write": {
+            "metavar": "FILE",
+            "help": "write the measured rates, for `tune plan --calibration FILE`",
+        },
     },
-    "--output_dir --output-dir": {
-        "metavar": "DIR",
-        "default": "outputs",
-        "help": "where runs will write; default: outputs",
-    },
-    "--json": SWITCH | {"help": "everything as one JSON object, in place of the report"},
-    "--write": {
-        "metavar": "FILE",
-        "help": "write the measured rates, for `tune plan --calibration FILE`",
-    },
-}
-PARSER = Parser("doctor", DESCRIPTION, OPTIONS)
+)
 
 
 def run(words: list[str]) -> int:
@@ -452,9 +455,7 @@ def _run_steps(
     # that a fork has not.
     gc.freeze()
     end_with_parent(parent)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    send_nowhere(1, 2)
     for name, step in work(rank, folder):
         pipe.send(("begun", name, None))
         try:

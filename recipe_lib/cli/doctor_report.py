@@ -141,16 +141,12 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     gpus = _list_gpus(facts)
     listed = facts["machine"]["listed_gpus"]
     if listed and torch and not gpus:
-        reason = (
-            f"it says: {torch['error'] or 'nothing'}"
-            if torch["cuda"]
-            else "it is built without CUDA"
-        )
-        line = (
+        reason = f"it says: {torch['error'] or 'nothing'}"
+        yield (
+            "gpu-unseen",
             f"the driver lists {pluralize(len(listed), 'GPU')}, torch {torch['version']} sees"
-            f" none; {reason}"
+            f" none; {reason if torch['cuda'] else 'it is built without CUDA'}",
         )
-        yield "gpu-unseen", line
     for number, gpu in enumerate(gpus):
         used = gpu["memory"] - gpu["free"]
         # The context of the process that asked is in it too, some hundred MiB.
@@ -185,22 +181,22 @@ def _check_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "peer-copies-wrong", f"{wrong[0]}; {len(wrong)} of {len(copies)} ways are wrong"
     links = facts["links"]
     if links and links["failed"]:
-        line = (
+        yield (
+            "collectives-fail",
             f"collectives among {links['ranks']} ranks ({links['backend']}):"
-            f" {'; '.join(links['failed'][:2])}"
+            f" {'; '.join(links['failed'][:2])}",
         )
-        yield "collectives-fail", line
 
 
 def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield short host memory, and folders that cannot be written to or are nearly full."""
     memory = facts["steps"].get("host memory")
     if memory and memory["free"] < MEMORY:
-        line = (
+        yield (
+            "host-memory",
             f"host memory: {format_bytes(memory['free'])} {memory['what']}, torch alone takes about"
-            " as much a rank"
+            " as much a rank",
         )
-        yield "host-memory", line
     shared = facts["machine"]["shared_memory"]["free"]
     # Docker gives a container 64 MiB of it.
     if len(_list_gpus(facts)) > 1 and shared < SHARED_MEMORY:
@@ -213,11 +209,11 @@ def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if folder["fault"]:
             yield "folder-unwritable", f"{name}: {folder['fault']}"
         elif folder["free"] < DISK:
-            line = (
+            yield (
+                "disk-full",
                 f"{name}: {format_bytes(folder['free'])} are free; a saved 8B model takes"
-                f" {format_bytes(SAVED)}"
+                f" {format_bytes(SAVED)}",
             )
-            yield "disk-full", line
 
 
 WIDTH = 160  # columns without a terminal
@@ -358,11 +354,12 @@ def _describe_host(facts: dict[str, Any]) -> list[tuple[str, str]]:
     memory = facts["steps"].get("host memory")
     rows = [("cores", str(facts["machine"]["cores"]))]
     if memory:
-        total = format_bytes(memory["total"])
-        free = format_bytes(memory["free"])
-        rows.append(("memory", f"{total}, {free} {memory['what']}"))
-    shared = {"use": "/dev/shm", **facts["machine"]["shared_memory"]}
-    for folder in (shared, *facts["machine"]["folders"]):
+        sizes = f"{format_bytes(memory['total'])}, {format_bytes(memory['free'])}"
+        rows.append(("memory", f"{sizes} {memory['what']}"))
+    for folder in (
+        {"use": "/dev/shm", **facts["machine"]["shared_memory"]},
+        *facts["machine"]["folders"],
+    ):
         space = f"{format_bytes(folder['free'])} of {format_bytes(folder['total'])} free"
         rows.append((folder["use"], f"{folder['path']}, {space}"))
     return rows

@@ -331,8 +331,8 @@ class Launcher:
                 has_log_dir = any(
                     flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags
                 )
-                logs = [] if has_log_dir else ["--log-dir", str(self.folder / "logs")]
-                parsed = parse_flags([*logs, *self.words])
+                log_dir = [] if has_log_dir else ["--log-dir", str(self.folder / "logs")]
+                parsed = parse_flags(log_dir + self.words)
                 if self.received:
                     return 128 + self.received[0]
                 # In a thread torchrun installs no signal handlers. Its own kill ranks that take
@@ -395,8 +395,7 @@ class Launcher:
         if isinstance(self.outcome, ChildFailedError):
             codes = {rank: failure.exitcode for rank, failure in self.outcome.failures.items()}
             stopped_by = self.received[0] if self.received else None
-            said = (self.folder / SAID_FILE).exists()
-            code, line = choose_exit_code(codes, stopped_by, said)
+            code, line = choose_exit_code(codes, stopped_by, (self.folder / SAID_FILE).exists())
             if line:
                 print(line, file=sys.stderr)
             return code

@@ -39,6 +39,7 @@ from recipe_lib.errors import (
     UserError,
     end_process,
     escape_invisible,
+    send_nowhere,
 )
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrap_lines
@@ -160,18 +161,17 @@ def format_comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[
     # Rank 0 writes the summary: its plan is compared, not the heaviest rank's.
     planned = planned | (planned.get("first") or {})
     if summary.get("memory_kind") != "device":
-        active = format_bytes(planned["active"])
         return [
-            f"planned active {active} on a GPU; the resident set that a CPU run measures is no"
-            " comparison for it"
+            f"planned active {format_bytes(planned['active'])} on a GPU; the resident set that a"
+            " CPU run measures is no comparison for it"
         ]
     parts = []
     for kind in MEMORY_KINDS:
         measured = (summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB
         if measured and planned[kind]:
-            error = planned[kind] / measured - 1
             parts.append(
-                f"{kind} {format_bytes(planned[kind])} / {format_bytes(measured)} ({error:+.1%})"
+                f"{kind} {format_bytes(planned[kind])} / {format_bytes(measured)}"
+                f" ({planned[kind] / measured - 1:+.1%})"
             )
     return [f"planned / measured: {', '.join(parts)}"] if parts else []
 
@@ -289,10 +289,7 @@ def _silence_output() -> Callable[[str], None]:
     """Send what libraries print nowhere; return what prints a line on the run's standard error."""
     terminal = os.dup(2)
     is_terminal = os.isatty(2)
-    # The descriptors, as libraries in C++ print past sys.stdout.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    send_nowhere(1, 2)  # the descriptors, as libraries in C++ print past sys.stdout
 
     def say(line: str) -> None:
         # On a terminal the run may be drawing rows at this moment: ours takes their place, they are

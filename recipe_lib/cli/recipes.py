@@ -299,8 +299,7 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
         # The first word that explains why --config is missing, before saying that it is.
         for word in words:
             if word.startswith("--"):
-                hint = did_you_mean(word.partition("=")[0], ("--config", "--plugin"))
-                if hint:
+                if hint := did_you_mean(word.partition("=")[0], ("--config", "--plugin")):
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
             if is_config(word):
                 raise ConfigError(

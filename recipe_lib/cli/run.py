@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser
+from recipe_lib.cli.arguments import SWITCH, Parser
 from recipe_lib.cli.launch import (
     WITH_VALUE,
     WITHOUT_VALUE,
@@ -81,27 +81,34 @@ mistake to correct,
 write, 7 a rank is
 gone, stopped or hangs."""
 
-OPTIONS: Options = {
-    "words": {"nargs": "*", "metavar": "CONFIG", "help": "a config, or a recipe before --config"},
-    "--config": {
-        "action": "append",
-        "metavar": "CONFIG",
-        "help": "of several the later win, key by key",
-    },
-    "--plugin": {
-        "action": "append",
-        "metavar": "FILE",
-        "help": "a Python file of yours, imported first",
-    },
-    **dict.fromkeys(
-        ("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}
-    ),
-    **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
-    **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
-    "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
-}
 # `run` separates the words itself, as torchrun's flags are handed on as they are.
-PARSER = Parser("run", "Runs a recipe.", OPTIONS)
+PARSER = Parser(
+    "run",
+    "Runs a recipe.",
+    {
+        "words": {
+            "nargs": "*",
+            "metavar": "CONFIG",
+            "help": "a config, or a recipe before --config",
+        },
+        "--config": {
+            "action": "append",
+            "metavar": "CONFIG",
+            "help": "of several the later win, key by key",
+        },
+        "--plugin": {
+            "action": "append",
+            "metavar": "FILE",
+            "help": "a Python file of yours, imported first",
+        },
+        **dict.fromkeys(
+            ("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}
+        ),
+        **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
+        **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
+        "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
+    },
+)
 
 
 def run(words: list[str]) -> int:

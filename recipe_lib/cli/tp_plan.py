@@ -10,7 +10,6 @@ from typing import Any
 
 from recipe_lib.cli.arguments import (
     SWITCH,
-    Options,
     Parser,
     check_output,
     find_low_numbers,
@@ -48,26 +47,32 @@ MODEL is a folder, a config.json, a hub id that was downloaded, or a preset of `
 Exit codes: 0 a plan for at least one of the sizes; 3 --certify did not prove one of them; 2 a \
 mistake to correct,
 or no plan for any of the sizes."""
-OPTIONS: Options = {
-    "model": {"metavar": "MODEL", "help": "folder, config.json, hub id in the cache, or preset"},
-    "--tensor": {
-        "default": "2,4,8",
-        "metavar": "T,...",
-        "help": "ranks of a group; default: 2,4,8",
+PARSER = Parser(
+    "tp-plan",
+    DESCRIPTION,
+    {
+        "model": {
+            "metavar": "MODEL",
+            "help": "folder, config.json, hub id in the cache, or preset",
+        },
+        "--tensor": {
+            "default": "2,4,8",
+            "metavar": "T,...",
+            "help": "ranks of a group; default: 2,4,8",
+        },
+        "--tokens": {
+            "type": int,
+            "default": 8192,
+            "metavar": "N",
+            "help": "tokens of a micro-batch, b x s; default: 8192",
+        },
+        "--certify": SWITCH | {"help": "also prove the plan on a small copy with random weights"},
+        "--json": {
+            "metavar": "FILE",
+            "help": "also write the plan and its numbers as JSON; -: in place of the report",
+        },
     },
-    "--tokens": {
-        "type": int,
-        "default": 8192,
-        "metavar": "N",
-        "help": "tokens of a micro-batch, b x s; default: 8192",
-    },
-    "--certify": SWITCH | {"help": "also prove the plan on a small copy with random weights"},
-    "--json": {
-        "metavar": "FILE",
-        "help": "also write the plan and its numbers as JSON; -: in place of the report",
-    },
-}
-PARSER = Parser("tp-plan", DESCRIPTION, OPTIONS)
+)
 
 
 def run(words: list[str]) -> int:

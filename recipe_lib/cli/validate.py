@@ -3,7 +3,7 @@
 Runs nothing; imports torch only where ranks share a model (`check_shape`).
 """
 
-from recipe_lib.cli.arguments import ConfigParser, Options
+from recipe_lib.cli.arguments import ConfigParser
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.config.paths import list_recipes
@@ -11,14 +11,20 @@ from recipe_lib.config.precision import describe_stalled_means
 from recipe_lib.errors import DONE
 from recipe_lib.logs import print_wrapped
 
-OPTIONS: Options = {
-    "--recipe": {
-        "help": "check against this recipe (name or path), not the one that the config names"
-    },
-    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
-}
 PARSER = ConfigParser(
-    "validate", "Checks a config against its recipe and reports every fault.", OPTIONS
+    "validate",
+    "Checks a config against its recipe and reports every fault.",
+    {
+        "--recipe": {
+            "help": "check against this recipe (name or path), not the one that the config names"
+        },
+        "--plugin": {
+            "metavar": "FILE",
+            "action": "append",
+            "default": [],
+            "help": "as for `tune run`",
+        },
+    },
 )
 
 
