@@ -20,7 +20,7 @@ from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.flat_schema import Key
 from recipe_lib.config.paths import find_example_file
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import did_you_mean, quote, show
+from recipe_lib.config.suggest import did_you_mean, format_word, quote, show
 
 LARGEST_INTEGER = 2**63 - 1
 # Bytes of a name and of a path that file systems take. A path of Linux has 4,096, but what lies
@@ -200,12 +200,11 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
     # Where a list stands in place of a choice, choices and bounds are those of the choice.
     only = len(key.kinds) == 1
     values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
-    if "items" in key.limits:
-        for value in values:
-            _check_choice(value, key.limits["items"], key)
     for value, item in zip(values, node.items, strict=True):
         if only:
             _check_limits(value, key, item.text)
+        elif "items" in key.limits:
+            _check_choice(value, key.limits["items"], key)
     length = key.limits.get("length")
     if (length is not None and len(values) != length) or (not values and len(key.kinds) > 1):
         raise MismatchError(
@@ -294,9 +293,8 @@ def _outline_word(word: str) -> tuple[str, list[str]]:
 
 def _is_within_bounds(value: Any, key: Key) -> bool:
     limits = key.limits
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return True
-    if value in limits.get("also", ()):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or value in limits.get("also", ()):
         return True
     return (
         value >= limits.get("minimum", -math.inf)
@@ -512,13 +510,6 @@ def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
     return list(TopologicalSorter(graph).static_order())
 
 
-def format_word(value: Any) -> str:
-    """Return a value as configs have it within a text."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def are_related(name: str, key: str) -> bool:
     """Return True if a name is a key, a section that holds it, or a part of its value."""
     return name == key or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}["))
@@ -534,9 +525,9 @@ def _complete_name(name: str, key: str) -> str:
 def _check_form(text: str) -> None:
     """Raise InterpolationError for a text whose `${...}` is no name of a key."""
     if _RESOLVER.search(text):
-        remedy = "environment variables and resolvers are refused, write the value itself"
         raise InterpolationError(
-            f"found {quote(text)}, expected ${{section.key}} of this config; {remedy}"
+            f"found {quote(text)}, expected ${{section.key}} of this config; environment variables"
+            " and resolvers are refused, write the value itself"
         )
     if "\\${" in text:
         raise InterpolationError(f"found {quote(text)}, expected no ${{ that is meant as text")

@@ -19,6 +19,7 @@ from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_s
 from recipe_lib.config.key_conditions import Condition, describe_needs
 from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.suggest import format_word
 
 # The lines of the page are wider than those of this file: a backslash joins two.
 _INTRODUCTION = """\
@@ -176,10 +177,8 @@ def format_value(value: Any) -> str:
 
     Text is quoted only where it must be.
     """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return format_word(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(format_value(item) for item in value)}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

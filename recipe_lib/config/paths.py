@@ -149,11 +149,12 @@ def _find_file(
     if os.path.isdir(path):
         raise ConfigError(f"{show(text)}: is a folder; expected a {kind} file ending in {endings}")
     name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
-    hint = ""
-    if not text.startswith("/"):  # an absolute path is no misspelled name
-        hint = suggest_config(name.removeprefix(f"{kind}s/"), shipped)
-    hint = hint or "; `tune ls` lists the names, or give a path to a file"
-    raise ConfigError(f"{show(text)}: no such {kind}{hint}")
+    # An absolute path is no misspelled name.
+    hint = "" if text.startswith("/") else suggest_config(name.removeprefix(f"{kind}s/"), shipped)
+    raise ConfigError(
+        f"{show(text)}: no such"
+        f" {kind}{hint or '; `tune ls` lists the names, or give a path to a file'}"
+    )
 
 
 def suggest_config(name: str, shipped: Iterable[str]) -> str:
@@ -191,14 +192,14 @@ def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
 class Aliases:
     """What keys are called elsewhere, those of all recipes' sections among them."""
 
+    # A name of another tool -> our key.
     keys: dict[str, str]
-    """A name of another tool -> our key."""
+    # A section of another tool -> ours.
     sections: dict[str, str]
-    """A section of another tool -> ours."""
+    # A key that there is not -> what there is in its place.
     answers: dict[str, str]
-    """A key that there is not -> what there is in its place."""
+    # Names of one recipe's keys that mean something else in others.
     ambiguous: frozenset[str]
-    """Names of one recipe's keys that mean something else in others."""
 
 
 @cache

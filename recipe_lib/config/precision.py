@@ -68,11 +68,12 @@ def describe_stalled_means(cfg: Any) -> list[str]:
         # It rests where x / m is within 1 +- off.
         off = (lost_in_8_bits if bits == 8 else _LOST_IN_BF16) / (1 - decay)
         if off >= 1 - 1 / FARTHEST:
-            above = "and not come down again"
-            if off < 1:
-                above = f"or stay at {1 / (1 - off):.2g} times it"
-            fault = f"{name} in {bits} bits may rest at {1 / (1 + off):.2g} of its value, {above}"
-            lines.append(f"optimizer.{setting}={decay:g}: {fault}; {remedy}")
+            highest = f"or stay at {1 / (1 - off):.2g} times it" if off < 1 else ""
+            lines.append(
+                f"optimizer.{setting}={decay:g}: {name} in {bits} bits may rest at"
+                f" {1 / (1 + off):.2g} of its value, {highest or 'and not come down again'};"
+                f" {remedy}"
+            )
     return lines
 
 
