@@ -240,12 +240,12 @@ def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> N
     put(console, f"── {kind} {number}: {counts}", wrap=False)
     for index, document in enumerate(documents, start=1):
         answer = f", {document.answer}" if document.answer else ""
-        heading = f"   {document.place}{answer}"
-        if len(documents) > 1:
-            heading = (
-                f"-- document {index} of {len(documents)}{answer}: {document.place},"
-                f" {document.tokens} tokens"
-            )
+        heading = (
+            f"-- document {index} of {len(documents)}{answer}: {document.place},"
+            f" {document.tokens} tokens"
+            if len(documents) > 1
+            else f"   {document.place}{answer}"
+        )
         put(console, heading, wrap=False)
         line = Text()
         for is_trained, pieces in itertools.groupby(

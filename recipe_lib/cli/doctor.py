@@ -156,9 +156,13 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
         # This rank's share of the cores, as the others run at the same time.
         if not on_gpu:
             torch.set_num_threads(max(1, count_cores() // ranks))
-        sizes = GPU_SIZES if on_gpu else CPU_SIZES
         return list_collective_steps(
-            rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS
+            rank,
+            ranks,
+            folder,
+            on_gpu=on_gpu,
+            sizes=GPU_SIZES if on_gpu else CPU_SIZES,
+            seconds=2 * STEP_SECONDS,
         )
 
     outcomes = run_isolated(list_steps, ranks, STEP_SECONDS)

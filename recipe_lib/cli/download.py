@@ -68,16 +68,17 @@ def run(words: list[str]) -> int:
     from huggingface_hub import HfApi, snapshot_download
 
     with convert_hub_errors(repo, arguments.revision):
-        info = HfApi().model_info(
+        model_info = HfApi().model_info(
             repo, revision=arguments.revision, files_metadata=True, timeout=20
         )
-        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in model_info.siblings or []}
         names = choose_files(repo, list(sizes), arguments.include)
         if output is not None:
             check_unchanged(
-                output, [sibling for sibling in info.siblings or [] if sibling.rfilename in names]
+                output,
+                [sibling for sibling in model_info.siblings or [] if sibling.rfilename in names],
             )
-        check_space(repo, {name: sizes[name] for name in names}, str(info.sha), output)
+        check_space(repo, {name: sizes[name] for name in names}, str(model_info.sha), output)
         folder = snapshot_download(
             repo,
             revision=arguments.revision,

@@ -110,7 +110,14 @@ def evaluate(arguments: argparse.Namespace) -> None:
         if BASE in models:
             names[BASE] = str(evaluated.base)
         settings = describe_settings(cfg, arguments, world.size)
-        evaluation = Evaluation(models, names, dataset, questions, tokenizer, settings)
+        evaluation = Evaluation(
+            models=models,
+            names=names,
+            dataset=dataset,
+            questions=questions,
+            tokenizer=tokenizer,
+            settings=settings,
+        )
         _print_results(evaluation, arguments, out)
 
 
@@ -239,7 +246,7 @@ def _measure(
         results = ModelResults()
         with world.heartbeat.phase(f"likelihoods ({which})"):
             results.scores = score_sequences(
-                model, evaluated.parallel, dataset, cfg, world, tokenizer.pad_id
+                model, evaluated.parallel, dataset, cfg, world=world, pad_id=tokenizer.pad_id
             )
         if questions:
             with world.heartbeat.phase(f"answers ({which})"):

@@ -57,7 +57,9 @@ PARSER = Parser(
         },
         "--out": {
             "metavar": "PATH",
-            "help": "a new folder (--gguf: file); default: next to the checkpoint, in the run's folder",
+            "help": (
+                "a new folder (--gguf: file); default: next to the checkpoint, in the run's folder"
+            ),
         },
         "--base": {
             "metavar": "MODEL",
@@ -106,7 +108,10 @@ def read(words: list[str]) -> argparse.Namespace:
         choose_lines(
             (
                 arguments.pre and not arguments.gguf,
-                "--pre: only a GGUF file names a pre-tokenizer; use it with --gguf, or leave it out",
+                (
+                    "--pre: only a GGUF file names a pre-tokenizer; use it with --gguf, or leave it"
+                    " out"
+                ),
             ),
             (
                 arguments.group_size is not None and arguments.quantize != "int4",
@@ -115,15 +120,15 @@ def read(words: list[str]) -> argparse.Namespace:
             (
                 arguments.device != "cpu" and (arguments.gguf or arguments.quantize),
                 (
-                    f"--device: found {arguments.device}, but this export is made and checked on cpu;"
-                    " leave it out"
+                    f"--device: found {arguments.device}, but this export is made and checked on"
+                    " cpu; leave it out"
                 ),
             ),
             (
                 arguments.dtype and not arguments.merge,
                 (
-                    "--dtype: only a merged model may have another type; use it with --merge, or leave"
-                    " it out"
+                    "--dtype: only a merged model may have another type; use it with --merge, or"
+                    " leave it out"
                 ),
             ),
             (

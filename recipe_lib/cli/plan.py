@@ -96,12 +96,12 @@ def run(words: list[str]) -> int:
             text, is_clean = run_stream_check(recipe, cfg, arguments)
             print(text, end="", file=output)
             return DONE if is_clean else MISTAKE
-        other = None if arguments.diff is None else make_compared_plan(recipe, arguments)
+        compared = None if arguments.diff is None else make_compared_plan(recipe, arguments)
         plan, trace = make_plan_and_trace(recipe, cfg, arguments)
     plan.seconds = time.monotonic() - _IMPORTED
     write_files(plan, trace, arguments)
     if arguments.json != "-":
-        print(format_plan(plan, other, arguments), end="")
+        print(format_plan(plan, compared, arguments), end="")
     return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
 
@@ -121,13 +121,13 @@ def silence_libraries() -> Iterator[None]:
             logger.disabled = False
 
 
-def format_plan(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> str:
+def format_plan(plan: Plan, compared: Plan | None, arguments: argparse.Namespace) -> str:
     """Return the report of a plan; with another plan, how they differ."""
     from recipe_lib.plan.views.report import render, render_diff
     from recipe_lib.report.terminal import wants_color
 
-    if other is not None:
-        return render_diff(other, plan)
+    if compared is not None:
+        return render_diff(compared, plan)
     return render(plan, full=arguments.full, depth=arguments.depth, color=wants_color(sys.stdout))
 
 
@@ -293,14 +293,16 @@ def render_receipts(
         }
         rows.append(list(row.values()))
     console = open_console(width or get_terminal_width())
-    table = Table(
-        "reserved memory of runs",
-        list(row),
-        rows,
-        left=("date", "card", "config", "recipe"),
-        optional=("recipe", "tokens/s"),  # left out first on a narrow terminal
+    put_table(
+        console,
+        Table(
+            "reserved memory of runs",
+            list(row),
+            rows,
+            left=("date", "card", "config", "recipe"),
+            optional=("recipe", "tokens/s"),  # left out first on a narrow terminal
+        ),
     )
-    put_table(console, table)
     console.print()
     errors = [receipt.errors["reserved"] for receipt in receipts]
     put(

@@ -142,8 +142,8 @@ def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None
         is_new = receipts.append_receipt(path, receipt)
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         get_logger().warning(
-            f"warning: {path}: {error}; the run has no receipt, and with {receipts.VARIABLE}=off none is"
-            " tried"
+            f"warning: {path}: {error}; the run has no receipt, and with {receipts.VARIABLE}=off"
+            " none is tried"
         )
         return
     if is_new:
@@ -280,9 +280,12 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
         figures = collect_figures(make_plan(planned, shaped, settings, steps)[0])
-    run = asdict(receipts.describe_run(cfg, shaped, settings))
-    figures |= {"is_short": is_short, "run": run}
-    return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
+    figures |= {
+        "is_short": is_short,
+        "run": asdict(receipts.describe_run(cfg, shaped, settings)),
+        "output_dir": os.path.abspath(cfg.output_dir),
+    }
+    return figures, settings
 
 
 def _silence_output() -> Callable[[str], None]:

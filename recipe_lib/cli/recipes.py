@@ -141,8 +141,8 @@ def find_config_recipe(configs: str | Sequence[str], recipe: str | None = None) 
                 )
                 raise ConfigError(
                     f"{show(str(config))}: recipe: found {quote(name)}, expected"
-                    f" {', '.join(read_recipe_configs())}{hint}; one of your own comes before --config,"
-                    " and as --recipe FILE for validate and data"
+                    f" {', '.join(read_recipe_configs())}{hint}; one of your own comes before"
+                    " --config, and as --recipe FILE for validate and data"
                 )
             return RecipeFile.find(name)
     return RecipeFile.find(next(iter(read_recipe_configs())))

@@ -124,8 +124,12 @@ def run(words: list[str]) -> int:
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Return the command line, checked as far as it can be without torch. Raises ConfigError."""
     arguments = PARSER.parse(words)
-    expected = "numbers above 1, commas between them: 2,4,8"
-    arguments.tensor = read_numbers("--tensor", arguments.tensor, range(2, 2**20), expected)
+    arguments.tensor = read_numbers(
+        "--tensor",
+        arguments.tensor,
+        range(2, 2**20),
+        expected="numbers above 1, commas between them: 2,4,8",
+    )
     raise_faults(ConfigError, find_low_numbers(arguments, tokens=1))
     check_output("--json", arguments.json, [("MODEL", arguments.model)])
     return arguments

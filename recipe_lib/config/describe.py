@@ -71,9 +71,11 @@ def format_markdown(*schemas: type) -> str:
             if section in done:  # as in most recipes
                 continue
             done.add(section)
-            heading = "## Top level\n"
-            if section:
-                heading = f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
+            heading = (
+                f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
+                if section
+                else "## Top level\n"
+            )
             parts += [heading, _format_table(keys)]
     parts.append("## Incompatible settings\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]

@@ -216,9 +216,8 @@ def _read_default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, A
         return False, getattr(instance, field.name)
     if field.default_factory is not dataclasses.MISSING:
         return False, field.default_factory()
-    if field.default is not dataclasses.MISSING:
-        return False, field.default
-    return True, None
+    is_required = field.default is dataclasses.MISSING
+    return is_required, None if is_required else field.default
 
 
 def _split_union(annotation: Any) -> tuple[Any, ...]:

@@ -156,8 +156,9 @@ def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
     # Before the rules: a key that has no effect breaks none.
     idle += reset_idle_keys(cfg, checked.schema.keys.values(), checked.list_judged_keys())
     for rule in find_broken_rules(cfg, checked.list_judged_keys()):
-        place = checked.format_last_places(rule.keys, last_file)
-        checked.add_fault(place, "", rule.format_line(cfg), doubt=False)
+        checked.add_fault(
+            checked.format_last_places(rule.keys, last_file), "", rule.format_line(cfg), doubt=False
+        )
     # Back, for the rows that say where each key was set.
     checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
     return LoadedConfig(cfg, _list_rows(checked, idle), idle)
@@ -244,12 +245,12 @@ def _check_recipe(checked: CollectedSettings) -> None:
         # those that matter here.
         legal = legal[:1]
     if setting.value not in legal:
-        hint = did_you_mean(setting.value, legal)
-        if setting.value in read_recipe_configs():
-            hint = (
-                f"; run it with that recipe: tune run {setting.value}, or override it:"
-                f" recipe={legal[0]}"
-            )
+        hint = (
+            f"; run it with that recipe: tune run {setting.value}, or override it:"
+            f" recipe={legal[0]}"
+            if setting.value in read_recipe_configs()
+            else did_you_mean(setting.value, legal)
+        )
         checked.add_fault(
             setting.where,
             "recipe",
@@ -418,7 +419,8 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
         checked.add_fault(
             place,
             "",
-            "a part of a value cannot name other keys here; write it in a file, or the value itself",
+            "a part of a value cannot name other keys here; write it in a file, or the value"
+            " itself",
         )
     elif name in schema.sections and name:
         _set_section(checked, name, value, source=source)
@@ -487,7 +489,8 @@ def _set_in_item(
     checked: CollectedSettings, item: re.Match[str], value: YamlNode, *, source: Source
 ) -> None:
     """Set one key of one section of a list, as in `data.sources[1].weight=2`."""
-    name, number, word = item[1], int(item[2]), item[3]
+    name, index, word = item.groups()
+    number = int(index)
     key = checked.schema.keys.get(name)
     if key is None or key.section_class is None:
         report_unknown_key(checked, item[0], source=source, typed=True)

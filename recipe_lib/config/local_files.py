@@ -108,12 +108,9 @@ def check_earlier_run(cfg: Any) -> None:
         for name in (MODEL_FOLDER, ADAPTER_FOLDER)
     )
     if cfg.resume is None and (has_state or has_best or has_model or has_earlier_state):
+        work = "a trained model" if has_model else "the weights of a best step"
         if has_state or (has_earlier_state and not has_model):
             work = "saved states"
-        elif has_model:
-            work = "a trained model"
-        else:
-            work = "the weights of a best step"
         remedy = "resume=latest goes on from them, " if has_state else ""
         raise ConfigError(
             f"output_dir: {folder} holds {work} of an earlier run;"

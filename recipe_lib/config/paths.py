@@ -190,7 +190,7 @@ def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
 
 @dataclass(frozen=True)
 class Aliases:
-    """What keys are called elsewhere, those of all recipes' sections among them."""
+    """Names of keys in other tools, those of all recipes' sections among them."""
 
     # A name of another tool -> our key.
     keys: dict[str, str]

@@ -24,8 +24,6 @@ ALLOWED = {
     ("recipe_lib/parallel/thread_stacks.py", "open"): (1, "memory without a name"),
     ("recipe_lib/memory/peaks.py", "write_text"): (1, "/proc/self/clear_refs"),
     ("recipe_lib/cli/main.py", "open"): (1, "/dev/null"),
-    ("recipe_lib/cli/plan_during_run.py", "os.open"): (1, "/dev/null"),
-    ("recipe_lib/cli/doctor.py", "os.open"): (1, "/dev/null"),
     ("recipe_lib/data/cache.py", "open"): (
         2,
         "a lock; arrays of a folder, which gets its name when it is whole",

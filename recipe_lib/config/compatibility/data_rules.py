@@ -1,4 +1,4 @@
-"""Rules of the sections `data` and `tokenizer`, and of validation and what follows from it: the best
+"""Rules of the sections `data` and `tokenizer`, of validation, and of what follows from it: the best
 step, stopping early.
 """
 

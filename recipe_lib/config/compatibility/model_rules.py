@@ -1,5 +1,5 @@
-"""Rules of what is trained: the model, its dtype, the optimizer, the adapters of the section `lora`,
-low-precision matmuls (`matmul_dtype`) and quantization-aware training (`qat`).
+"""Rules of what is trained: model, dtype, optimizer, the adapters of the section `lora`, low-precision
+matmuls (`matmul_dtype`) and quantization-aware training (`qat`).
 """
 
 from typing import Any
