@@ -30,11 +30,11 @@ from recipe_lib.config.torchtune.conversion import (
     KeyFate,
     Meaning,
     TorchtuneFile,
+    convert_datasets,
     is_off,
     omit_keys,
     read_torchtune_file,
 )
-from recipe_lib.config.torchtune.datasets import convert_datasets
 from recipe_lib.config.torchtune.key_tables import (
     ANY,
     ATTENTION,
