@@ -18,7 +18,7 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -387,8 +387,7 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
 
 def _read_gzip_blocks(path: Path) -> Generator[bytes]:
     with open_regular(path) as file, gzip.GzipFile(fileobj=file) as source:
-        while block := source.read(_BLOCK):
-            yield block
+        yield from iter(partial(source.read, _BLOCK), b"")
 
 
 def _read_zstd_blocks(path: Path) -> Generator[bytes]:
