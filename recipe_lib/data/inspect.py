@@ -38,7 +38,7 @@ class Finding:
 class Inspection:
     """The counts of a run's samples, and the faults."""
 
-    numbers: dict[str, Any]  # by name, as JSON values
+    counts: dict[str, Any]  # by name, as JSON values
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -50,13 +50,13 @@ def inspect(
 ) -> Inspection:
     """Return counts and findings over the training sequences and those of the validation.
 
-    `numbers["validation"]` has the counts of the validation's samples. untrained_tokens: special
+    `counts["validation"]` has the counts of the validation's samples. untrained_tokens: special
     tokens in the sequences whose embedding was never trained; None: there is no checkpoint.
     """
     report = training.report
     room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
     packs = len(pack(training.item_lengths, room))
-    numbers = _collect_counts(report) | {
+    counts = _collect_counts(report) | {
         "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
         "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
         "longest_sequence": int(training.lengths.max()) if len(training) else 0,
@@ -70,13 +70,13 @@ def inspect(
         if validation is not None
         else np.array([], dtype=np.int64)
     )
-    numbers |= {
+    counts |= {
         "duplicate_sequences": report.duplicate_sequences,
         "overlapping_sequences": len(shared),
     }
     findings = _find_faults(report, max_seq_len)
     if validation is not None:
-        numbers["validation"] = _collect_counts(validation.report)
+        counts["validation"] = _collect_counts(validation.report)
         findings += [
             replace(finding, line=f"validation: {finding.line}", dataset="validation")
             for finding in _find_faults(validation.report, max_seq_len)
@@ -91,7 +91,7 @@ def inspect(
             )
             findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
-        numbers["untrained_tokens"] = list(untrained_tokens)
+        counts["untrained_tokens"] = list(untrained_tokens)
     if untrained_tokens:
         names = ", ".join(untrained_tokens[:MAX_PLACES]) + (
             ", ..." if len(untrained_tokens) > MAX_PLACES else ""
@@ -101,7 +101,7 @@ def inspect(
             " the embedding as well"
         )
         findings.append(Finding("untrained-tokens", line, count=0))
-    return Inspection(numbers, findings)
+    return Inspection(counts, findings)
 
 
 def _collect_counts(report: DataReport) -> dict[str, Any]:

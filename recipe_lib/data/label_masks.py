@@ -555,13 +555,13 @@ def _get_only_sequence(sample: EncodedSample) -> Encoded:
 
 
 def render_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], template: str = "auto", add_bos: bool = True
+    tokenizer: Tokenizer, messages: Sequence[Message], template: str = "auto"
 ) -> list[int]:
     """Return ids to generate an answer from, the same as training puts before that answer.
 
     Raises DataError.
     """
-    return Encoder(tokenizer, template, add_bos=add_bos).encode_prompt(messages)
+    return Encoder(tokenizer, template).encode_prompt(messages)
 
 
 def why_no_system_message(tokenizer: Tokenizer, text: str) -> str | None:
