@@ -251,8 +251,8 @@ MUTATIONS = [
     Mutation(
         name="dropout_stays_off",
         path="recipe_lib/training/losses.py",
-        old="    model.train()\n    return tokens, items\n",
-        new="    return tokens, items\n",
+        old="    model.train()\n    return num_label_tokens, num_items\n",
+        new="    return num_label_tokens, num_items\n",
         harm="after its first validation a run trains without dropout",
         tests=("tests/training/test_validation.py",),
     ),
