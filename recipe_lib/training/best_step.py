@@ -156,8 +156,15 @@ class BestStep:
         Collective.
         """
         extra = {"step": step, "metric": self.metric, "value": self.value}
-        root = self._root / BEST_FOLDER
-        path = save_state(root, step, model, optimizer=None, extra=extra, world=world, keep=None)
+        path = save_state(
+            self._root / BEST_FOLDER,
+            step,
+            model,
+            optimizer=None,
+            extra=extra,
+            world=world,
+            keep=None,
+        )
         self.folder = path.name
         self.prune(world)
 

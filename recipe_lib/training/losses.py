@@ -253,8 +253,7 @@ def compute_token_scores(
 ) -> Tensor:
     """Return scores `[b, s, 2]` of labels, by calling the model; see `TokenScores`."""
     head_loss = TokenScores(-(-tokens.numel() // _CHUNK_TOKENS))
-    scores: Tensor = model(tokens, positions, attention, labels=labels, head_loss=head_loss)
-    return scores
+    return model(tokens, positions, attention, labels=labels, head_loss=head_loss)
 
 
 def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:

@@ -153,12 +153,11 @@ class MetricsFile:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line. Raise StorageError when the disk refuses it."""
-        data = (_encode_line(line) + "\n").encode()
         with report_storage_faults():
             if self._file is None:
                 self._file = LineFile(self.path)
             # Through to the operating system: a killed process loses no step that was recorded.
-            self._file.append(data)
+            self._file.append((_encode_line(line) + "\n").encode())
 
     def truncate(self, step: int) -> None:
         """Drop the lines after `step`, and a last line that a kill has torn; 0 empties the file.
@@ -307,6 +306,13 @@ def render_report(
     name: of the run. summary: as in summary.json. lines: of metrics.jsonl. config: YAML text.
     """
     headline = _format_headline(summary)
+    changed = summary.get("changed_settings") or {}
+    settings = Table(
+        "Settings",
+        ["key", "value", "default"],
+        [[name, *texts] for name, texts in changed.items()],
+        ("key", "value", "default"),
+    )
     sections = [
         Section("Curves", figures=_draw_run_charts(lines)),
         Section("Metrics of the recipe", figures=_draw_recipe_charts(lines)),
@@ -314,9 +320,9 @@ def render_report(
         Section("Data", table=_build_data_table(summary.get("data"))),
         Section(
             "Settings that differ from the defaults",
-            table=_build_settings_table(summary.get("changed_settings")),
+            table=settings if changed else None,
         ),
-        Section("Summary", facts=[*_list_summary_rows(summary), *_list_communication_rows(lines)]),
+        Section("Summary", facts=_list_summary_rows(summary, lines)),
         Section("Software", facts=sorted(summary["versions"].items())),
         Section("All settings", listing=config, closed=True),
     ]
@@ -512,13 +518,6 @@ def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _build_settings_table(changed: Mapping[str, list[str]] | None) -> Table | None:
-    if not changed:
-        return None
-    rows = [[name, *texts] for name, texts in changed.items()]
-    return Table("Settings", ["key", "value", "default"], rows, ("key", "value", "default"))
-
-
 def _format_headline(summary: Mapping[str, Any]) -> str:
     parts = [f"{summary['steps']} of {summary['total_steps']} steps"]
     if summary["first_loss"] is not None and summary["final_loss"] is not None:
@@ -530,8 +529,12 @@ def _format_headline(summary: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _list_summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return name and value of every plain number of the summary, with its unit."""
+def _list_summary_rows(
+    summary: Mapping[str, Any], lines: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    """Return name and value of every plain number of the summary, with its unit, and of what was
+    measured in one step.
+    """
     rows = []
     for key, value in summary.items():
         if isinstance(value, (dict, list)) or key in ("planned", "data", "changed_settings"):
@@ -548,14 +551,10 @@ def _list_summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         else:
             text = f"{value:.4f}" if isinstance(value, float) else str(value)
         rows.append((name, text))
+    for line in lines:
+        rows += [
+            (f"{key.replace('_', ' ')}, step {line['step']}", f"{line[key]:.1%}")
+            for key in _COMMUNICATION_KEYS
+            if _is_number(line.get(key))
+        ]
     return rows
-
-
-def _list_communication_rows(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return rows with what `log.communication_step` measured."""
-    return [
-        (f"{key.replace('_', ' ')}, step {line['step']}", f"{line[key]:.1%}")
-        for line in lines
-        for key in _COMMUNICATION_KEYS
-        if _is_number(line.get(key))
-    ]

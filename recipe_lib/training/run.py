@@ -150,10 +150,9 @@ def check_same_config(settings: dict[str, str], world: World) -> None:
 def list_settings(cfg: FullFinetuneConfig) -> dict[str, str]:
     """Return the values as text by key; none of paths and trackers, which may be of a machine."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
-    keys = read_schema(config_class).keys.items()
     return {
         name: str(attrgetter(name)(cfg))
-        for name, key in keys
+        for name, key in read_schema(config_class).keys.items()
         if key.section_class is None and not key.limits.get("path") and name != "log.trackers"
     }
 

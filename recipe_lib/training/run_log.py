@@ -10,7 +10,7 @@ import importlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -360,9 +360,6 @@ class Tracker(Protocol):
         """Send what is left, and end the run at the tracker."""
 
 
-Builder = Callable[[str, str, Path, Mapping[str, Any]], Tracker]
-
-
 def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
     """Open the trackers of `log.trackers`; those that write files do so in `output_dir/trackers`.
 
@@ -371,8 +368,12 @@ def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
     folder = Path(cfg.output_dir)
     run_name = cfg.log.run_name if cfg.log.run_name is not None else folder.name
     settings = redact_values(dataclasses.asdict(cfg))
-    builders: list[Builder] = [get_registered("log.trackers", name) for name in cfg.log.trackers]
-    return [build(cfg.log.project, run_name, folder / "trackers", settings) for build in builders]
+    return [
+        get_registered("log.trackers", name)(
+            cfg.log.project, run_name, folder / "trackers", settings
+        )
+        for name in cfg.log.trackers
+    ]
 
 
 @register("log.trackers", "tensorboard")
