@@ -71,7 +71,7 @@ Logps = Iterator[torch.Tensor | None]
 
 
 class DpoFinetune:
-    """Trains adapters or every parameter to prefer the chosen answers."""
+    """Training of adapters or every parameter to prefer the chosen answers."""
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 

@@ -59,9 +59,7 @@ Config = RewardFinetuneConfig
 
 
 class RewardFinetune:
-    """Trains a score head, with adapters on the layers below it or with every parameter of
-    these.
-    """
+    """Training of a score head, with adapters on the layers below it or with every parameter."""
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 
