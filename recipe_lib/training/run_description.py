@@ -42,7 +42,7 @@ def list_derived_numbers(
         *_describe_batch(cfg, world, data.dataset, data.plan),
         *_describe_pipeline(cfg, parallel),
         _describe_steps(cfg, data.dataset, data.plan),
-        _describe_learning_rate(cfg, data.total_steps),
+        _describe_learning_rate(cfg, data.plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_describe_model(cfg, model, parallel),
         *describe_extra(model, world),
         *_describe_other_parts(model),
