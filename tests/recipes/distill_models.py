@@ -18,14 +18,14 @@ SHAPE = {
 
 
 def make_folder(folder: Path) -> Path:
-    """Make a folder with the models, and rows to train on."""
+    """A folder with the models, and rows to train on."""
     write_models(folder)
     write_rows(folder)
     return folder
 
 
 def write_models(folder: Path) -> dict[str, str]:
-    """Write folders of a student and of teachers by name, made by transformers, each with the demo's
+    """Folders of a student and of teachers by name, made by transformers, each with the demo's
     tokenizer.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,7 +45,7 @@ def write_models(folder: Path) -> dict[str, str]:
 
 
 def write_rows(folder: Path) -> Path:
-    """Write prompts and answers of different lengths."""
+    """Prompts and answers of different lengths."""
     path = folder / "rows.jsonl"
     rows = [
         {"prompt": f"Cat {at}: " * (1 + at % 3), "completion": "it sleeps. " * (1 + at % 4)}
@@ -56,7 +56,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
-    """Return the command line of a run; the word `validation` adds data for it, `{tied}` is the folder of that
+    """Command line of a run; the word `validation` adds data for it, `{tied}` is the folder of that
     model.
     """
     models = {name: str(folder / name) for name in ("student", "teacher", "tied", "padded")}

@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def build_settings(kind: str) -> dict[str, Any]:
-    """Return what the config class of a kind is made with."""
+    """What the config class of a kind is made with."""
     own = KINDS[kind]
     if "text_config" in own:
         return own

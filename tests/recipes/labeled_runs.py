@@ -21,7 +21,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def write_answers(folder: Path) -> Path:
-    """Write answers of different lengths, two of three wanted."""
+    """Answers of different lengths, two of three wanted."""
     polite, rude = "Gladly: it sleeps all day. ", "No. Go away. "
     return write(
         folder / "answers.jsonl",
@@ -64,7 +64,7 @@ def write_classes(folder: Path) -> Path:
 
 
 def arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[str]:
-    """Return the command line of a run of a model of two layers of width 32 and 64."""
+    """A model of two layers of width 32 and 64."""
     config = data.parent / f"{recipe}.yaml"
     config.write_text(f"recipe: {recipe}\n")
     return latest(
@@ -90,14 +90,14 @@ def arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[st
 
 
 def list_validation_options(data: Path) -> list[str]:
-    """Validate every second step, by the first rows of the same file."""
+    """Every second step, by the first rows of the same file."""
     return [f"validation.source={data}", "validation.max_samples=7", "validation.every_n_steps=2"]
 
 
 def train(
     data: Path, recipe: str, ranks: int, overrides: tuple[str, ...]
 ) -> list[dict[str, float]]:
-    """Return what each line of a run has recorded; with saved states, of a second run that goes on after
+    """What each line of a run has recorded; with saved states, of a second run that goes on after
     the first step.
     """
     output = data.parent / "run"
@@ -123,7 +123,7 @@ def train(
 def train_all(
     data: Path, recipe: str, ranks: int, cases: Sequence[tuple[str, ...]]
 ) -> dict[tuple[str, ...], list[dict[str, float]]]:
-    """Return the runs by overrides."""
+    """By overrides."""
     allow_offload_on_cpu()
     return {case: train(data, recipe, ranks, case) for case in cases}
 

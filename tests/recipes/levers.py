@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def keys(self) -> set[str]:
-        """Return every key that it sets."""
+        """Every key that it sets."""
         return {override.partition("=")[0] for override in self.overrides}
 
 
@@ -249,7 +249,7 @@ HALVING = {
 
 
 def find_refusal(settings: "Settings") -> str | None:
-    """Return words of the line that these settings together are refused with; None: they must run."""
+    """Words of the line that these settings together are refused with; None: they must run."""
     overrides = {override for setting in settings for override in setting.overrides}
     for together, words in REFUSED_TOGETHER:
         if together <= overrides:
@@ -264,7 +264,7 @@ SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
 
 
 def pairs() -> list[Settings]:
-    """Return every two values of different levers."""
+    """Every two values of different levers."""
     return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
 
 
@@ -275,7 +275,7 @@ BESIDE = 6  # levers of such a run
 
 
 def list_met_pairs(row: Settings) -> set[Settings]:
-    """Return the pairs that a run of these settings says something about: those that its tolerance is not
+    """The pairs that a run of these settings says something about: those that its tolerance is not
     too wide for.
     """
     widest = max(setting.tolerance for setting in row)
@@ -287,7 +287,7 @@ def list_met_pairs(row: Settings) -> set[Settings]:
 
 
 def list_longer_rows(row: Settings) -> list[Settings]:
-    """Return the row with each setting of another lever that does not widen its tolerance and is not
+    """The row with each setting of another lever that does not widen its tolerance and is not
     refused with it.
     """
     levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
@@ -297,7 +297,7 @@ def list_longer_rows(row: Settings) -> list[Settings]:
 
 
 def list_covering_rows() -> list[Settings]:
-    """Return runs of several levers, so that every pair that is not refused is met by one of them (a
+    """Runs of several levers, so that every pair that is not refused is met by one of them (a
     covering array), but for the costly settings, each of which is in one run.
 
     Each begins with a pair that none has met yet; then the setting joins that meets most new pairs,
@@ -328,7 +328,7 @@ def list_covering_rows() -> list[Settings]:
 
 
 def cover(rows: list[Settings]) -> list[Settings]:
-    """Return few of the rows, in which every setting of theirs is."""
+    """Few of the rows, in which every setting of theirs is."""
     left = dict.fromkeys(setting for row in rows for setting in row)
     chosen = []
     while left:
@@ -343,19 +343,19 @@ TOGETHER = list_covering_rows()
 
 
 def find_basis(settings: Settings) -> tuple[str, ...]:
-    """Return overrides of the run of one process that a run of these settings is compared with."""
+    """Overrides of the run of one process that a run of these settings is compared with."""
     return tuple(dict.fromkeys(override for setting in settings for override in setting.basis))
 
 
 def reduce_to_one_rank(settings: Settings) -> Settings:
-    """Return those of the settings that one process can have."""
+    """Those of the settings that one process can have."""
     return tuple(
         setting for setting in settings if setting.ranks == 2 and setting.lever != "shards"
     )
 
 
 def format_title(settings: Settings) -> str:
-    """Return a name for reports."""
+    """For reports."""
     if settings in TOGETHER:
         return f"together {TOGETHER.index(settings)}"
     return " + ".join(map(str, settings)) or "plain"

@@ -54,7 +54,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def write_mixture(family: str, folder: Path) -> Path:
-    """Write the family's config.json."""
+    """The family's config.json."""
     path = folder / f"{family}.json"
     path.write_text(json.dumps({"model_type": family} | _SHAPE | MIXTURES[family]))
     return path

@@ -99,7 +99,7 @@ class Case:
 
 
 def write_presets(folder: Path) -> None:
-    """Write a config.json for each model of the cases, and each kind's samples."""
+    """A config.json for each model of the cases, and each kind's samples."""
     for family in MIXTURES:
         write_mixture(family, folder)
     tiny = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {
@@ -128,7 +128,7 @@ def write_presets(folder: Path) -> None:
 
 
 def write_messages(folder: Path) -> None:
-    """Write conversations of unlike lengths."""
+    """Conversations of unlike lengths."""
     words = [" ".join(["cat", "dog", "sees", "it", "a tree"][at % 5] for at in range(1 + 7 * number % 23))
              for number in range(24)]  # fmt: skip
     turns = [
@@ -141,7 +141,7 @@ def write_messages(folder: Path) -> None:
 
 
 def arguments(case: Case, folder: Path, output: Path) -> list[str]:
-    """Return the command line of a case."""
+    """The command line of a case."""
     kind = KINDS[case.kind]
     config = folder / f"{kind.recipe}.yaml"
     if not config.exists():
@@ -185,7 +185,7 @@ def arguments(case: Case, folder: Path, output: Path) -> list[str]:
 def train(
     case: Case, folder: Path, *more: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return the numbers of each line of metrics.jsonl, and how far each parameter moved: its gradients
+    """The numbers of each line of metrics.jsonl, and how far each parameter moved: its gradients
     times the rate.
     """
     if KINDS[case.kind].recipe == DISTILL and not (folder / "teacher").exists():
@@ -210,7 +210,7 @@ def train(
 
 
 def train_padded(folder: Path, cases: list[Case]) -> list[Any]:
-    """Return of each case the run as it is, padded further, and of one process each sequence alone.
+    """Of each case the run as it is, padded further, and of one process each sequence alone.
 
     Not of what goes by micro-batches: the loss of routers is their mean, and products in 8 bits
     have scales of each.

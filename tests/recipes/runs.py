@@ -32,7 +32,7 @@ REWARD, DISTILL = "reward_distributed", "distill_distributed"
 
 @cache
 def recipe_module(name: str = FULL) -> ModuleType:
-    """Return a recipe's file as a module."""
+    """A recipe's file as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -42,7 +42,7 @@ def recipe_module(name: str = FULL) -> ModuleType:
 
 
 def arguments(output: Path, config: str = "demo/full") -> list[str]:
-    """Return the command line of a run of seconds: the demo's tokenizer and rows, a model of two layers of
+    """Command line of a run of seconds: the demo's tokenizer and rows, a model of two layers of
     width 32.
     """
     return [
@@ -60,7 +60,7 @@ def arguments(output: Path, config: str = "demo/full") -> list[str]:
 
 
 def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
-    """Return the command line of a run that starts from real weights, 260 K of them; the data is for
+    """Command line of a run that starts from real weights, 260 K of them; the data is for
     `overrides` to say.
     """
     return latest(
@@ -78,7 +78,7 @@ def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
 
 
 def latest(*words: str) -> list[str]:
-    """Return the words without those whose key is given again later: a command line has each key once."""
+    """The words without those whose key is given again later: a command line has each key once."""
     last = {word.partition("=")[0]: at for at, word in enumerate(words) if "=" in word}
     return [
         word
@@ -99,7 +99,7 @@ class Run:
 
 
 def recipe_class(module: ModuleType) -> type[Any]:
-    """Return the class that a recipe's file is about: the one with a training step."""
+    """The class that a recipe's file is about: the one with a training step."""
     made = (
         value
         for value in vars(module).values()
@@ -114,7 +114,7 @@ def run_here(
     before_model: Hook | None = None,
     recipe: str = FULL,
 ) -> Run:
-    """Run the recipe's `main(argv)`, with exit code and lines as `exit_code_of` would give them.
+    """The recipe's `main(argv)`, with exit code and lines as `exit_code_of` would give them.
 
     before_model, before_training: called with the recipe when its data is read, and when all is set
     up and resumed.
@@ -156,7 +156,7 @@ def run_here(
 
 
 class _Lines(logging.Handler):
-    """A handler that keeps what is logged."""
+    """Keeps what is logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,12 +167,12 @@ class _Lines(logging.Handler):
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the tensor, gathered if it is sharded. A collective."""
+    """A copy of the tensor, gathered if it is sharded. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def parameters(recipe: Any) -> dict[str, torch.Tensor]:
-    """Return the model's parameters, whole. A collective."""
+    """The model's parameters, whole. A collective."""
     recipe.model.state_dict()  # FSDP's hook frees what is gathered
     return {
         name: gather_whole(parameter.detach())
@@ -181,7 +181,7 @@ def parameters(recipe: Any) -> dict[str, torch.Tensor]:
 
 
 def states(recipe: Any) -> dict[str, torch.Tensor]:
-    """Return the optimizer's states by parameter and kind, whole. A collective."""
+    """The optimizer's states by parameter and kind, whole. A collective."""
     recipe.model.state_dict()
     held = recipe.optimizer.state
     return {
@@ -193,12 +193,12 @@ def states(recipe: Any) -> dict[str, torch.Tensor]:
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
-    """Return every line of metrics.jsonl, none of them torn."""
+    """Every line of metrics.jsonl, none of them torn."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps(output: Path) -> list[tuple[int, float, float]]:
-    """Return (step, loss, gradient norm) of every training line of metrics.jsonl."""
+    """(step, loss, gradient norm) of every training line of metrics.jsonl."""
     return [
         (line["step"], line["loss"], line["grad_norm"])
         for line in metrics(output)
@@ -207,18 +207,18 @@ def steps(output: Path) -> list[tuple[int, float, float]]:
 
 
 def losses(output: Path) -> list[float]:
-    """Return the loss of every step."""
+    """The loss of every step."""
     return [loss for _, loss, _ in steps(output)]
 
 
 def measure_largest_difference(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two series of the same length."""
+    """The largest relative difference of two series of the same length."""
     assert len(found) == len(expected) > 0, (found, expected)
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Return relative path -> contents of every file under the folder."""
+    """Relative path -> contents of every file under the folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -227,7 +227,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def done(run: Any) -> Any:
-    """Return a run of `run_here` that has to have ended well on every rank."""
+    """A run of `run_here` that has to have ended well on every rank."""
     assert run.code == 0, run.said
     if dist.is_initialized():
         dist.barrier()  # a rank that is there first would not find what the others still write
@@ -235,12 +235,12 @@ def done(run: Any) -> Any:
 
 
 def probe() -> torch.Tensor:
-    """Return tokens `[2, 24]` to compare logits on."""
+    """Tokens `[2, 24]` to compare logits on."""
     return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def allow_offload_on_cpu() -> None:
-    """Let what is kept on the host be copied there and back though the device is a CPU; for the rest of
+    """What is kept on the host is copied there and back though the device is a CPU; for the rest of
     a process.
     """
     for module in (optimizers, activation_offload, layer_stream):

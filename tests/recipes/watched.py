@@ -54,7 +54,7 @@ class Watch:
         recipe.train_step = train_step
 
     def report(self, recipe: Any) -> dict[str, Any]:
-        """Return norms; errors, those of `Formula.error`; unmoved, the trained parameters that are where
+        """norms; errors, those of `Formula.error`; unmoved, the trained parameters that are where
         they began; still, those of them whose formula is not; start and weights, before and after.
         """
         found = {name: parameter.detach() for name, parameter in recipe.model.named_parameters()}
@@ -78,7 +78,7 @@ class Watch:
 
 
 def compute_rate(cfg: Any, step: int) -> float:
-    """Return the learning rate of a step, of a run without warm-up that does `max_steps` steps."""
+    """The learning rate of a step, of a run without warm-up that does `max_steps` steps."""
     assert cfg.lr_scheduler.warmup_steps == 0
     if cfg.lr_scheduler.type == "constant":
         return cfg.optimizer.lr
@@ -88,7 +88,7 @@ def compute_rate(cfg: Any, step: int) -> float:
 
 
 def gather_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
-    """Return every trained parameter, whole, on the first rank; nothing on the others. A collective of all
+    """Every trained parameter, whole, on the first rank; nothing on the others. A collective of all
     ranks.
     """
     trained = {
@@ -105,7 +105,7 @@ def gather_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
 def measure_distance(
     found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
 ) -> float:
-    """Return how far weights are from those wanted, in parts of the way that these have come from the
+    """How far weights are from those wanted, in parts of the way that these have come from the
     start.
     """
     assert found.keys() == wanted.keys() == start.keys()

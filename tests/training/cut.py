@@ -31,7 +31,7 @@ class _Holder(nn.Module):
 
 
 def place_params(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]:
-    """Return the same values, of which each rank has its part. Collective."""
+    """The same values, of which each rank has its part. Collective."""
     whole = {name: parameter.detach().clone() for name, parameter in params.items()}
     mesh: Any = init_device_mesh("cpu", (cut.ranks,), mesh_dim_names=("data",))
     if cut.how != "rows":
@@ -53,7 +53,7 @@ def place_params(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Para
 
 
 def get_local_part(whole: Tensor, like: Any) -> Any:
-    """Return a whole tensor's part on this rank, cut as `like` is."""
+    """A whole tensor's part on this rank, cut as `like` is."""
     local, start = locate_local_part(like.detach())
     part = whole[tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))]
     return DTensor.from_local(part.clone().contiguous(), like.device_mesh, like.placements, run_check=False,

@@ -18,7 +18,7 @@ LONGEST_BLOCK = {8: 256, 4: 128}
 
 
 def compute_dynamic_levels(bits: int, signed: bool) -> Tensor:
-    """Return the 2^bits numbers that codes stand for, fp64, rising (Dettmers, arXiv:1511.04561; of
+    """The 2^bits numbers that codes stand for, fp64, rising (Dettmers, arXiv:1511.04561; of
     unsigned 4 bits: Li, Chen and Zhu, arXiv:2309.01507).
     """
     if bits == 4 and not signed:
@@ -35,7 +35,7 @@ def compute_dynamic_levels(bits: int, signed: bool) -> Tensor:
 
 
 def round_in_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
-    """Return numbers of which each block shares its largest absolute value as scale, each rounded to the
+    """Numbers of which each block shares its largest absolute value as scale, each rounded to the
     nearest level.
 
     Unsigned ones that are more than zero never become zero.
@@ -53,7 +53,7 @@ def round_in_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Ten
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Do five steps of the quintic Newton-Schulz iteration (Jordan 2024) on a matrix divided by its
+    """Five steps of the quintic Newton-Schulz iteration (Jordan 2024) on a matrix divided by its
     Frobenius norm.
     """
     found = matrix / max(float(matrix.norm()), 1e-7)
@@ -92,7 +92,7 @@ class Formula:
         return self.cfg.stochastic_rounding and self.dtype == torch.bfloat16
 
     def kept(self, state: str, value: Tensor, signed: bool) -> Tensor:
-        """Return the state as it is stored until the next step; computing goes on with the value before
+        """The state as it is stored until the next step; computing goes on with the value before
         that.
         """
         bits = (
@@ -160,11 +160,11 @@ class Formula:
         return 0.2 * math.sqrt(max(ahead.shape)) * orthogonalize(ahead)
 
     def stored(self) -> Tensor:
-        """Return `at`, in the parameter's type and back."""
+        """`at`, in the parameter's type and back."""
         return self.at.to(self.dtype).double()
 
     def error(self, found: Tensor) -> float:
-        """Return how far weights are from the formula's, in parts of the length of the way that it goes.
+        """How far weights are from the formula's, in parts of the length of the way that it goes.
 
         Where at most one weight, or one of a hundred, is the next number, and no other differs, it
         is nothing: those lay between two numbers, and a way of less than one number's distance
@@ -193,7 +193,7 @@ class Formula:
 def clip_gradients(
     gradients: dict[str, Tensor], most: float | None
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the gradients scaled so that the norm of all of them is at most `most`, each in its type; and
+    """The gradients scaled so that the norm of all of them is at most `most`, each in its type; and
     the norm before.
     """
     norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))

@@ -33,7 +33,7 @@ SHAPE = {
 
 
 def make_sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
-    """Return a dataset. lengths: of each item the prompt's, then those of its answers, one for each of its `group`
+    """lengths: of each item the prompt's, then those of its answers, one for each of its `group`
     sequences.
     """
     generator = np.random.Generator(np.random.Philox(7))
@@ -52,7 +52,7 @@ def make_sequences(lengths: list[tuple[int, ...]], values: list[float], group: i
 
 
 def split_sequence(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
-    """Return the ids of a sequence's prompt and of its answer."""
+    """The ids of a sequence's prompt and of its answer."""
     start, end = dataset._offsets[number], dataset._offsets[number + 1]
     ids, trained = dataset.ids[start:end].tolist(), dataset._trained[start:end].tolist()
     first = trained.index(1)
@@ -60,7 +60,7 @@ def split_sequence(dataset: Dataset, number: int) -> tuple[list[int], list[int]]
 
 
 def build_reference(seed: int, folder: Path, **changed: Any) -> Any:
-    """Return a model of transformers with random weights in fp32, saved to a folder; with num_labels it
+    """A model of transformers with random weights in fp32, saved to a folder; with num_labels it
     has a score head.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -73,7 +73,7 @@ def build_reference(seed: int, folder: Path, **changed: Any) -> Any:
 
 
 def build_decoder(spec: DecoderSpec, folder: Path) -> Decoder:
-    """Return the model in a folder."""
+    """The model in a folder."""
     model = build_meta(spec, torch.float32)
     allocate(model, torch.device("cpu"))
     load_weights(model, spec, folder)
@@ -81,7 +81,7 @@ def build_decoder(spec: DecoderSpec, folder: Path) -> Decoder:
 
 
 def make_tokenizer() -> Any:
-    """Return a tokenizer for TRL, which wants one; nothing of what is compared goes through it."""
+    """For TRL, which wants one; nothing of what is compared goes through it."""
     from transformers import AutoTokenizer
 
     made = AutoTokenizer.from_pretrained(
@@ -92,7 +92,7 @@ def make_tokenizer() -> Any:
 
 
 def assert_gradients(found: Decoder, expected: Any) -> None:
-    """Compare those of all parameters, by transformers' names, to 1e-5 of each one's norm."""
+    """Of all parameters, by transformers' names, to 1e-5 of each one's norm."""
     wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
     for name, parameter in found.named_parameters():
         assert parameter.grad is not None

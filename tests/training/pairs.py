@@ -25,7 +25,7 @@ LOSSES = {
 
 
 def make_pairs(vocabulary: int) -> Dataset:
-    """Return a dataset of the pairs in LENGTHS: every answer has its prompt in front, and only its own ids
+    """A dataset of the pairs in LENGTHS: every answer has its prompt in front, and only its own ids
     are trained.
     """
     generator = np.random.Generator(np.random.Philox(3))
@@ -44,7 +44,7 @@ def make_pairs(vocabulary: int) -> Dataset:
 
 
 def compute_answer_logp(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
-    """Return the log-probability of one row's trained targets, from all its logits; their mean instead of
+    """Log-probability of one row's trained targets, from all its logits; their mean instead of
     their sum if asked.
     """
     tokens, labels = row
@@ -56,7 +56,7 @@ def compute_answer_logp(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) 
 def compute_plain_loss(
     model: Decoder, reference: Decoder | None, rows: Dataset, cfg: DpoConfig
 ) -> tuple[Tensor, list[float]]:
-    """Return the mean loss over all pairs; and the means of chosen reward, rejected reward and accuracy."""
+    """Mean loss over all pairs; and the means of chosen reward, rejected reward and accuracy."""
     mean = cfg.loss in ("ipo", "simpo")
     total = torch.zeros((), dtype=torch.float64)
     numbers = np.zeros(3)
