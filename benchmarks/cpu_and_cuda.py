@@ -30,7 +30,7 @@ from benchmarks.gpu_plan import begin_report, look_up_hardware
 from benchmarks.gpu_plan_report import format_head, name_device, write_pair
 from recipe_lib.config.registry import register
 from tests.recipes import distill_models, labeled_runs, test_adapter_levers
-from tests.recipes.levers import HALVING, LEVERS, LOSS, TOGETHER, reduce_to_one_rank
+from tests.recipes.levers import HALVING, LEVERS, LOSS, TOGETHER, on_one_rank
 from tests.recipes.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import (
     DISTILL,
@@ -129,7 +129,7 @@ def _list_lever_cases() -> list[RunPair]:
         for setting in singles
     ]
     for number, row in enumerate(TOGETHER):
-        settings = reduce_to_one_rank(row)
+        settings = on_one_rank(row)
         words = tuple(dict.fromkeys(word for setting in settings for word in setting.overrides))
         tolerance = max([2e-4, *(setting.tolerance for setting in settings)])
         pairs.append(

@@ -22,7 +22,7 @@ from tests.adapters.hugging_face import theirs
 from tests.checkpoint.test_every_tensor import EXTERNAL as OF_TENSORS
 from tests.models.reference import reference_model
 from tests.recipes.external_kinds import KINDS as OF_RUNS
-from tests.recipes.external_kinds import build_settings
+from tests.recipes.external_kinds import settings_of
 
 # base -> (case of reference_model, what differs in its config)
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,7 +60,7 @@ MULTIMODAL = "gemma3, multimodal"
 EVERYWHERE = {f"{kind} of transformers": config for kind, config in MIXED.items()}
 EVERYWHERE |= {f"{kind} of transformers": config for kind, config in OF_TENSORS.items()}
 EVERYWHERE |= {
-    f"{kind} of transformers": build_settings(kind)
+    f"{kind} of transformers": settings_of(kind)
     for kind in OF_RUNS
     if f"{kind} of transformers" not in EVERYWHERE
 }

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from recipe_lib.adapters.quantized import fake_quantize_weight
-from tests.recipes.watched import compute_rate
-from tests.training.formulas import Formula, clip_gradients
+from tests.recipes.watched import rate_of
+from tests.training.formulas import Formula, clipped
 
 
 class Row(NamedTuple):
@@ -87,9 +87,9 @@ class ByHand:
             gradients = dict(
                 zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)
             )
-            gradients, norm = clip_gradients(gradients, self.cfg.clip_grad_norm)
+            gradients, norm = clipped(gradients, self.cfg.clip_grad_norm)
             for name, formula in self.formulas.items():
-                formula.step(gradients[name], compute_rate(self.cfg, number))
+                formula.step(gradients[name], rate_of(self.cfg, number))
             self.losses.append(loss.item())
             self.norms.append(norm)
             for rows in validation:

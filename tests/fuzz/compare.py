@@ -22,7 +22,7 @@ from recipe_lib.config import parse_arguments
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.fuzz.by_hand import ByHand
 from tests.fuzz.cases import CONFIGS, KEEP_BEST, LENGTH, MIXTURES, MODELS, STEPS, TEACHER, Case
-from tests.recipes.runs import REWARD, ROOT, allow_offload_on_cpu, run_here, steps
+from tests.recipes.runs import REWARD, ROOT, offload_on_a_cpu, run_here, steps
 from tests.recipes.watched import Watch
 
 SECONDS = 240.0  # of a run
@@ -211,7 +211,7 @@ def _limit(case: Case, limit: Limit) -> Limit:
 def _train(case: Case, own: Path, plain: bool) -> dict[str, Any]:
     """A run, on this rank. Of the plain one also what it began with and its steps' rows."""
     if not plain:
-        allow_offload_on_cpu()
+        offload_on_a_cpu()
     watch = Watch() if plain else None
     run = run_here(case.arguments(own, plain=plain), recipe=case.recipe, before_training=watch)
     torch.distributed.barrier()

@@ -26,7 +26,7 @@ from recipe_lib.optim.optimizers import build_optimizer, clip_grad_norm
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, small_batch, small_spec
-from tests.training.cut import Cut, get_local_part, place_params
+from tests.training.cut import Cut, own_part, placed
 
 CPU = torch.device("cpu")
 ALONE = SimpleNamespace(device=CPU, pipeline=None)
@@ -202,7 +202,7 @@ def stepped(
         for name, parameter in params.items():
             gradient = drawn(step)[name].to(parameter.dtype)
             parameter.grad = (
-                get_local_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+                own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
             )
         for parameter in params.values():
             step_one(parameter)
@@ -221,11 +221,7 @@ def alike(found: Any, expected: Any) -> list[str]:
         assert values.keys() == wanted.keys()
         for key, value in wanted.items():
             if isinstance(values[key], DTensor):
-                value = (
-                    get_local_part(value, values[key])
-                    if value.shape == values[key].shape
-                    else value
-                )
+                value = own_part(value, values[key]) if value.shape == values[key].shape else value
             if not torch.equal(
                 *(
                     torch.as_tensor(get_detached_local(one) if isinstance(one, Tensor) else one)
@@ -295,7 +291,7 @@ def test_sharded_states_come_from_the_host(cut: Cut) -> None:
 
     def work() -> list[list[str]]:
         offload = lambda optimizer: OffloadedStates(optimizer, CPU).step_one  # noqa: E731
-        found = [stepped(cfg, place_params(copy(), cut), offload) for cfg in cfgs]
+        found = [stepped(cfg, placed(copy(), cut), offload) for cfg in cfgs]
         return [alike(one, expected) for one, expected in zip(found, plain, strict=True)]
 
     assert run_ranks(work, cut.ranks) == [[[]] * len(cfgs)] * cut.ranks

@@ -20,7 +20,7 @@ from recipe_lib.optim.optimizers import (
     set_hyperparameters,
 )
 from tests.distributed.ranks import run_ranks
-from tests.training.cut import Cut, get_local_part, place_params
+from tests.training.cut import Cut, own_part, placed
 
 CPU = torch.device("cpu")
 CFG = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1)
@@ -60,9 +60,7 @@ def trained(cfg: OptimizerConfig, params: dict[str, nn.Parameter], steps: int = 
     for step in range(steps):
         for name, parameter in params.items():
             found: Any = gradient(name, step).to(parameter.dtype)
-            parameter.grad = (
-                get_local_part(found, parameter) if isinstance(parameter, DTensor) else found
-            )
+            parameter.grad = own_part(found, parameter) if isinstance(parameter, DTensor) else found
         optimizer.step()
     return optimizer
 
@@ -165,7 +163,7 @@ def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
 
     def work() -> tuple[list[int], list[str]]:
         whole = muon.orthogonalize
-        params = place_params(weights(), Cut("rows", 2))
+        params = placed(weights(), Cut("rows", 2))
         optimizer = build_optimizer(CFG, params.items(), CPU)
         computed, differ = [], []
         for step in range(2):
@@ -174,12 +172,12 @@ def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
                 computed.__setitem__(-1, computed[-1] + 1) or whole(matrix)
             )
             for name, parameter in params.items():
-                parameter.grad = get_local_part(gradient(name, step), parameter)
+                parameter.grad = own_part(gradient(name, step), parameter)
                 step_parameter(optimizer, parameter)
                 parameter.grad = None
         for name, parameter in params.items():
             if not torch.equal(
-                parameter.to_local(), get_local_part(together[name].detach(), parameter).to_local()
+                parameter.to_local(), own_part(together[name].detach(), parameter).to_local()
             ):
                 differ.append(name)
         return computed, differ
@@ -223,12 +221,12 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
         for cut in CUTS[ranks]:
             for case, options in CASES.items():
                 params = {name: weights(dtype_of(case))[name] for name in names}
-                params = place_params(params, Cut(cut, ranks))
+                params = placed(params, Cut(cut, ranks))
                 optimizer = trained(replace(CFG, **options), params)
                 for name, parameter in params.items():
                     if not torch.equal(
                         parameter.to_local(),
-                        get_local_part(alone[case][name].detach(), parameter).to_local(),
+                        own_part(alone[case][name].detach(), parameter).to_local(),
                     ):
                         differ.append(f"{cut} {case} {name}")
                 assert len(optimizer.state) == len(names)

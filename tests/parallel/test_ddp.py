@@ -23,13 +23,13 @@ from tests.recipes.runs import (
     LORA,
     ROOT,
     done,
-    gather_whole,
-    measure_largest_difference,
+    furthest,
     metrics,
     probe,
     run_here,
     steps,
     stories,
+    whole,
 )
 from tests.selection import selected
 
@@ -224,7 +224,7 @@ def of_two(runs: Runs, bits: list[int], everything: bool) -> dict[str, Any]:
     runs.run("fsdp to ddp", 2, DDP, runs.state("full fsdp"))
     resumed = runs.run("ddp to fsdp", 2, runs.state("full ddp"))
     with torch.no_grad():
-        return {"logits": logits, "resumed": gather_whole(resumed.recipe.model(probe()))} | marked
+        return {"logits": logits, "resumed": whole(resumed.recipe.model(probe()))} | marked
 
 
 @pytest.fixture(scope="module")
@@ -253,14 +253,8 @@ def test_losses_and_norms_are_those_of_one_process(runs: Any, name: str, referen
     many, one = steps(runs[0] / name), steps(runs[0] / reference)
     one = one[SAVED:] if len(many) < STEPS else one
     assert [step for step, _, _ in many] == [step for step, _, _ in one]
-    assert (
-        measure_largest_difference([loss for _, loss, _ in many], [loss for _, loss, _ in one])
-        <= 1e-5
-    )
-    assert (
-        measure_largest_difference([norm for _, _, norm in many], [norm for _, _, norm in one])
-        <= 1e-4
-    )
+    assert furthest([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
+    assert furthest([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
     assert all(norm > 0.5 for _, _, norm in one)  # all are clipped
 
 
@@ -273,14 +267,9 @@ def test_matmuls_of_few_bits_find_the_same_whether_weights_are_gathered(runs: An
     shards, copies, plain = (
         steps(runs[0] / name) for name in (f"int{bits} fsdp", f"int{bits} ddp", "full 1")
     )
-    assert (
-        measure_largest_difference([loss for _, loss, _ in copies], [loss for _, loss, _ in shards])
-        <= 1e-3
-    )
+    assert furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in shards]) <= 1e-3
     assert copies[0][1] == shards[0][1]
-    off = measure_largest_difference(
-        [loss for _, loss, _ in copies], [loss for _, loss, _ in plain]
-    )
+    off = furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in plain])
     assert 1e-6 < off < 0.02
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.recipes.runs import ROOT, allow_offload_on_cpu, latest, metrics, run_here
+from tests.recipes.runs import ROOT, latest, metrics, offload_on_a_cpu, run_here
 
 STEPS, ITEMS = 3, 4  # items of a step, over all ranks
 COMPARED = ("loss", "grad_norm", "kl", "accuracy", "reward", "validation")
@@ -89,7 +89,7 @@ def arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[st
     )
 
 
-def list_validation_options(data: Path) -> list[str]:
+def validated(data: Path) -> list[str]:
     """Every second step, by the first rows of the same file."""
     return [f"validation.source={data}", "validation.max_samples=7", "validation.every_n_steps=2"]
 
@@ -105,7 +105,7 @@ def train(
     together = ("parallel.tensor", "parallel.context", "parallel.pipeline")
     shared = 2 if any(each.startswith(together) for each in overrides) else 1
     size = f"batch_size={ITEMS * shared // ranks // accumulation}"
-    argv = arguments(data, output, recipe, size, *list_validation_options(data), *overrides)
+    argv = arguments(data, output, recipe, size, *validated(data), *overrides)
     starts = [[*argv, "overwrite_output_dir=true"]]
     if any("save_every_n_steps" in override for override in overrides):
         starts.append([*argv, f"resume={output / 'state' / 'step_1'}"])
@@ -124,7 +124,7 @@ def train_all(
     data: Path, recipe: str, ranks: int, cases: Sequence[tuple[str, ...]]
 ) -> dict[tuple[str, ...], list[dict[str, float]]]:
     """By overrides."""
-    allow_offload_on_cpu()
+    offload_on_a_cpu()
     return {case: train(data, recipe, ranks, case) for case in cases}
 
 

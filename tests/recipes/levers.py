@@ -248,7 +248,7 @@ HALVING = {
 }
 
 
-def find_refusal(settings: "Settings") -> str | None:
+def refusal(settings: "Settings") -> str | None:
     """Words of the line that these settings together are refused with; None: they must run."""
     overrides = {override for setting in settings for override in setting.overrides}
     for together, words in REFUSED_TOGETHER:
@@ -274,7 +274,7 @@ COSTLY: Settings = tuple(setting for setting in LEVERS if setting is COMPILE or 
 BESIDE = 6  # levers of such a run
 
 
-def list_met_pairs(row: Settings) -> set[Settings]:
+def met(row: Settings) -> set[Settings]:
     """The pairs that a run of these settings says something about: those that its tolerance is not
     too wide for.
     """
@@ -286,17 +286,17 @@ def list_met_pairs(row: Settings) -> set[Settings]:
     }
 
 
-def list_longer_rows(row: Settings) -> list[Settings]:
+def joined_by_one(row: Settings) -> list[Settings]:
     """The row with each setting of another lever that does not widen its tolerance and is not
     refused with it.
     """
     levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
     others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
     longer = [tuple(sorted((*row, one), key=LEVERS.index)) for one in others if one not in COSTLY]
-    return [settings for settings in longer if not find_refusal(settings)]
+    return [settings for settings in longer if not refusal(settings)]
 
 
-def list_covering_rows() -> list[Settings]:
+def together() -> list[Settings]:
     """Runs of several levers, so that every pair that is not refused is met by one of them (a
     covering array), but for the costly settings, each of which is in one run.
 
@@ -305,23 +305,23 @@ def list_covering_rows() -> list[Settings]:
     """
     rows: list[Settings] = []
     left = dict.fromkeys(
-        pair for pair in pairs() if not find_refusal(pair) and not set(pair) & set(COSTLY)
+        pair for pair in pairs() if not refusal(pair) and not set(pair) & set(COSTLY)
     )
 
     def new(row: Settings) -> int:
-        return sum(pair in left for pair in list_met_pairs(row))
+        return sum(pair in left for pair in met(row))
 
     while left:
         row: Settings = ()
         longer = next(iter(left))
         while longer != row and len(longer) <= MOST:
-            row, longer = longer, max([longer, *list_longer_rows(longer)], key=new)
+            row, longer = longer, max([longer, *joined_by_one(longer)], key=new)
         rows.append(row)
-        for pair in list_met_pairs(row):
+        for pair in met(row):
             left.pop(pair, None)
     for number, setting in enumerate(COSTLY):
         row = (setting,)
-        while len(row) < BESIDE and (longer_rows := list_longer_rows(row)):
+        while len(row) < BESIDE and (longer_rows := joined_by_one(row)):
             row = longer_rows[(number * BESIDE) % len(longer_rows)]  # not the same company for each
         rows.append(row)
     return rows
@@ -338,23 +338,23 @@ def cover(rows: list[Settings]) -> list[Settings]:
     return chosen
 
 
-REFUSED = [pair for pair in pairs() if find_refusal(pair)]
-TOGETHER = list_covering_rows()
+REFUSED = [pair for pair in pairs() if refusal(pair)]
+TOGETHER = together()
 
 
-def find_basis(settings: Settings) -> tuple[str, ...]:
+def basis(settings: Settings) -> tuple[str, ...]:
     """Overrides of the run of one process that a run of these settings is compared with."""
     return tuple(dict.fromkeys(override for setting in settings for override in setting.basis))
 
 
-def reduce_to_one_rank(settings: Settings) -> Settings:
+def on_one_rank(settings: Settings) -> Settings:
     """Those of the settings that one process can have."""
     return tuple(
         setting for setting in settings if setting.ranks == 2 and setting.lever != "shards"
     )
 
 
-def format_title(settings: Settings) -> str:
+def title(settings: Settings) -> str:
     """For reports."""
     if settings in TOGETHER:
         return f"together {TOGETHER.index(settings)}"

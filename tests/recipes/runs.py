@@ -166,7 +166,7 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the tensor, gathered if it is sharded. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
@@ -174,10 +174,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 def parameters(recipe: Any) -> dict[str, torch.Tensor]:
     """The model's parameters, whole. A collective."""
     recipe.model.state_dict()  # FSDP's hook frees what is gathered
-    return {
-        name: gather_whole(parameter.detach())
-        for name, parameter in recipe.model.named_parameters()
-    }
+    return {name: whole(parameter.detach()) for name, parameter in recipe.model.named_parameters()}
 
 
 def states(recipe: Any) -> dict[str, torch.Tensor]:
@@ -185,7 +182,7 @@ def states(recipe: Any) -> dict[str, torch.Tensor]:
     recipe.model.state_dict()
     held = recipe.optimizer.state
     return {
-        f"{name}/{kind}": gather_whole(torch.as_tensor(value))
+        f"{name}/{kind}": whole(torch.as_tensor(value))
         for name, parameter in recipe.model.named_parameters()
         for kind, value in sorted(held.get(parameter, {}).items())
         if value is not None
@@ -211,7 +208,7 @@ def losses(output: Path) -> list[float]:
     return [loss for _, loss, _ in steps(output)]
 
 
-def measure_largest_difference(found: list[float], expected: list[float]) -> float:
+def furthest(found: list[float], expected: list[float]) -> float:
     """The largest relative difference of two series of the same length."""
     assert len(found) == len(expected) > 0, (found, expected)
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -239,7 +236,7 @@ def probe() -> torch.Tensor:
     return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-def allow_offload_on_cpu() -> None:
+def offload_on_a_cpu() -> None:
     """What is kept on the host is copied there and back though the device is a CPU; for the rest of
     a process.
     """

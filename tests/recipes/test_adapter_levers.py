@@ -20,14 +20,7 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.errors import STORAGE
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.recipes.runs import (
-    LORA,
-    ROOT,
-    allow_offload_on_cpu,
-    measure_largest_difference,
-    metrics,
-    run_here,
-)
+from tests.recipes.runs import LORA, ROOT, furthest, metrics, offload_on_a_cpu, run_here
 from tests.recipes.watched import Watch
 from tests.selection import selected, slow_except
 
@@ -227,7 +220,7 @@ def results(
         apply_levers.compile_layers = functools.partial(
             apply_levers.compile_layers, backend="eager"
         )
-        allow_offload_on_cpu()
+        offload_on_a_cpu()
         if ranks == 1:
             return [train(folder, kind, basis, 1) for kind, basis in bases]
         return [
@@ -262,9 +255,7 @@ def test_losses_are_those_of_one_rank_or_it_is_refused(
     assert len(found["lines"]) == len(expected["lines"]) == STEPS
     for name, slack in (("loss", 1), ("grad_norm", 10)):
         mine, wanted = ([line[name] for line in run["lines"]] for run in (found, expected))
-        assert measure_largest_difference(mine, wanted) <= slack * max(
-            kind.tolerance, lever.tolerance
-        )
+        assert furthest(mine, wanted) <= slack * max(kind.tolerance, lever.tolerance)
 
 
 @pytest.mark.parametrize("basis", slow_except(BASES, QUICK_BASES), ids=str)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import FULL, LORA, ROOT, allow_offload_on_cpu, run_here
+from tests.recipes.runs import FULL, LORA, ROOT, offload_on_a_cpu, run_here
 from tests.recipes.test_best_runs import command, equal, validations, weights
 from tests.recipes.test_resume import stop_after
 from tests.selection import selected
@@ -74,7 +74,7 @@ def trained(
     folder, wanted = tmp_path_factory.mktemp("forms"), selected(request, "form")
 
     def together(ranks: int) -> dict[str, dict[str, Any]]:
-        allow_offload_on_cpu()
+        offload_on_a_cpu()
         return {form: train(form, folder) for form in wanted if FORMS[form][1] == ranks}
 
     return run_ranks(together, 1, 1)[0] | run_ranks(together, 2, 2)[0]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import ROOT, measure_largest_difference
+from tests.recipes.runs import ROOT, furthest
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_mixture_runs import (
     PIPELINE,
@@ -87,9 +87,9 @@ def test_losses_are_those_of_one_process(results: dict[Case, Any], case: Case) -
         1, len(expected[0])
     ):  # loss, norm, and of mixtures load, dropped tokens and balance loss
         mine, wanted = ([line[column] for line in lines] for lines in (found, expected))
-        assert mine == wanted or measure_largest_difference(mine, wanted) <= tolerance, (
+        assert mine == wanted or furthest(mine, wanted) <= tolerance, (
             column,
-            measure_largest_difference(mine, wanted),
+            furthest(mine, wanted),
         )
 
 
@@ -113,7 +113,7 @@ def test_a_state_is_gone_on_from_at_any_size(tmp_path: Path) -> None:
         )[0]
         for column in (1, 2):
             mine, wanted = ([line[column] for line in lines] for lines in (found, whole[1:]))
-            assert measure_largest_difference(mine, wanted) <= 1e-11, (ranks, levers)
+            assert furthest(mine, wanted) <= 1e-11, (ranks, levers)
 
 
 def written(folder: Path, cases: list[Case]) -> None:

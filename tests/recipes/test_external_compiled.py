@@ -11,15 +11,7 @@ import pytest
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import (
-    LORA,
-    arguments,
-    done,
-    latest,
-    measure_largest_difference,
-    run_here,
-    steps,
-)
+from tests.recipes.runs import LORA, arguments, done, furthest, latest, run_here, steps
 
 COMMON = {
     "vocab_size": 512,
@@ -66,9 +58,4 @@ def test_two_ranks_record_what_one_process_does(tmp_path: Path) -> None:
         norm > 0.01 for _, _, norm in one
     )
     for column in (1, 2):
-        assert (
-            measure_largest_difference(
-                [line[column] for line in several], [line[column] for line in one]
-            )
-            <= 1e-4
-        )
+        assert furthest([line[column] for line in several], [line[column] for line in one]) <= 1e-4

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 
-from tests.recipes.external_kinds import build_settings
+from tests.recipes.external_kinds import settings_of
 from tests.recipes.runs import FULL, LORA, arguments, losses, probe, run_here
 from tests.selection import slow_except
 
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = root / kind
         if not folder.exists():
             torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(kind, **build_settings(kind))
+            config = transformers.AutoConfig.for_model(kind, **settings_of(kind))
             transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32
             ).save_pretrained(folder)

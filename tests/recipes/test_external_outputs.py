@@ -14,7 +14,7 @@ import transformers
 
 from recipe_lib.cli import answer as answering
 from recipe_lib.cli import export, generate
-from tests.recipes.external_kinds import build_settings
+from tests.recipes.external_kinds import settings_of
 from tests.recipes.runs import FULL, LORA, ROOT, arguments, probe, run_here
 from tests.selection import slow_except
 
@@ -39,7 +39,7 @@ def base_of(folder: Path, kind: str) -> Path:
         "pad_token_id": 2,
         "initializer_range": 0.3,
     }
-    own = build_settings(kind) if kind == "gemma3" else common | KINDS[kind]
+    own = settings_of(kind) if kind == "gemma3" else common | KINDS[kind]
     config = transformers.AutoConfig.for_model(kind, **own)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

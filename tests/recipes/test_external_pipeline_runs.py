@@ -13,17 +13,7 @@ import transformers
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import (
-    FULL,
-    LORA,
-    arguments,
-    done,
-    gather_whole,
-    latest,
-    measure_largest_difference,
-    run_here,
-    steps,
-)
+from tests.recipes.runs import FULL, LORA, arguments, done, furthest, latest, run_here, steps, whole
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "n_embd": 32,
@@ -71,7 +61,7 @@ def alone(folder: Path) -> torch.Tensor:
     model = full(folder, "full-1").model
     adapters(folder, "lora-1")
     with torch.no_grad():
-        return gather_whole(model(probe()))
+        return whole(model(probe()))
 
 
 def two(folder: Path) -> None:
@@ -103,10 +93,7 @@ def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: 
     assert [step for step, _, _ in divided] == [step for step, _, _ in wanted]
     for column, most in ((1, 1e-5), (2, 1e-4)):
         assert (
-            measure_largest_difference(
-                [each[column] for each in divided], [each[column] for each in wanted]
-            )
-            <= most
+            furthest([each[column] for each in divided], [each[column] for each in wanted]) <= most
         )
 
 
@@ -164,8 +151,5 @@ def test_quantized_stages_and_packs_record_the_losses_of_one_process(tmp_path: P
     assert len(alone) == STEPS
     for column in (1, 2):
         assert (
-            measure_largest_difference(
-                [each[column] for each in divided], [each[column] for each in alone]
-            )
-            <= 1e-4
+            furthest([each[column] for each in divided], [each[column] for each in alone]) <= 1e-4
         )

@@ -13,17 +13,7 @@ import transformers
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import (
-    DPO,
-    FULL,
-    LORA,
-    arguments,
-    gather_whole,
-    losses,
-    measure_largest_difference,
-    run_here,
-    steps,
-)
+from tests.recipes.runs import DPO, FULL, LORA, arguments, furthest, losses, run_here, steps, whole
 from tests.selection import selected, slow_except
 
 COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -96,7 +86,7 @@ def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]
         run = run_here(plain, recipe=FULL)
         assert run.code == 0, run.said
         with torch.no_grad():
-            logits[kind] = gather_whole(run.recipe.model(probe()))
+            logits[kind] = whole(run.recipe.model(probe()))
         base = (
             "~model.preset",
             f"model.path={folder}/{kind}-1/model",
@@ -110,7 +100,7 @@ def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]
         run = run_here(adapted, recipe=LORA)
         assert run.code == 0, run.said
         with torch.no_grad():
-            logits[f"{kind}-lora"] = gather_whole(run.recipe.model(probe()))
+            logits[f"{kind}-lora"] = whole(run.recipe.model(probe()))
     if "phi3" in kinds:
         prefer(folder, ranks)
     return logits
@@ -140,14 +130,8 @@ def test_several_ranks_give_the_losses_of_one(runs: tuple[Path, Any], kind: str)
     for suffix in ("", "-lora"):
         one, two = (steps(folder / f"{kind}-{size}{suffix}") for size in (1, 2))
         assert len(one) == STEPS and all(norm > 0.1 for _, _, norm in one)
-        assert (
-            measure_largest_difference([loss for _, loss, _ in two], [loss for _, loss, _ in one])
-            <= 1e-5
-        )
-        assert (
-            measure_largest_difference([norm for _, _, norm in two], [norm for _, _, norm in one])
-            <= 1e-4
-        )
+        assert furthest([loss for _, loss, _ in two], [loss for _, loss, _ in one]) <= 1e-5
+        assert furthest([norm for _, _, norm in two], [norm for _, _, norm in one]) <= 1e-4
 
 
 @pytest.mark.slow
@@ -205,7 +189,7 @@ def test_preferences(runs: tuple[Path, Any], kind: str):
     folder, _ = runs
     found = {size: losses(folder / f"pairs-{size}") for size in (1, 2)}
     assert found[1][0] == pytest.approx(0.6931, abs=1e-3) and found[1][-1] < found[1][0] - 0.05
-    assert measure_largest_difference(found[2], found[1]) <= 1e-5
+    assert furthest(found[2], found[1]) <= 1e-5
 
 
 def test_names_of_no_linear_are_refused(tmp_path: Path):

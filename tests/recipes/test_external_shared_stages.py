@@ -11,15 +11,7 @@ from torch import Tensor
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import (
-    FULL,
-    arguments,
-    done,
-    latest,
-    measure_largest_difference,
-    run_here,
-    steps,
-)
+from tests.recipes.runs import FULL, arguments, done, furthest, latest, run_here, steps
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
@@ -69,12 +61,7 @@ def test_steps_and_weights_are_those_of_one_process(found: Path, name: str) -> N
     one = one if name == "four" else one[SAVED:]
     assert [step for step, _, _ in several] == [step for step, _, _ in one]
     for column in (1, 2):
-        assert (
-            measure_largest_difference(
-                [each[column] for each in several], [each[column] for each in one]
-            )
-            <= 1e-9
-        )
+        assert furthest([each[column] for each in several], [each[column] for each in one]) <= 1e-9
     right = tensors(found / "alone" / "model")
     ours = tensors(found / name / "model")
     assert right.keys() == ours.keys() and right

@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import LORA, arguments, latest, measure_largest_difference, run_here, steps
+from tests.recipes.runs import LORA, arguments, furthest, latest, run_here, steps
 
 COMMON = {
     "vocab_size": 512,
@@ -79,10 +79,7 @@ def test_losses_are_those_of_one_process(case: tuple[str, str], tmp_path: Path) 
     one, several = (steps(tmp_path / f"{kind}-{lever}-{size}") for size in ("1-1", f"{ranks}-2"))
     assert len(one) == 3 and one[-1][1] < one[0][1] and all(norm > 0.05 for _, _, norm in one)
     for at, limit in ((1, 1e-5), (2, 1e-4)):
-        assert (
-            measure_largest_difference([line[at] for line in several], [line[at] for line in one])
-            <= limit
-        )
+        assert furthest([line[at] for line in several], [line[at] for line in one]) <= limit
 
 
 def refused(folder: Path, kind: str) -> list[str]:

@@ -21,8 +21,8 @@ from tests.recipes.runs import (
     LORA,
     Run,
     done,
+    furthest,
     losses,
-    measure_largest_difference,
     parameters,
     recipe_module,
     run_here,
@@ -195,9 +195,7 @@ def test_several_ranks_and_a_resumed_run_do_as_one(
         assert all(
             torch.equal(value, expected[name]) for found in ranks for name, value in found.items()
         )
-        assert (
-            measure_largest_difference(losses(tmp_path / folder), losses(tmp_path / "one")) < 1e-5
-        )
+        assert furthest(losses(tmp_path / folder), losses(tmp_path / "one")) < 1e-5
         other = load_file(tmp_path / folder / "model" / "model.safetensors")
         assert other.keys() == one.keys()
         assert all(torch.allclose(other[name], one[name], atol=1e-3) for name in one)

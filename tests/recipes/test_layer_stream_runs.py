@@ -19,15 +19,15 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
-    allow_offload_on_cpu,
     arguments,
     done,
-    gather_whole,
     latest,
     metrics,
+    offload_on_a_cpu,
     run_here,
     states,
     tree,
+    whole,
 )
 from tests.recipes.test_dpo import write_pairs
 from tests.selection import selected, slow_except
@@ -144,7 +144,7 @@ def trained_in(run: Any) -> dict[str, Any]:
     """What a run has trained, and the optimizer's states, as bytes. A collective."""
     run.recipe.model.state_dict()  # FSDP's hook frees what is gathered
     weights = {
-        name: gather_whole(one.detach())
+        name: whole(one.detach())
         for name, one in run.recipe.model.named_parameters()
         if one.requires_grad
     }
@@ -207,7 +207,7 @@ def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
 
 
 def train_each(folder: Path, cases: list[Case]) -> list[tuple[Any, Any]]:
-    allow_offload_on_cpu()
+    offload_on_a_cpu()
     ranks = cases[0].ranks
     return [
         (
@@ -265,7 +265,7 @@ def in_two_parts(folder: Path, case: Case) -> list[Any]:
     """A run, one that goes on from its first state, and one that goes on from that of a resident
     run.
     """
-    allow_offload_on_cpu()
+    offload_on_a_cpu()
     kept = ("checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3")
     found = [train(case, folder, "whole", STREAM, *kept)]
     train(case, folder, "resident", *kept)
@@ -287,7 +287,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, case: Ca
 
 
 def refused(folder: Path) -> tuple[int, list[str]]:
-    allow_offload_on_cpu()
+    offload_on_a_cpu()
     run = run_here(command(full(), folder, "refused", STREAM))
     return run.code, [line for line in run.said if line.startswith("error")]
 

@@ -43,21 +43,14 @@ from tests.recipes.levers import (
     STEPS,
     TOGETHER,
     Settings,
+    basis,
     cover,
-    find_basis,
-    find_refusal,
-    format_title,
-    reduce_to_one_rank,
+    on_one_rank,
+    refusal,
+    title,
 )
-from tests.recipes.runs import (
-    ROOT,
-    allow_offload_on_cpu,
-    arguments,
-    measure_largest_difference,
-    metrics,
-    run_here,
-)
-from tests.recipes.watched import Watch, gather_trained_weights, measure_distance
+from tests.recipes.runs import ROOT, arguments, furthest, metrics, offload_on_a_cpu, run_here
+from tests.recipes.watched import Watch, distance, trained_weights
 from tests.selection import selected, slow_except
 
 # Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided
@@ -70,14 +63,14 @@ SUMMED_IN_BF16: Settings = next(
 NARROW = [row for row in TOGETHER if not set(row) & set(COSTLY)]
 WIDE = [row for row in TOGETHER if set(row) & set(COSTLY)]
 # Of those that are refused in the same words, one.
-REFUSED_ONCE = list({find_refusal(row): row for row in REFUSED}.values())
+REFUSED_ONCE = list({refusal(row): row for row in REFUSED}.values())
 # The other levers say more in company than alone.
 CASES: list[tuple[Settings, int]] = [
     *(
         (row, max([2, *(setting.ranks for setting in row)]))
         for row in [PLAIN, SUMMED_IN_BF16, *REFUSED_ONCE, *NARROW, *WIDE]
     ),
-    *((row, 1) for row in cover([reduce_to_one_rank(row) for row in NARROW])),
+    *((row, 1) for row in cover([on_one_rank(row) for row in NARROW])),
 ]
 # Of losses -> of weights, in parts of the way that they have come: where a gradient is about zero
 # AdamW makes a step of any sign of it.
@@ -89,9 +82,7 @@ CHANGING = dict.fromkeys(
     if setting.basis not in ((), (NO_CLIPPING,)) and setting.lever != "state bits"
 )
 BASES = list(
-    dict.fromkeys(
-        [*(find_basis(settings) for settings, _ in CASES if not find_refusal(settings)), *CHANGING]
-    )
+    dict.fromkeys([*(basis(settings) for settings, _ in CASES if not refusal(settings)), *CHANGING])
 )
 # Of the runs together the one on two ranks, and the one on one, that have most values.
 FEW = [(cover(NARROW)[0], 2), next(case for case in CASES if case[1] == 1)]
@@ -102,7 +93,7 @@ QUICK = [
     *((row, ranks) for row, ranks in CASES if row in REFUSED_ONCE[::4]),
 ]
 QUICK = [case for case in CASES if case in QUICK and case[1] < 4]
-QUICK_BASES = list(dict.fromkeys(find_basis(settings) for settings, _ in FEW))
+QUICK_BASES = list(dict.fromkeys(basis(settings) for settings, _ in FEW))
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -153,7 +144,7 @@ def train(
         assert run.code == 0, run.said
         assert any("1 of 2 steps done" in line for line in run.said) or not run.recipe.world.is_main
         found["runs"].append(metrics(output))
-    found["weights"] = gather_trained_weights(run.recipe) if run.code == 0 else {}
+    found["weights"] = trained_weights(run.recipe) if run.code == 0 else {}
     torch.distributed.barrier()
     return found
 
@@ -177,7 +168,7 @@ def train_each(
     # Rows of one length, so that one compilation serves all steps; test_compile_lengths has those
     # of many.
     alike = {True: ("data.pad_to_multiple_of=64",), False: ()}
-    allow_offload_on_cpu()
+    offload_on_a_cpu()
     return [
         train(folder, (*overrides, *alike["compile=true" in overrides]), ranks, observed)
         for overrides, observed in settings
@@ -196,9 +187,7 @@ def results(
     found: dict[Any, dict[str, Any]] = {}
     wanted = selected(request, "case") or [(PLAIN, 2), (SUMMED_IN_BF16, 2)]
     bases = dict.fromkeys([(), *selected(request, "base")])
-    bases |= dict.fromkeys(
-        find_basis(settings) for settings, _ in wanted if not find_refusal(settings)
-    )
+    bases |= dict.fromkeys(basis(settings) for settings, _ in wanted if not refusal(settings))
     for ranks in (1, 2, 4):
         cases = [case for case in wanted if case[1] == ranks]
         runs = [
@@ -220,7 +209,7 @@ def case_title(case: tuple[Settings, int]) -> str:
     settings, ranks = case
     if ranks == 1:
         return f"one rank {CASES.index(case)}"
-    return format_title(settings)
+    return title(settings)
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=case_title)
@@ -228,12 +217,12 @@ def test_losses_are_those_of_the_plain_run_or_it_is_refused(
     results: dict[Any, dict[str, Any]], case: Any
 ):
     settings, _ = case
-    found, words = results[case], find_refusal(settings)
+    found, words = results[case], refusal(settings)
     if words:
         assert found["code"] == 2
         assert words in found["said"][-1]  # of one of the ranks
         return
-    expected = results["basis", find_basis(settings)]
+    expected = results["basis", basis(settings)]
     assert expected["code"] == 0, expected["said"]
     assert found["code"] == 0, (settings, found["said"][-1:])
     tolerance = max([FINE, *(setting.tolerance for setting in settings)])
@@ -244,17 +233,14 @@ def test_losses_are_those_of_the_plain_run_or_it_is_refused(
             assert name != "loss" or len(mine) == STEPS
             assert (
                 not mine
-                or measure_largest_difference(mine, [line[name] for line in wanted if name in line])
-                <= tolerance
+                or furthest(mine, [line[name] for line in wanted if name in line]) <= tolerance
             )
         norms = [line["grad_norm"] for line in lines if "loss" in line]
         assert (
-            measure_largest_difference(
-                norms, [line["grad_norm"] for line in wanted if "loss" in line]
-            )
+            furthest(norms, [line["grad_norm"] for line in wanted if "loss" in line])
             <= 10 * tolerance
         )
-    off = measure_distance(found["weights"], expected["weights"], expected["formula"]["start"])
+    off = distance(found["weights"], expected["weights"], expected["formula"]["start"])
     assert off <= WEIGHTS[tolerance]
 
 
@@ -276,7 +262,7 @@ def test_runs_of_one_process_move_weights_as_the_formula_says(
     assert run["code"] == 0, run["said"]
     found = run["formula"]
     norms = [line["grad_norm"] for line in run["runs"][0] if "loss" in line]
-    assert measure_largest_difference(norms, found["norms"]) <= 1e-5
+    assert furthest(norms, found["norms"]) <= 1e-5
     assert found["still"] == []
     bad = {
         name: error
@@ -341,7 +327,7 @@ def test_every_two_values_meet_or_are_refused_together():
     )  # those that are run
     for row in TOGETHER:
         assert len({setting.lever for setting in row}) == len(row) <= MOST
-        assert not find_refusal(row)
+        assert not refusal(row)
 
 
 def test_every_value_of_a_lever_is_tried():

@@ -21,12 +21,12 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
-    allow_offload_on_cpu,
     arguments,
     done,
+    furthest,
     latest,
-    measure_largest_difference,
     metrics,
+    offload_on_a_cpu,
     run_here,
 )
 from tests.recipes.test_dpo import write_pairs
@@ -166,7 +166,7 @@ def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, 
 
 
 def train_each(folder: Path, cases: list[Case]) -> list[list[tuple[float, ...]]]:
-    allow_offload_on_cpu()
+    offload_on_a_cpu()
     found = []
     for number, case in enumerate(cases):
         found.append(train(case, folder, f"{case.ranks} {number}"))
@@ -215,7 +215,7 @@ def test_losses_are_those_of_one_process(results: dict[Case, Any], case: Case) -
     tolerance = 1e-9 if "fp64" in str(KINDS[case.kind][1]) else 1e-5
     for column in (1, 2, 3, *([5] if case.kind == "balanced" else [])):
         mine, wanted = ([line[column] for line in lines] for lines in (found, expected))
-        assert measure_largest_difference(mine, wanted) <= tolerance
+        assert furthest(mine, wanted) <= tolerance
     assert all(line[3] >= 1 and line[4] == 0 for line in found)
     assert expected[0][1] != expected[-1][1]
 
@@ -233,7 +233,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_one_process_does(case: Case, tmp_
     alone = run_ranks(go_on_alone, 1, tmp_path, Case(case.family, case.kind, 1), timeout=200)[0]
     for column in (1, 2):
         mine, wanted = ([line[column] for line in lines] for lines in (alone, whole[1:]))
-        assert measure_largest_difference(mine, wanted) <= 1e-9
+        assert furthest(mine, wanted) <= 1e-9
 
 
 def go_on_alone(folder: Path, case: Case) -> list[tuple[float, ...]]:

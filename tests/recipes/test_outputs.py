@@ -23,14 +23,14 @@ from tests.distributed.ranks import free_port, run_ranks
 from tests.recipes.runs import (
     ROOT,
     arguments,
-    gather_whole,
+    furthest,
     losses,
-    measure_largest_difference,
     metrics,
     parameters,
     run_here,
     steps,
     stories,
+    whole,
 )
 
 STEP_KEYS = {
@@ -293,10 +293,7 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(runs: dict[str, Any]
         torch.equal(reseeded[name], two[name]) for name in matrices
     )
     assert 0.019 < one["model.embed_tokens.weight"].std() < 0.021
-    assert (
-        measure_largest_difference(losses(tmp_path / "one"), losses(runs["folder"] / "fp32")[:1])
-        <= 1e-5
-    )
+    assert furthest(losses(tmp_path / "one"), losses(runs["folder"] / "fp32")[:1]) <= 1e-5
 
 
 # --- real weights
@@ -331,7 +328,7 @@ def real_runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             )
             assert run.code == 0, run.said
             with torch.no_grad():
-                found[name] = gather_whole(run.recipe.model(probe()))
+                found[name] = whole(run.recipe.model(probe()))
         return found
 
     return {"folder": folder, "logits": run_ranks(train, RANKS)[0]}
@@ -365,7 +362,7 @@ def test_validation_loss_is_that_of_transformers(real_runs: dict[str, Any]):
 @pytest.mark.slow
 def test_a_run_in_bf16(real_runs: dict[str, Any]):
     fp32, bf16 = (losses(real_runs["folder"] / name) for name in ("fp32", "bf16"))
-    assert measure_largest_difference(bf16, fp32) <= 0.03 and bf16 != fp32
+    assert furthest(bf16, fp32) <= 0.03 and bf16 != fp32
     model = transformers.AutoModelForCausalLM.from_pretrained(
         real_runs["folder"] / "bf16" / "model", dtype="auto"
     )

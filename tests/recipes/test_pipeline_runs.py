@@ -19,13 +19,13 @@ from tests.recipes.runs import (
     LORA,
     ROOT,
     done,
-    gather_whole,
-    measure_largest_difference,
+    furthest,
     metrics,
     probe,
     run_here,
     steps,
     stories,
+    whole,
 )
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
@@ -127,7 +127,7 @@ def alone(runs: Runs) -> torch.Tensor:
         runs.preference("preference full 1", "dpo.trainable=all")
     model = runs.full("full 1", 1).recipe.model
     with torch.no_grad():
-        return gather_whole(model(probe()))
+        return whole(model(probe()))
 
 
 def pipeline_of_two(runs: Runs) -> None:
@@ -171,23 +171,10 @@ def test_a_pipeline_records_what_one_process_does(found: tuple[Path, Any], name:
     divided = steps(folder / name)
     wanted = alone if name.startswith("full") else alone[SAVED:]
     assert [step for step, _, _ in divided] == [step for step, _, _ in wanted]
-    assert (
-        measure_largest_difference(
-            [loss for _, loss, _ in divided], [loss for _, loss, _ in wanted]
-        )
-        <= 1e-5
-    )
-    assert (
-        measure_largest_difference(
-            [norm for _, _, norm in divided], [norm for _, _, norm in wanted]
-        )
-        <= 1e-4
-    )
+    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in wanted]) <= 1e-5
+    assert furthest([norm for _, _, norm in divided], [norm for _, _, norm in wanted]) <= 1e-4
     found_later = validated(folder / name)
-    assert (
-        measure_largest_difference(found_later, validated(folder / "full 1")[-len(found_later) :])
-        <= 1e-5
-    )
+    assert furthest(found_later, validated(folder / "full 1")[-len(found_later) :]) <= 1e-5
 
 
 def test_a_pipeline_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
@@ -220,14 +207,8 @@ def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], nam
 def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
     alone, divided = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
-    assert (
-        measure_largest_difference([loss for _, loss, _ in divided], [loss for _, loss, _ in alone])
-        <= 1e-5
-    )
-    assert (
-        measure_largest_difference([norm for _, _, norm in divided], [norm for _, _, norm in alone])
-        <= 1e-4
-    )
+    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
+    assert furthest([norm for _, _, norm in divided], [norm for _, _, norm in alone]) <= 1e-4
     wanted, found_there = (
         load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2)
     )
@@ -241,10 +222,7 @@ def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], 
 def test_packed_rows_go_through_a_pipeline(found: tuple[Path, Any]) -> None:
     folder, _ = found
     alone, divided = steps(folder / "packed 1"), steps(folder / "packed 2")
-    assert (
-        measure_largest_difference([loss for _, loss, _ in divided], [loss for _, loss, _ in alone])
-        <= 1e-5
-    )
+    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
 
 
 @pytest.mark.slow

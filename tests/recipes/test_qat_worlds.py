@@ -14,15 +14,7 @@ import torch
 
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.recipes.runs import (
-    FULL,
-    LORA,
-    allow_offload_on_cpu,
-    arguments,
-    measure_largest_difference,
-    run_here,
-    steps,
-)
+from tests.recipes.runs import FULL, LORA, arguments, furthest, offload_on_a_cpu, run_here, steps
 from tests.selection import selected, slow_except
 
 ROWS, STEPS = 8, 3
@@ -100,7 +92,7 @@ def results(
         apply_levers.compile_layers = functools.partial(
             apply_levers.compile_layers, backend="eager"
         )
-        allow_offload_on_cpu()
+        offload_on_a_cpu()
         if ranks == 1:
             return [train(folder, rounding, (), 1) for rounding in bases]
         return [train(folder, rounding, others, ranks) for _, rounding, others in cases]
@@ -117,11 +109,9 @@ def test_losses_are_those_of_one_process(results: dict[Any, dict[str, Any]], nam
     assert found["code"] == wanted["code"] == 0, (found["said"], wanted["said"])
     assert found["on"] and wanted["on"]
     losses, expected = ([loss for _, loss, _ in run["steps"]] for run in (found, wanted))
-    assert len(losses) == STEPS and measure_largest_difference(losses[:1], expected[:1]) < 1e-6
-    assert measure_largest_difference(losses, expected) < 1e-3
+    assert len(losses) == STEPS and furthest(losses[:1], expected[:1]) < 1e-6
+    assert furthest(losses, expected) < 1e-3
     assert (
-        measure_largest_difference(
-            [norm for *_, norm in found["steps"]], [norm for *_, norm in wanted["steps"]]
-        )
+        furthest([norm for *_, norm in found["steps"]], [norm for *_, norm in wanted["steps"]])
         < 2e-2
     )

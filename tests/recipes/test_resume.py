@@ -18,8 +18,8 @@ from recipe_lib.config import load_config
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     arguments,
+    furthest,
     losses,
-    measure_largest_difference,
     metrics,
     parameters,
     run_here,
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_goes_on_from_the_same_state(
     assert _differing(moved["loaded"], kept) == []
     found, expected = losses(folder / f"{before}to{after}"), losses(folder / f"quiet{before}")
     assert len(found) == STEPS and found[:STOP] == expected[:STOP]
-    assert measure_largest_difference(found, expected) <= 1e-5
+    assert furthest(found, expected) <= 1e-5
 
 
 def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -22,15 +22,15 @@ from tests.recipes.runs import (
     LORA,
     ROOT,
     done,
-    gather_whole,
+    furthest,
     latest,
     losses,
-    measure_largest_difference,
     metrics,
     probe,
     run_here,
     steps,
     stories,
+    whole,
 )
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
@@ -113,7 +113,7 @@ class Runs:
 
 def logits_of(run: Any) -> torch.Tensor:
     with torch.no_grad():
-        return gather_whole(run.recipe.model(probe()))
+        return whole(run.recipe.model(probe()))
 
 
 def alone(runs: Runs) -> dict[str, torch.Tensor]:
@@ -165,19 +165,10 @@ def test_a_group_records_what_one_process_does(found: tuple[Path, Any], name: st
     shared = steps(folder / name)
     wanted = alone if name.startswith("full") else alone[SAVED:]
     assert [step for step, _, _ in shared] == [step for step, _, _ in wanted]
-    assert (
-        measure_largest_difference([loss for _, loss, _ in shared], [loss for _, loss, _ in wanted])
-        <= 1e-5
-    )
-    assert (
-        measure_largest_difference([norm for _, _, norm in shared], [norm for _, _, norm in wanted])
-        <= 1e-4
-    )
+    assert furthest([loss for _, loss, _ in shared], [loss for _, loss, _ in wanted]) <= 1e-5
+    assert furthest([norm for _, _, norm in shared], [norm for _, _, norm in wanted]) <= 1e-4
     found_later = validated(folder / name)
-    assert (
-        measure_largest_difference(found_later, validated(folder / "full 1")[-len(found_later) :])
-        <= 1e-5
-    )
+    assert furthest(found_later, validated(folder / "full 1")[-len(found_later) :]) <= 1e-5
 
 
 def test_a_group_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
@@ -210,14 +201,8 @@ def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: 
 def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
     alone, shared = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
-    assert (
-        measure_largest_difference([loss for _, loss, _ in shared], [loss for _, loss, _ in alone])
-        <= 1e-5
-    )
-    assert (
-        measure_largest_difference([norm for _, _, norm in shared], [norm for _, _, norm in alone])
-        <= 1e-4
-    )
+    assert furthest([loss for _, loss, _ in shared], [loss for _, loss, _ in alone]) <= 1e-5
+    assert furthest([norm for _, _, norm in shared], [norm for _, _, norm in alone]) <= 1e-4
     wanted, found_there = (
         load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2)
     )
@@ -232,9 +217,7 @@ def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kin
 def test_quantized_weights_are_the_same_for_any_group(found: tuple[Path, Any], name: str) -> None:
     """A state names its frozen weights by their bits: it would not be taken with others."""
     folder, _ = found
-    assert (
-        measure_largest_difference(losses(folder / name), losses(folder / "nf4 1")[SAVED:]) <= 1e-5
-    )
+    assert furthest(losses(folder / name), losses(folder / "nf4 1")[SAVED:]) <= 1e-5
 
 
 @pytest.mark.slow

@@ -18,16 +18,7 @@ from recipe_lib.config import load_config
 from recipe_lib.data import build_dataset
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import (
-    PLAIN,
-    gather_whole,
-    losses,
-    measure_largest_difference,
-    metrics,
-    run_here,
-    steps,
-    stories,
-)
+from tests.recipes.runs import PLAIN, furthest, losses, metrics, run_here, steps, stories, whole
 from tests.selection import selected, slow_except
 
 GLOBAL_BATCH = 8
@@ -76,7 +67,7 @@ def runs(
             )
             assert run.code == 0, run.said
             with torch.no_grad():
-                logits[kind] = gather_whole(run.recipe.model(probe()))
+                logits[kind] = whole(run.recipe.model(probe()))
         return logits
 
     found = {}
@@ -91,14 +82,8 @@ def runs(
 def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kind: str, ranks: int):
     one, many = steps(runs[kind, 1][0]), steps(runs[kind, ranks][0])
     assert [step for step, _, _ in many] == list(range(1, STEPS + 1))
-    assert (
-        measure_largest_difference([loss for _, loss, _ in many], [loss for _, loss, _ in one])
-        <= 1e-5
-    )
-    assert (
-        measure_largest_difference([norm for _, _, norm in many], [norm for _, _, norm in one])
-        <= 1e-4
-    )
+    assert furthest([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
+    assert furthest([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
     for line, other in zip(metrics(runs[kind, 1][0]), metrics(runs[kind, ranks][0]), strict=True):
         assert all(line[name] == other[name] for name in ("lr", "epoch", "label_tokens", "tokens"))
 
@@ -160,18 +145,8 @@ def test_a_plain_loop_over_transformers_gives_the_same_losses(
     expected = reference(realdata / "stories260K-hf", data_rows(realdata, kind), decay=DECAY[kind])
     for ranks in WORLDS:
         found = steps(runs[kind, ranks][0])
-        assert (
-            measure_largest_difference(
-                [loss for _, loss, _ in found], [loss for loss, _ in expected]
-            )
-            <= 1e-4
-        )
-        assert (
-            measure_largest_difference(
-                [norm for _, _, norm in found], [norm for _, norm in expected]
-            )
-            <= 1e-4
-        )
+        assert furthest([loss for _, loss, _ in found], [loss for loss, _ in expected]) <= 1e-4
+        assert furthest([norm for _, _, norm in found], [norm for _, norm in expected]) <= 1e-4
 
 
 def data_rows(realdata: Path, kind: str) -> list[tuple[list[int], list[bool]]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from recipe_lib import training
 from tests.recipes.runs import parameters
-from tests.training.formulas import Formula, clip_gradients
+from tests.training.formulas import Formula, clipped
 
 
 class Watch:
@@ -35,10 +35,10 @@ class Watch:
         clip = training.clip_grad_norm
 
         def watch(*args: Any, **kwargs: Any) -> Any:
-            gradients, norm = clip_gradients(
+            gradients, norm = clipped(
                 {name: one.grad.clone() for name, one in named.items()}, cfg.clip_grad_norm
             )
-            rate = compute_rate(cfg, len(self.norms))
+            rate = rate_of(cfg, len(self.norms))
             self.norms.append(norm)
             for name, formula in self.formulas.items():
                 formula.step(gradients[name], rate)
@@ -77,7 +77,7 @@ class Watch:
         }
 
 
-def compute_rate(cfg: Any, step: int) -> float:
+def rate_of(cfg: Any, step: int) -> float:
     """The learning rate of a step, of a run without warm-up that does `max_steps` steps."""
     assert cfg.lr_scheduler.warmup_steps == 0
     if cfg.lr_scheduler.type == "constant":
@@ -87,7 +87,7 @@ def compute_rate(cfg: Any, step: int) -> float:
     return cfg.optimizer.lr * (least + (1 - least) * left)
 
 
-def gather_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
+def trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
     """Every trained parameter, whole, on the first rank; nothing on the others. A collective of all
     ranks.
     """
@@ -102,7 +102,7 @@ def gather_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
     return found if recipe.world.is_main else {}
 
 
-def measure_distance(
+def distance(
     found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
 ) -> float:
     """How far weights are from those wanted, in parts of the way that these have come from the

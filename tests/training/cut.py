@@ -30,7 +30,7 @@ class _Holder(nn.Module):
         self.held = nn.ParameterList(params.values())
 
 
-def place_params(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]:
+def placed(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]:
     """The same values, of which each rank has its part. Collective."""
     whole = {name: parameter.detach().clone() for name, parameter in params.items()}
     mesh: Any = init_device_mesh("cpu", (cut.ranks,), mesh_dim_names=("data",))
@@ -48,11 +48,11 @@ def place_params(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Para
     fully_shard(holder, mesh=mesh["data"])
     found = dict(zip(params, holder.held, strict=True))
     for name, parameter in found.items():
-        parameter.detach().to_local().copy_(get_local_part(whole[name], parameter).to_local())
+        parameter.detach().to_local().copy_(own_part(whole[name], parameter).to_local())
     return found
 
 
-def get_local_part(whole: Tensor, like: Any) -> Any:
+def own_part(whole: Tensor, like: Any) -> Any:
     """A whole tensor's part on this rank, cut as `like` is."""
     local, start = locate_local_part(like.detach())
     part = whole[tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))]

@@ -32,7 +32,7 @@ SHAPE = {
 }
 
 
-def make_sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
+def sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
     """lengths: of each item the prompt's, then those of its answers, one for each of its `group`
     sequences.
     """
@@ -51,7 +51,7 @@ def make_sequences(lengths: list[tuple[int, ...]], values: list[float], group: i
     return Dataset(*arrays, report, {}, group=group, values=np.array(values, dtype=np.float64))
 
 
-def split_sequence(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
+def parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
     """The ids of a sequence's prompt and of its answer."""
     start, end = dataset._offsets[number], dataset._offsets[number + 1]
     ids, trained = dataset.ids[start:end].tolist(), dataset._trained[start:end].tolist()
@@ -59,7 +59,7 @@ def split_sequence(dataset: Dataset, number: int) -> tuple[list[int], list[int]]
     return ids[:first], ids[first:]
 
 
-def build_reference(seed: int, folder: Path, **changed: Any) -> Any:
+def theirs(seed: int, folder: Path, **changed: Any) -> Any:
     """A model of transformers with random weights in fp32, saved to a folder; with num_labels it
     has a score head.
     """
@@ -72,7 +72,7 @@ def build_reference(seed: int, folder: Path, **changed: Any) -> Any:
     return model
 
 
-def build_decoder(spec: DecoderSpec, folder: Path) -> Decoder:
+def ours(spec: DecoderSpec, folder: Path) -> Decoder:
     """The model in a folder."""
     model = build_meta(spec, torch.float32)
     allocate(model, torch.device("cpu"))
@@ -80,7 +80,7 @@ def build_decoder(spec: DecoderSpec, folder: Path) -> Decoder:
     return model
 
 
-def make_tokenizer() -> Any:
+def tokenizer() -> Any:
     """For TRL, which wants one; nothing of what is compared goes through it."""
     from transformers import AutoTokenizer
 

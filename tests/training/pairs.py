@@ -24,7 +24,7 @@ LOSSES = {
 }
 
 
-def make_pairs(vocabulary: int) -> Dataset:
+def pairs(vocabulary: int) -> Dataset:
     """A dataset of the pairs in LENGTHS: every answer has its prompt in front, and only its own ids
     are trained.
     """
@@ -43,7 +43,7 @@ def make_pairs(vocabulary: int) -> Dataset:
     return Dataset(np.concatenate(ids), offsets, np.concatenate(trained), report, {}, group=2)
 
 
-def compute_answer_logp(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
+def answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
     """Log-probability of one row's trained targets, from all its logits; their mean instead of
     their sum if asked.
     """
@@ -53,7 +53,7 @@ def compute_answer_logp(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) 
     return sum(counted) / (len(counted) if mean else 1)
 
 
-def compute_plain_loss(
+def plain_loss(
     model: Decoder, reference: Decoder | None, rows: Dataset, cfg: DpoConfig
 ) -> tuple[Tensor, list[float]]:
     """Mean loss over all pairs; and the means of chosen reward, rejected reward and accuracy."""
@@ -63,10 +63,10 @@ def compute_plain_loss(
     for pair in range(rows.items):
         both = [rows[2 * pair], rows[2 * pair + 1]]
         read = [(torch.from_numpy(row.tokens).long(), torch.from_numpy(row.labels)) for row in both]
-        chosen, rejected = (compute_answer_logp(model, row, mean) for row in read)
+        chosen, rejected = (answer(model, row, mean) for row in read)
         with torch.no_grad():
             old = [
-                compute_answer_logp(reference, row, mean) if reference else torch.zeros(()).double()
+                answer(reference, row, mean) if reference else torch.zeros(()).double()
                 for row in read
             ]
         ratio = (chosen - old[0]) - (rejected - old[1])

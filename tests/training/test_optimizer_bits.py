@@ -20,7 +20,7 @@ from recipe_lib.optim.optimizers import (
 )
 from tests.distributed.ranks import run_ranks
 from tests.torchao_oracle import low_bit_adamw
-from tests.training.cut import Cut, get_local_part, place_params
+from tests.training.cut import Cut, own_part, placed
 
 CPU = torch.device("cpu")
 CFG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8)
@@ -327,19 +327,17 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
         for cut in CUTS[ranks]:
             for case, options in CONFIGS.items():
                 names = "g" if ranks == 4 else "abcde"
-                params = place_params(
+                params = placed(
                     {name: weights(torch.bfloat16)[name] for name in names}, Cut(cut, ranks)
                 )
                 optimizer = build_optimizer(replace(CFG, **options), params.items(), CPU)
                 for step in range(3):
                     for name, parameter in params.items():
-                        parameter.grad = get_local_part(
-                            gradient(name, step, torch.bfloat16), parameter
-                        )
+                        parameter.grad = own_part(gradient(name, step, torch.bfloat16), parameter)
                     optimizer.step()
                 for key, value in everything(optimizer, params).items():
                     if not torch.equal(
-                        value.to_local(), get_local_part(alone[case][key], value).to_local()
+                        value.to_local(), own_part(alone[case][key], value).to_local()
                     ):
                         differ.append(f"{cut} {case} {key}")
                 expected = count_optimizer_state_bytes(replace(CFG, **options), params.items())
@@ -355,7 +353,7 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
 def test_a_block_on_two_ranks_is_refused_in_one_line() -> None:
     def work() -> str:
         weight = {"layers.0.w": nn.Parameter(torch.ones(64, 768))}  # 3 blocks of 256
-        params = place_params(weight, Cut("columns, then rows", 4))
+        params = placed(weight, Cut("columns, then rows", 4))
         with pytest.raises(ConfigError) as raised:
             build_optimizer(replace(CFG, state_bits=8), params.items(), CPU)
         return str(raised.value)

@@ -32,7 +32,7 @@ from tests.distributed.ranks import run_ranks
 from tests.parallel.gathered import gathered_bytes
 from tests.parallel.small_models import VOCABULARY, gradients, small_spec
 from tests.selection import slow_but
-from tests.training.pairs import LOSSES, compute_plain_loss, make_pairs
+from tests.training.pairs import LOSSES, pairs, plain_loss
 
 LORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
 Found = tuple[list[float], dict[str, Tensor]]  # means of NUMBERS, gradients by name
@@ -69,7 +69,7 @@ def step(
     packed: bool = False,
 ) -> Found:
     """One step over all pairs."""
-    rows = make_pairs(VOCABULARY)
+    rows = pairs(VOCABULARY)
     items = np.arange(rows.items)
     slots = (
         [items[at : at + 2] for at in range(0, len(items), 2)]
@@ -100,11 +100,11 @@ def frozen(spec: DecoderSpec, seed: int) -> Decoder:
 @cache
 def expected(kind: str, tied: bool, loss: str) -> Found:
     """By the formulas, of the model `kind` makes."""
-    rows, spec, cfg = make_pairs(VOCABULARY), small_spec(tied=tied), LOSSES[loss]
+    rows, spec, cfg = pairs(VOCABULARY), small_spec(tied=tied), LOSSES[loss]
     with made(kind, spec, cfg) as (model, reference, _):
         if cfg.needs_reference and reference is None:
             reference = frozen(spec, 3)  # what `adapted` puts adapters on
-        loss, numbers = compute_plain_loss(model, reference, rows, cfg)
+        loss, numbers = plain_loss(model, reference, rows, cfg)
         loss.backward()
         return [float(loss.detach()), *numbers], gradients(model)
 
@@ -268,7 +268,7 @@ def test_metrics_are_named_means() -> None:
 
 
 def test_rows_of_one_answer_are_refused_in_one_line() -> None:
-    rows = make_pairs(VOCABULARY)
+    rows = pairs(VOCABULARY)
     check_pairs(cast(Any, SimpleNamespace(dataset=rows, validation_dataset=None)), "do else")
     single = SimpleNamespace(group=1, report=SimpleNamespace(format="alpaca"))
     for key, given in (("data.format", (single, None)), ("validation.format", (rows, single))):
