@@ -150,9 +150,12 @@ class TensorPlan:
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
         partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
-        framed = frame_forward(model, plan, build_ranks(group), head)
         summing = _sum_partial_gradients(
-            model, partial_names, forward=framed, mesh=mesh, group=group
+            model,
+            partial_names,
+            forward=frame_forward(model, plan, build_ranks(group), head),
+            mesh=mesh,
+            group=group,
         )
         # transformers' Trainer reads the signature of the forward for the columns of a data set.
         model.forward = wraps(model.forward)(summing)
@@ -210,8 +213,10 @@ class TensorPlan:
     def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
         """Return the plans of all parameters, by every name that one has."""
         ids = {id(parameter): name for name, parameter in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        return {name: self.sharding.parameter(ids[id(parameter)]) for name, parameter in every}
+        return {
+            name: self.sharding.parameter(ids[id(parameter)])
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
 
     def _list_runs(self, model: nn.Module) -> dict[str, Any]:
         size = _get_mesh(model).size()
@@ -246,8 +251,9 @@ def _sum_partial_gradients(
 
     def add(gradient: Tensor) -> Tensor:
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        total = all_reduce(part, "sum", group)
-        return DTensor.from_local(total, mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(
+            all_reduce(part, "sum", group), mesh, [Replicate()], run_check=False
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # The hooks are put on anew each time: `model.to` takes parameters' hooks away.

@@ -131,9 +131,8 @@ class ExternalModel(LanguageModel):
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         self._division.dtype = _get_dtype(self)  # the parameter that says so may be left out
-        parts = self.find_stage_parts()
         self.elsewhere, self.modules_elsewhere = keep_parts(
-            self, parts, layers, first=first, last=last
+            self, self.find_stage_parts(), layers, first=first, last=last
         )
 
     def run_stage(
@@ -144,8 +143,14 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        inputs = self.build_inputs(tokens, positions, attention)
-        run = partial(run_alone, self, self.find_stage_parts(), hidden, inputs, list(layers))
+        run = partial(
+            run_alone,
+            self,
+            self.find_stage_parts(),
+            hidden,
+            self.build_inputs(tokens, positions, attention),
+            list(layers),
+        )
         # With gradients if they are wanted: without, hidden states are of another shape where ranks
         # share tokens.
         output = self._run_packed(attention, run)
@@ -229,10 +234,9 @@ class ExternalModel(LanguageModel):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            said = " ".join(str(error).split())[:150]
             raise SetupError(
                 f"data.packing: {self.spec.family} takes no mask that keeps documents of a row"
-                f" apart ({said}); set data.packing=false"
+                f" apart ({' '.join(str(error).split())[:150]}); set data.packing=false"
             ) from None
         self._division.packs = True
         return output
@@ -328,16 +332,20 @@ class ExternalModel(LanguageModel):
         logits = get_logits(self.class_forward(**inputs))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # To the chunked head all logits are hidden states, of which the projection is done.
-        projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
-        return run_head_loss(head_loss, wide, wide, labels, adapter=projected)
+        return run_head_loss(
+            head_loss,
+            wide,
+            wide,
+            labels,
+            adapter=OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows),
+        )
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
     """Return True if a config speaks of layers that do not see everything before them."""
-    kinds = config.get("layer_types") or []
     return any(
         "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
-    ) or any(kind != "full_attention" for kind in kinds)
+    ) or any(kind != "full_attention" for kind in config.get("layer_types") or [])
 
 
 def _get_dtype(model: ExternalModel) -> torch.dtype:

@@ -126,8 +126,12 @@ class CompiledLayers:
         options = None
         if backend == "inductor" and self.gathers_again:
             options = {"custom_partitioner_fn": RegatheringPartitioner()}
-        own = _copy_with_own_code(layer.forward, path)
-        self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
+        self.compiled[path] = torch.compile(
+            _copy_with_own_code(layer.forward, path),
+            backend=backend,
+            options=options,
+            fullgraph=True,
+        )
         held = [
             tensors
             for module in layer.modules()
@@ -165,8 +169,9 @@ class CompiledLayers:
         call = self.calls[key]
         tensors = iter(output_tensors)
         assert call.outputs_spec is not None
-        made = [next(tensors) if each is _TENSOR else each for each in call.outputs]
-        return pytree.tree_unflatten(made, call.outputs_spec)
+        return pytree.tree_unflatten(
+            [next(tensors) if each is _TENSOR else each for each in call.outputs], call.outputs_spec
+        )
 
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
         """Run a compiled layer. Raises SetupError for one that cannot be traced, with what is wrong
@@ -224,8 +229,9 @@ class CompiledLayers:
         places = self.places[call.path]
         own = tensors[: len(places)]
         given = iter(tensors[len(places) :])
-        leaves = [next(given) if each is _TENSOR else each for each in call.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        args, kwargs = pytree.tree_unflatten(
+            [next(given) if each is _TENSOR else each for each in call.leaves], call.spec
+        )
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length
         entries: list[Entry] = [(*place, tensor) for place, tensor in zip(places, own, strict=True)]
         if list(self.like.values()).count(call.path) > 1:  # it is traced for others, too
@@ -348,8 +354,9 @@ def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
     for boundary in plan.boundaries:
         if boundary.module == path or boundary.module.startswith(inside):
             activation = activations.setdefault(boundary.activation, len(activations))
-            module = boundary.module.removeprefix(path)
-            local = replace(boundary, module=module, activation=activation)
+            local = replace(
+                boundary, module=boundary.module.removeprefix(path), activation=activation
+            )
             boundaries.append(replace(local, axes=(), parameters=(), source=""))
     assembled = [
         replace(each, name=each.name.removeprefix(inside), axis=0, reason="")

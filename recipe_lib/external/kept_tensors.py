@@ -168,11 +168,10 @@ class KeptTensors:
             return  # something was written into since
         if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in saved):
             return  # read as another type
-        edges = tuple(tuple(numbers[parent] for parent in node.parents) for node in nodes)
         settings = (
             tuple(node.bytes for node in nodes),
             tuple(node.made_by is None for node in nodes),
-            edges,
+            tuple(tuple(numbers[parent] for parent in node.parents) for node in nodes),
         )
         targets = frozenset(numbers[node] for _, node in saved)
         key = (*settings, targets)

@@ -189,15 +189,17 @@ class ModuleSpec(ExternalSpec):
 
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
         held = self.layout()
-        left = list_without_adapter(held.linears, held.uncalled, self.family)
-        return select_adapter_targets(held.linears, cfg.target_modules, left)
+        return select_adapter_targets(
+            held.linears,
+            cfg.target_modules,
+            list_without_adapter(held.linears, held.uncalled, self.family),
+        )
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
-        plan = infer_proven_plan(model, parallel, world)
-        return shard_module(model, plan, parallel, world)
+        return shard_module(model, infer_proven_plan(model, parallel, world), parallel, world)
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
@@ -392,10 +394,10 @@ def _is_stacking(operations: list[Any]) -> bool:
     if type(first).__name__ != "MergeModulelist" or first.dim != 0:
         return False
     touched = [getattr(other, key, 1) for other in others for key in ("dim", "dim0", "dim1")]
-    known = all(
-        type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others
+    return (
+        all(type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others)
+        and 0 not in touched
     )
-    return known and 0 not in touched
 
 
 @lru_cache(maxsize=8)
@@ -408,9 +410,8 @@ def build_layout(source: ModuleSource) -> TensorLayout:
     parameters = dict(model.named_parameters())
     linears = list_layer_linears(model)
     buffers = list_persistent_buffers(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
     return TensorLayout(
-        shapes,
+        {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()},
         frozenset(buffers),
         names={name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
         prefix=f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",

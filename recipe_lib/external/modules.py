@@ -271,8 +271,13 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         for name, base in list_layer_linears(model).items()
         if built is None or f"{name}.weight" in built
     }
-    left = list_without_adapter(linears, find_uncalled_linears(model), model.spec.family)
-    wanted = set(select_adapter_targets(linears, cfg.target_modules, left))
+    wanted = set(
+        select_adapter_targets(
+            linears,
+            cfg.target_modules,
+            list_without_adapter(linears, find_uncalled_linears(model), model.spec.family),
+        )
+    )
     if not wanted:
         raise ConfigError(
             "lora.target_modules: the model's layers have no linears that could have an adapter"

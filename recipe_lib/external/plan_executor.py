@@ -92,8 +92,9 @@ def run_by_plan(
     SetupError.
     """
     execution = _Execution(model, plan, ranks, gathers_again)
-    forward = execution.frame_all(model.class_forward, head)
-    model.run_class_forward_by(forward, ranks.size, frozenset(plan.local_outputs))
+    model.run_class_forward_by(
+        execution.frame_all(model.class_forward, head), ranks.size, frozenset(plan.local_outputs)
+    )
     model.compile_layer = execution.compiled.compile
 
 
@@ -151,13 +152,11 @@ class _Execution(TorchFunctionMode):
             # Parameters are assembled wherever they are used: a forward that trains may do so
             # otherwise than the one that was traced.
             if boundary.kind != "assemble":
-                key = (boundary.module, boundary.call)
-                self.boundaries.setdefault(key, []).append(boundary)
+                self.boundaries.setdefault((boundary.module, boundary.call), []).append(boundary)
         self.expected = Counter(module for module, _ in self.boundaries)
-        layers = list_layer_names(model)
         self.must_run = {
             layer: {make_pattern(path) for path in self.expected if path.startswith(f"{layer}.")}
-            for layer in layers
+            for layer in list_layer_names(model)
         }
         self.assembled = [each for each in plan.parameters if each.whole]
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}

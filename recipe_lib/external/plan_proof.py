@@ -215,8 +215,12 @@ def _compute_rank_results(
                 return exchange(logits, lambda part: torch.cat(group.exchange(rank, part), -1), own)
         return logits
 
-    forward = frame_forward(model, plan, group.ranks(rank), head=None, gathers_again=False)
-    return _compute_results(model, forward, inputs=inputs, gather=gather_tokens)
+    return _compute_results(
+        model,
+        frame_forward(model, plan, group.ranks(rank), head=None, gathers_again=False),
+        inputs=inputs,
+        gather=gather_tokens,
+    )
 
 
 @torch.enable_grad()
@@ -263,10 +267,9 @@ def _measure_error(
         pairs = [(one, expected) for one in ours]
         least = 0.0
     elif (each := plan.parameter(name)).dim >= 0:
-        ranks = range(len(ours))
         pairs = [
             (ours[rank], take_own_part(expected, each.dim, each.segments, rank, len(ours)))
-            for rank in ranks
+            for rank in range(len(ours))
         ]
     elif each.gradient == "partial":
         pairs = [(torch.stack(ours).sum(0), expected)]

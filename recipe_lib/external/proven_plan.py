@@ -46,8 +46,10 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
     Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot
     be traced.
     """
-    modules = list_all_modules(model).values()
-    has_dora = any(getattr(each, "lora_magnitude_vector", None) is not None for each in modules)
+    has_dora = any(
+        getattr(each, "lora_magnitude_vector", None) is not None
+        for each in list_all_modules(model).values()
+    )
     # What DoRA adds is computed beside the calls that the plan counts, of all tokens.
     plan = infer_model_plan(model, parallel.tensor, tokens=not has_dora)
     if world.pipeline is not None:
@@ -105,8 +107,9 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
         traced = _rebuild_on_meta(model)
         for inputs in build_example_inputs(model, "meta"):
             try:
-                others = _build_other_inputs(model, inputs)
-                return infer_plan(traced, inputs, size, tokens=tokens, others=others)
+                return infer_plan(
+                    traced, inputs, size, tokens=tokens, others=_build_other_inputs(model, inputs)
+                )
             except SetupError as error:
                 first = first or error
     assert first is not None
@@ -119,8 +122,7 @@ def _rebuild_on_meta(model: Any) -> Any:
     """
     made = _rebuild(model, model.spec)  # whole, whatever stages of it the model has
     for module in made.modules():
-        held = vars(module) | module._buffers
-        for name, value in held.items():
+        for name, value in (vars(module) | module._buffers).items():
             if isinstance(value, torch.Tensor):
                 setattr(module, name, value.to("meta"))
     made.forward = made.class_forward

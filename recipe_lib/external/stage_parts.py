@@ -367,10 +367,10 @@ def _prove(model: Any, parts: StageParts) -> None:
                 family, f"{parts.layers[number]} does not run by itself ({line})"
             ) from error
         if not torch.equal(hidden, hidden_states[number]):
-            reason = (
-                f"{parts.layers[number]} takes more from the layers before it than hidden states"
+            raise make_refusal(
+                family,
+                f"{parts.layers[number]} takes more from the layers before it than hidden states",
             )
-            raise make_refusal(family, reason)
 
 
 def get_logits(output: Any) -> Tensor:

@@ -62,8 +62,11 @@ def shard_module(
     parameters = tuple(
         each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere
     )
-    rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
-    plan = replace(plan, parameters=parameters, rewrites=rewrites)
+    plan = replace(
+        plan,
+        parameters=parameters,
+        rewrites=tuple(each for each in plan.rewrites if each.module not in elsewhere),
+    )
     head = model.output_head()
     columns = 0
     if head is not None:
@@ -153,8 +156,7 @@ def exclude_head_exchanges(
         or not each.parameters
         or not set(each.parameters) <= names
     )
-    size = plan.parameter(axis.parameters[0]).shape[0]
-    return replace(plan, boundaries=kept), size
+    return replace(plan, boundaries=kept), plan.parameter(axis.parameters[0]).shape[0]
 
 
 def place_parameters(

@@ -314,8 +314,10 @@ def _read_linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str,
 
 
 def _read_llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    parameters = {name: numbers.read_number(name) for name in names}
+    parameters = {
+        name: numbers.read_number(name)
+        for name in ("factor", "low_freq_factor", "high_freq_factor")
+    }
     parameters["original_positions"] = _read_original_positions(fields, numbers)
     return parameters, 1.0
 
@@ -476,8 +478,11 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
         section = config.get(key)
         if section:
             method = section.get("quant_method") if isinstance(section, Mapping) else None
-            is_native = method in ("fp8", "mxfp4")
-            remedy = f"{_PLAIN}, or model.implementation=native" if is_native else _PLAIN
+            remedy = (
+                f"{_PLAIN}, or model.implementation=native"
+                if method in ("fp8", "mxfp4")
+                else _PLAIN
+            )
             raise _make_refusal(key, section, where, remedy)
 
 

@@ -469,8 +469,7 @@ class Decoder(LanguageModel):
             trunk.embed_tokens = hold_tied_weight(trunk.embed_tokens) if is_tied else None
         if not last:
             trunk.norm = self.lm_head = self.score = None
-        kept_modules = {name for name, _ in self.named_modules()}
-        self.modules_elsewhere = frozenset(all_modules - kept_modules)
+        self.modules_elsewhere = frozenset(all_modules - {name for name, _ in self.named_modules()})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
         super()._apply(fn, recurse)

@@ -52,8 +52,9 @@ def read_trained_spec(
     if implementation is None:
         model_type = get_text_config(config).get("model_type")
         is_ours = _find_row(model_type) is not None
-        is_native = is_ours or find_spec("transformers") is None
-        implementation = "native" if is_native else "transformers"
+        implementation = (
+            "native" if is_ours or find_spec("transformers") is None else "transformers"
+        )
     return read_spec(config, where, implementation)
 
 
@@ -562,8 +563,12 @@ def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | N
         # The one class whose two names differ.
         is_gemma3 = names == ["Gemma3TextForCausalLM"]
         causal["architectures"] = ["Gemma3ForCausalLM"] if is_gemma3 else names
-    spec = build_spec(causal, where)
-    return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or head_labels)
+    return replace(
+        build_spec(causal, where),
+        tied=False,
+        logit_softcap=None,
+        num_labels=num_labels or head_labels,
+    )
 
 
 def read_run_spec(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:

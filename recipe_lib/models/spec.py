@@ -322,8 +322,9 @@ def _explain_missing_config(file: Path) -> str:
     other_weights = None
     if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
         other_weights = describe_other_weights(folder, "config.json")
-    expected = "expected a Hugging Face model folder with config.json"
-    return other_weights or f"{file}: no such file; {expected}"
+    return other_weights or (
+        f"{file}: no such file; expected a Hugging Face model folder with config.json"
+    )
 
 
 def list_presets() -> list[str]:

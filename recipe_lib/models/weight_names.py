@@ -198,8 +198,9 @@ class RowSlice:
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         (first, last), *inner_bounds = bounds
-        rows = (first + self.start, last + self.start)
-        return self.part.read(slice_of, [rows, *inner_bounds], dtype)
+        return self.part.read(
+            slice_of, [(first + self.start, last + self.start), *inner_bounds], dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,9 @@ class Fp8Blocks:
             for (first, last), size in zip(bounds, block_sizes, strict=True)
         ]
         scales = slice_of(self.scales)[_slices(block_bounds)]
-        is_exponent = scales.dtype == torch.uint8
-        scales = (scales.float() - _MX_BIAS).exp2() if is_exponent else scales.float()
+        scales = (
+            (scales.float() - _MX_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+        )
         for dim, ((first, last), size) in enumerate(zip(bounds, block_sizes, strict=True)):
             scales = scales.index_select(dim, torch.arange(first, last) // size - first // size)
         return values.mul_(scales).to(dtype)

@@ -129,28 +129,28 @@ def prepare_attention(
     if capped:
         return info  # `capped_attention` makes its masks itself, piece by piece
     # Rows are padded on the right, so that causality alone keeps tokens from padding behind them.
-    needs_mask = {
-        window: (
-            info.documents is not None
-            or (window is not None and keys > window)
-            or (queries > 1 and keys > queries)
-        )
+    masked_windows = [
+        window
         for window in set(windows)
-    }
+        if info.documents is not None
+        or (window is not None and keys > window)
+        or (queries > 1 and keys > queries)
+    ]
     flattens = keys == queries and has_varlen(device, dtype, head_width)
     if sinks and not flattens and get_kernel_type(device) != "cpu":
         return info  # `attend_with_sinks` makes its masks itself, piece by piece
-    if (sinks or any(needs_mask.values())) and flattens:
+    if (sinks or masked_windows) and flattens:
         if info.boundaries is None:
-            boundaries = torch.arange(
-                0, rows * queries + 1, queries, dtype=torch.int32, device=device
+            info = replace(
+                info,
+                boundaries=torch.arange(
+                    0, rows * queries + 1, queries, dtype=torch.int32, device=device
+                ),
+                longest=queries,
             )
-            info = replace(info, boundaries=boundaries, longest=queries)
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
-    for window, needed in needs_mask.items():
-        if not needed:
-            continue
+    for window in masked_windows:
         is_visible = make_visible_mask(
             compute_reach(info.documents, queries, keys, window, device), keys
         )
@@ -191,9 +191,14 @@ def attention(
     `recipe_lib.ops.attention_sinks`.
     """
     if softcap is not None:
-        documents = info.documents if info else None
         return capped_attention(
-            q, k, v, documents=documents, window=window, softcap=softcap, scale=scale
+            q,
+            k,
+            v,
+            documents=info.documents if info else None,
+            window=window,
+            softcap=softcap,
+            scale=scale,
         )
     if info is None:
         info = prepare_attention(
@@ -232,19 +237,21 @@ def _run_varlen(
     # All rows as one list of documents: no mask, nothing of size s x s.
     is_grouped = q.shape[1] != k.shape[1]
     options: dict[str, Any] = {"enable_gqa": is_grouped} if "enable_gqa" in _VARLEN_OPTIONS else {}
-    out = varlen_attn(
-        flatten_tokens(q),
-        flatten_tokens(k),
-        flatten_tokens(v),
-        cu_seq_q=info.boundaries,
-        cu_seq_k=info.boundaries,
-        max_q=info.longest,
-        max_k=info.longest,
-        scale=scale,
-        window_size=(get_left_window(window), 0),
-        **options,
+    return unflatten_tokens(
+        varlen_attn(
+            flatten_tokens(q),
+            flatten_tokens(k),
+            flatten_tokens(v),
+            cu_seq_q=info.boundaries,
+            cu_seq_k=info.boundaries,
+            max_q=info.longest,
+            max_k=info.longest,
+            scale=scale,
+            window_size=(get_left_window(window), 0),
+            **options,
+        ),
+        q,
     )
-    return unflatten_tokens(out, q)
 
 
 def scaled_dot_product(

@@ -55,7 +55,15 @@ class _SinkAttention(torch.autograd.Function):
                 q, k, v, boundaries=boundaries, longest=longest, window=window, scale=scale
             )
         elif get_kernel_type(q.device) == "cpu":
-            out, log_sums = _run_cpu_kernel(q, k, v, mask, scale)
+            out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q,
+                k,
+                v,
+                dropout_p=0.0,
+                is_causal=_is_plain_causal(q, mask),
+                attn_mask=mask,
+                scale=scale,
+            )
         else:
             out, log_sums = _run_in_pieces(q, k, v, documents, window, scale=scale)
         sink_scores = sinks.to(log_sums.dtype).view(1, -1, 1)
@@ -92,7 +100,14 @@ class _SinkAttention(torch.autograd.Function):
                 scale=scale,
             )
         elif get_kernel_type(q.device) == "cpu":
-            input_grads = _run_cpu_backward(*tensors, mask=mask, scale=scale)
+            # By position: torch.compile takes a keyword `out` for a tensor to write to.
+            input_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors,
+                dropout_p=0.0,
+                is_causal=_is_plain_causal(q, mask),
+                attn_mask=mask,
+                scale=scale,
+            )
         else:
             input_grads = _run_backward_in_pieces(
                 *tensors, documents=documents, window=window, scale=scale
@@ -192,50 +207,6 @@ def _run_varlen_backward(
 def _is_plain_causal(q: Tensor, mask: Tensor | None) -> bool:
     # A single query, as in decoding, sees all keys.
     return mask is None and q.shape[2] > 1
-
-
-def _run_cpu_kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    return cast(
-        tuple[Tensor, Tensor],
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q,
-            k,
-            v,
-            dropout_p=0.0,
-            is_causal=_is_plain_causal(q, mask),
-            attn_mask=mask,
-            scale=scale,
-        ),
-    )
-
-
-def _run_cpu_backward(
-    out_grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    *,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            out_grad,
-            q,
-            k,
-            v,
-            out,  # by position: torch.compile takes a keyword `out` for a tensor to write to
-            log_sums,
-            dropout_p=0.0,
-            is_causal=_is_plain_causal(q, mask),
-            attn_mask=mask,
-            scale=scale,
-        )
-    )
 
 
 def _run_in_pieces(

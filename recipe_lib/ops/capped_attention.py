@@ -10,13 +10,12 @@ the s queries and sees n of the t keys.
 """
 
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import (
-    GradientNode,
+    call_with_gradient,
     register_fused,
     register_shaped_work,
     should_fuse,
@@ -118,12 +117,12 @@ def capped_attention(
     Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, t]`, see
     `compute_reach`.
     """
-    settings = (documents, window, softcap, scale)
-    return cast(
-        Tensor,
-        GradientNode.apply(
-            _compute_attention, _compute_attention_gradients, range(7), q, k, v, *settings
-        ),
+    arguments = (q, k, v, documents, window, softcap, scale)
+    return call_with_gradient(
+        _compute_attention,
+        *arguments,
+        differentiate=_compute_attention_gradients,
+        kept=range(len(arguments)),
     )
 
 

@@ -14,7 +14,7 @@ the whole vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -202,11 +202,10 @@ def sum_in_chunks(
     else:
         tensors = (hidden, *adapter.trained)
         make_head = partial(ChunkedAdaptedHead, project=adapter.project)
-    trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
-    if not (torch.is_grad_enabled() and any(trained)):
+    is_trained = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if not (torch.is_grad_enabled() and is_trained):
         return sum_loss(make_head(tensors, [False] * len(tensors)))
-    total: Tensor = _GradientsInForward.apply(sum_loss, make_head, *tensors)
-    return total
+    return cast(Tensor, _GradientsInForward.apply(sum_loss, make_head, *tensors))
 
 
 class _GradientsInForward(torch.autograd.Function):

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import GradientNode, register_fused
+from recipe_lib.ops.fused_kernels import call_with_gradient, register_fused
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 # An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
@@ -31,11 +31,13 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return compute_gated_product(gate, up, activation)
-    return cast(
-        Tensor,
-        GradientNode.apply(
-            compute_gated_product, compute_gated_product_gradients, range(3), gate, up, activation
-        ),
+    return call_with_gradient(
+        compute_gated_product,
+        gate,
+        up,
+        activation,
+        differentiate=compute_gated_product_gradients,
+        kept=range(3),
     )
 
 
@@ -93,16 +95,13 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
         return compute_scored_product(inner, scores, *settings)
-    return cast(
-        Tensor,
-        GradientNode.apply(
-            compute_scored_product,
-            compute_scored_product_gradients,
-            range(6),
-            inner,
-            scores,
-            *settings,
-        ),
+    return call_with_gradient(
+        compute_scored_product,
+        inner,
+        scores,
+        *settings,
+        differentiate=compute_scored_product_gradients,
+        kept=range(6),
     )
 
 

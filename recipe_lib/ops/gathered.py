@@ -125,8 +125,7 @@ def gather_linears(
         present_biases = [bias for bias in biases if bias is not None]
         has_bias = [bias is not None for bias in biases]
         tensors = (shard, list(weights), present_biases, has_bias, source)
-        outputs = _GATHER(*tensors, *settings)
-        return list(outputs[:-1])
+        return list(_GATHER(*tensors, *settings)[:-1])
     options = (group, keep_gathered, normed, len(weights))
     return list(_GatherLinears.apply(shard, *options, *weights, *biases))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import GradientNode, make_operator
+from recipe_lib.ops.fused_kernels import call_with_gradient, make_operator
 from recipe_lib.ops.real_tokens import RealTokens
 
 _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
@@ -60,13 +60,13 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
     """Return values `[n, k]` of each token's choices in the order of rows, `[m]`."""
-    return cast(
-        Tensor, GradientNode.apply(_permute, _permute_back, (1,), values.flatten(), groups.places)
+    return call_with_gradient(
+        lambda values, places: torch.empty_like(values).scatter_(0, places, values),
+        values.flatten(),
+        groups.places,
+        differentiate=_permute_back,
+        kept=(1,),
     )
-
-
-def _permute(values: Tensor, places: Tensor) -> Tensor:
-    return torch.empty_like(values).scatter_(0, places, values)
 
 
 def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def sum_token_rows(
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
     """Return rows `[m, d]` summed over the choices of each token, `[n, d]`; keeps none of them."""
     order = (groups.places, groups.choices, groups.tokens)
-    # A row's gradient is its token's: the third of these arguments is all that backward takes.
-    return cast(Tensor, GradientNode.apply(sum_token_rows, _permute_back, (3,), rows, *order))
+    # A row's gradient is its token's: the last of these arguments is all that backward takes.
+    return call_with_gradient(sum_token_rows, rows, *order, differentiate=_permute_back, kept=(3,))
 
 
 def grouped_linear(

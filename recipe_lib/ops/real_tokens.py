@@ -25,10 +25,8 @@ class RealTokens:
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], row_length: int) -> "RealTokens":
         """Return the real tokens of rows of `row_length`, of which the first `lengths` are real."""
-        spans = []
-        for row, length in enumerate(lengths):
-            start = row * row_length
-            spans.append((start, start + length))
+        starts = range(0, row_length * len(lengths), row_length)
+        spans = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         return cls(spans, row_length * len(lengths))
 
     @property

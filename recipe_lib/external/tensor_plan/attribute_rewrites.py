@@ -51,12 +51,14 @@ def find_rewrites(
         for attribute in attributes:
             if attribute in kept or attribute in divisions:
                 continue
-            right = (
-                division
-                for division in _list_divisions(demand, *shares)
-                if _is_right(demand, ranks, {**divisions, attribute: division})
+            division = next(
+                (
+                    division
+                    for division in _list_divisions(demand, *shares)
+                    if _is_right(demand, ranks, {**divisions, attribute: division})
+                ),
+                None,
             )
-            division = next(right, None)
             if division is not None:
                 divisions[attribute] = division
                 rewrites[attribute] = AttributeDivision(set(demand.sharded_axes), division.kept)

@@ -171,8 +171,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
             left.parent = right
     else:
         product, parts = (left, right) if left.kind == "product" else (right, left)
-        inner = list_factors(product)[-1].size
-        if _refine(parts, parts.size // inner, reason):
+        if _refine(parts, parts.size // list_factors(product)[-1].size, reason):
             unify(product, parts, reason)
         else:
             block(product, reason)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Division
 from recipe_lib.models.language_model import Entry, replace_entries
-from recipe_lib.ops.fused_kernels import GradientNode
+from recipe_lib.ops.fused_kernels import call_with_gradient
 
 Change = Callable[[Tensor], Tensor]
 Rank: TypeAlias = int | Tensor
@@ -101,18 +101,21 @@ class Exchanges:
         tokens = by_kind.get("slice") or by_kind.get("gather") if self.length() else None
         if tokens is not None and tokens.kind == "slice":
             gather, slice_ = self._make_token_exchange(tokens, summed=False)
-            sliced = partial(self._exchange_linear, tensor, slice_, gather)
-            return self._pass_once("slice", tokens, tensor, sliced)
+            return self._pass_once(
+                "slice", tokens, tensor, partial(self._exchange_linear, tensor, slice_, gather)
+            )
         entering = by_kind.get("enter") or by_kind.get("cut")
         needs_sum = entering is not None and tensor.requires_grad
         if tokens is not None:
             kind = "gather and enter" if needs_sum else "gather"
             gather, slice_ = self._make_token_exchange(tokens, needs_sum)
-            gathered = partial(self._exchange_linear, tensor, gather, slice_)
-            tensor = self._pass_once(kind, tokens, tensor, gathered)
+            tensor = self._pass_once(
+                kind, tokens, tensor, partial(self._exchange_linear, tensor, gather, slice_)
+            )
         elif entering is not None and needs_sum and torch.is_grad_enabled():
-            entered = partial(enter, tensor, self.ranks.total)
-            tensor = self._pass_once("enter", entering, tensor, entered)
+            tensor = self._pass_once(
+                "enter", entering, tensor, partial(enter, tensor, self.ranks.total)
+            )
         cut = by_kind.get("cut")
         if cut is None:
             return tensor
@@ -128,8 +131,9 @@ class Exchanges:
         a sum.
         """
         forward = partial(_assemble_parameter, parts=parts, ranks=self.ranks)
-        backward = partial(_scatter_gradient, parts=parts, ranks=self.ranks)
-        return self._exchange_linear(tensor, forward, backward)
+        return self._exchange_linear(
+            tensor, forward, partial(_scatter_gradient, parts=parts, ranks=self.ranks)
+        )
 
     def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
         """Return what makes all ranks' tokens of a rank's, and the other way round. summed: of the
@@ -206,8 +210,9 @@ class Exchanges:
                 f"compile: {boundary.module} embeds tokens within a layer, which is not compiled"
                 " where ranks share the vocabulary; set compile=false"
             )
-        segments = self.plan.parameter(boundary.parameters[0]).segments
-        ((start, stop),) = compute_bounds(segments, rank, self.ranks.size)
+        ((start, stop),) = compute_bounds(
+            self.plan.parameter(boundary.parameters[0]).segments, rank, self.ranks.size
+        )
         arguments = dict(list_places(args, kwargs))
         place, tokens = next(
             (place, value)
@@ -215,8 +220,7 @@ class Exchanges:
             if torch.is_tensor(value) and not value.is_floating_point()
         )
         is_own = (tokens >= start) & (tokens < stop)
-        own_tokens = torch.where(is_own, tokens - start, 0)
-        args, kwargs = replace_argument(args, kwargs, place, own_tokens)
+        args, kwargs = replace_argument(args, kwargs, place, torch.where(is_own, tokens - start, 0))
         for place in ("2", "padding_idx"):
             padding = arguments.get(place)
             if padding is not None:
@@ -232,7 +236,7 @@ def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
 
     forward must be linear in the tensor, and give new memory or a view.
     """
-    return cast(Tensor, GradientNode.apply(forward, backward, (), tensor))
+    return call_with_gradient(forward, tensor, differentiate=backward, kept=())
 
 
 def enter(tensor: Tensor, total: Change) -> Tensor:
@@ -338,11 +342,13 @@ def take_own_part(
     repeated = segments * (tensor.shape[dim] // sum(segments))
     if not isinstance(rank, int):
         return tensor.index_select(dim, _make_row_numbers(repeated, rank, size, whole))
-    pieces = [
-        tensor.narrow(dim, start, stop - start)
-        for start, stop in compute_bounds(repeated, rank, size, whole)
-    ]
-    return torch.cat(pieces, dim)
+    return torch.cat(
+        [
+            tensor.narrow(dim, start, stop - start)
+            for start, stop in compute_bounds(repeated, rank, size, whole)
+        ],
+        dim,
+    )
 
 
 def _make_row_numbers(
@@ -356,11 +362,12 @@ def _make_row_numbers(
             " is not compiled; set compile=false"
         )
     first, second = of_ranks[:2]
-    pieces = [
-        torch.arange(start, stop, device=rank.device) + rank * (later - start)
-        for (start, stop), (later, _) in zip(first, second, strict=True)
-    ]
-    return torch.cat(pieces)
+    return torch.cat(
+        [
+            torch.arange(start, stop, device=rank.device) + rank * (later - start)
+            for (start, stop), (later, _) in zip(first, second, strict=True)
+        ]
+    )
 
 
 def divide_attributes(
@@ -373,6 +380,5 @@ def divide_attributes(
         *path, name = rewrite.attribute.split(".")
         for step in path:
             owner = getattr(owner, step)
-        value = Division(size, rewrite.kept).divide(rewrite.value)
-        entries.append((owner.__dict__, name, value))
+        entries.append((owner.__dict__, name, Division(size, rewrite.kept).divide(rewrite.value)))
     return replace_entries(entries)

@@ -284,8 +284,9 @@ class LocalSizes:
 
     def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:
         """Return the size of a dimension of a tensor, or of a part of one."""
-        shares = {axis.node: self.shares[axis] for axis in self.list_axes(tensor)}
-        return compute_local_size(node, shares)
+        return compute_local_size(
+            node, {axis.node: self.shares[axis] for axis in self.list_axes(tensor)}
+        )
 
     def read_size(self, size: Size) -> int:
         """Return what the model reads as the size of a dimension."""
@@ -346,8 +347,9 @@ def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
         # Else it is not the size that comes out: broadcast, or rounded.
         if int(value) == output.dims[dimension].size:
             expected = ranks.compute_size(output, output.dims[dimension])
-            axes = ranks.list_axes(output) if expected != int(value) else []
-            yield SizeDemand(call, value, expected, axes)
+            yield SizeDemand(
+                call, value, expected, ranks.list_axes(output) if expected != int(value) else []
+            )
 
 
 def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
@@ -392,8 +394,9 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
     if len(call.arguments) > 1:  # picked by number: those dimensions are blocked
         return
     tensor = call.arguments[0][1]
-    places = sorted(call.numbers, key=_split_place)
-    items = [call.numbers[place] for place in places if place != "0"]
+    items = [
+        call.numbers[place] for place in sorted(call.numbers, key=_split_place) if place != "0"
+    ]
     num_picked = sum(item is not None and item is not ... for item in items)
     dimension = 0
     for item in items:
@@ -409,8 +412,12 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
                 if value < node.size:
                     expected = ranks.compute_offset(tensor, node, int(value))
                 if expected is not None:
-                    axes = ranks.list_axes(tensor) if expected != int(value) else []
-                    yield SizeDemand(call, value, expected, axes)
+                    yield SizeDemand(
+                        call,
+                        value,
+                        expected,
+                        ranks.list_axes(tensor) if expected != int(value) else [],
+                    )
         dimension += item is not None  # None is a new dimension of what comes out
 
 
@@ -420,5 +427,6 @@ def _split_place(place: str) -> list[int]:
 
 def find_smallest_factor(number: int) -> int:
     """Return the smallest prime that divides a number above 1."""
-    factors = (factor for factor in range(2, int(number**0.5) + 1) if number % factor == 0)
-    return next(factors, number)
+    return next(
+        (factor for factor in range(2, int(number**0.5) + 1) if number % factor == 0), number
+    )

@@ -206,14 +206,18 @@ def _build_plan(
     for number, sharded in enumerate(chosen):
         pending += [(number, boundary) for boundary in sharded.boundaries]
     for number, sharded in enumerate(chosen):
-        uses = sharded.replicated_uses
-        pending += [(number, boundary) for boundary in uses if boundary.parameters & mixed]
+        pending += [
+            (number, boundary)
+            for boundary in sharded.replicated_uses
+            if boundary.parameters & mixed
+        ]
     # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
     for number, argument in sorted(shared.uses):
         for place, tensor, _ in forward.calls[number].arguments:
             if place == argument and tensor.parameters & mixed:
-                entering = PendingBoundary("enter", number, argument, tensor, tensor.parameters)
-                pending.append((-1, entering))
+                pending.append(
+                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
+                )
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
     used = {
         name
@@ -230,15 +234,16 @@ def _build_plan(
         reason = "the forward does not use it"
         if name in used:
             reason = _explain_replicated(forward.parameters[name], reasons)
-        replicated = ParameterPlan(
-            name,
-            shape,
-            "replicated",
-            gradient="partial" if name in partial else "full",
-            reason=reason,
-            after_reduction=name in late_biases,
+        parameters.append(
+            ParameterPlan(
+                name,
+                shape,
+                "replicated",
+                gradient="partial" if name in partial else "full",
+                reason=reason,
+                after_reduction=name in late_biases,
+            )
         )
-        parameters.append(replicated)
     axis_numbers = {sharded: number for number, sharded in enumerate(chosen)}
     rewrites = tuple(
         Rewrite(
@@ -353,21 +358,22 @@ def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tupl
     exchanges += [("gather", item) for item in shared.gathers.items()]
     for kind, ((number, place), (tensor, layout)) in sorted(exchanges, key=lambda it: it[1][0]):
         call = forward.calls[number]
-        activation = activations.setdefault(tensor, len(activations))
-        boundary = Boundary(
-            kind,
-            call.key.module,
-            call.key.number,
-            place,
-            axes=(),
-            activation=activation,
-            dim=layout.dim,
-            tokens_first=layout.first,
-            function=call.function,
-            source=call.source,
-            width=math.prod(node.size for node in tensor.dims) // forward.tokens,
+        boundaries.setdefault(
+            (kind, *call.key, place),
+            Boundary(
+                kind,
+                call.key.module,
+                call.key.number,
+                place,
+                axes=(),
+                activation=activations.setdefault(tensor, len(activations)),
+                dim=layout.dim,
+                tokens_first=layout.first,
+                function=call.function,
+                source=call.source,
+                width=math.prod(node.size for node in tensor.dims) // forward.tokens,
+            ),
         )
-        boundaries.setdefault((kind, *call.key, place), boundary)
     return tuple(boundaries.values())
 
 
@@ -417,8 +423,9 @@ def _build_boundaries(
                     break
                 tensor = moved
                 entering = entering | {moved: users[moved]}
-        key = (boundary.kind, number, place)
-        axes, parameters, _ = merged.setdefault(key, (set(), set(), boundary))
+        axes, parameters, _ = merged.setdefault(
+            (boundary.kind, number, place), (set(), set(), boundary)
+        )
         axes.update((axis,) if axis >= 0 else ())
         parameters.update(names)
     boundaries: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once

@@ -80,8 +80,7 @@ def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
     if step.name in ("prelu", "_prelu_kernel"):
         # One weight per channel, which is the second dimension.
         tensors = tensors[:1] if tensors[1].numel() == 1 else tensors
-    shape = step.get_shape()
-    dims = broadcast(step, tensors, shape)
+    dims = broadcast(step, tensors, step.get_shape())
     return [dims for _ in step.results]
 
 
@@ -348,8 +347,7 @@ def trace_squeeze(step: OperatorCall) -> list[Dims]:
 @register_rule("slice", "narrow")
 def trace_slice(step: OperatorCall) -> list[Dims]:
     """Trace one stretch of a dimension."""
-    tensor = step.get_first_tensor()
-    dims = list(step.get_dims(tensor))
+    dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim", 0) % len(dims)
     size, length = dims[number].size, step.get_shape()[number]
     if length == size:
@@ -389,8 +387,10 @@ def trace_split(step: OperatorCall) -> list[Dims]:
             [*dims[:number], *step.make_dims([length], True), *dims[number + 1 :]]
             for length in lengths
         ]
-    pieces = cut(dims[number], lengths, step.reason)
-    return [[*dims[:number], piece, *dims[number + 1 :]] for piece in pieces]
+    return [
+        [*dims[:number], piece, *dims[number + 1 :]]
+        for piece in cut(dims[number], lengths, step.reason)
+    ]
 
 
 @register_rule("cat", "stack", "concat")
@@ -456,8 +456,7 @@ def trace_index(step: OperatorCall) -> list[Dims]:
     """Trace elements that are picked, or put, by numbers along some dimensions, which are
     blocked.
     """
-    tensor = step.get_first_tensor()
-    dims = list(step.get_dims(tensor))
+    dims = list(step.get_dims(step.get_first_tensor()))
     picks = list(step.get("indices"))
     single = _find_negative_pick(step, picks)
     if single is not None:

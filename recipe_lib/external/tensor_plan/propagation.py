@@ -44,8 +44,12 @@ def follow_axis(
     node: a leaf that nothing blocks. parameter_dims: the dimension of each parameter that has it.
     Raises Refusal where a rank could not compute its part.
     """
-    parameters = {trace.parameters[name] for name in parameter_dims}
-    follower = _AxisFollower(trace, ShardedAxis(node, parameter_dims, sharded=parameters))
+    follower = _AxisFollower(
+        trace,
+        ShardedAxis(
+            node, parameter_dims, sharded={trace.parameters[name] for name in parameter_dims}
+        ),
+    )
     follower.follow(records)
     return follower.axis
 
@@ -276,8 +280,9 @@ class _AxisFollower:
         if not any(tensor.identifiers for tensor in record.inputs[1:]):
             raise Refusal(f"rows are picked by number, not by token, in {self._describe(record)}")
         self.axis.vocabulary = True
-        leaving = self._make_leaving("lookup", record, record.inputs[0].parameters)
-        self.axis.boundaries.append(leaving)
+        self.axis.boundaries.append(
+            self._make_leaving("lookup", record, record.inputs[0].parameters)
+        )
 
     def _note_taken(
         self, record: OperatorCall, leaving: PendingBoundary, taken: TracedTensor

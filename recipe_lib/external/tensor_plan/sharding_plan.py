@@ -295,9 +295,8 @@ def count_boundaries(plan: ShardingPlan) -> dict[Boundary, int]:
     counts: Counter[Boundary] = Counter()
     for boundary in plan.boundaries:
         names = tuple(dict.fromkeys(map(make_pattern, boundary.parameters)))
-        module = make_pattern(boundary.module)
         alike = dataclasses.replace(
-            boundary, module=module, axes=(), parameters=names, activation=-1
+            boundary, module=make_pattern(boundary.module), axes=(), parameters=names, activation=-1
         )
         counts[alike] += 1
     return counts
@@ -314,11 +313,11 @@ def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
     seen: set[tuple[str, int]] = set()
     by_place: dict[tuple[str, int, str], list[Boundary]] = {}
     for boundary in plan.boundaries:
-        key = (boundary.module, boundary.call, boundary.place)
-        by_place.setdefault(key, []).append(boundary)
+        by_place.setdefault((boundary.module, boundary.call, boundary.place), []).append(boundary)
     for boundaries in by_place.values():
-        tokens = (each for each in boundaries if each.kind in ("gather", "slice"))
-        first = next(tokens, boundaries[0])
+        first = next(
+            (each for each in boundaries if each.kind in ("gather", "slice")), boundaries[0]
+        )
         exchange = (" ".join(sorted(each.kind for each in boundaries)), first.activation)
         if not any(each.width for each in boundaries):
             continue
@@ -391,8 +390,7 @@ def count_held_elements(plan: ShardingPlan, size: int) -> int:
     for parameter in plan.parameters:
         elements = prod(parameter.shape)
         if parameter.dim >= 0:
-            bounds = compute_bounds(parameter.segments, 0, size)
-            part = sum(stop - start for start, stop in bounds)
+            part = sum(stop - start for start, stop in compute_bounds(parameter.segments, 0, size))
             elements = elements // parameter.shape[parameter.dim] * part
         total += elements
     return total

@@ -382,8 +382,9 @@ class TokenFlow:
             for candidate in list_candidates(tensor, self.length):
                 token_wise = self._try_on_tokens(number, {tensor: candidate})
                 if token_wise is not None and token_wise.outputs.get(output) == layout:
-                    cuts = {tensor: candidate, **token_wise.demands}
-                    self._note_local_call(number, token_wise, cuts)
+                    self._note_local_call(
+                        number, token_wise, {tensor: candidate, **token_wise.demands}
+                    )
                     return True
         return False
 
@@ -402,8 +403,7 @@ class TokenFlow:
                 del self.made[tensor]
             else:
                 giver = self._find_giver(tensor)
-                output = name_output(self.trace.calls[giver], tensor)
-                self.gathers[giver, output] = (tensor, layout)
+                self.gathers[giver, name_output(self.trace.calls[giver], tensor)] = (tensor, layout)
                 self.early.add(tensor)
 
     def is_seen_cut(self, tensor: TracedTensor, dimension: int) -> bool:
@@ -487,8 +487,10 @@ def _make_wrong_whole(flow: TokenFlow) -> bool:
         if record.call < 0:  # of no call that could be given other tensors
             flow.whole.update(filter(flow.is_local, (*record.inputs, *record.outputs)))
     for (number, _), (tensor, _) in [*flow.slices.items(), *flow.gathers.items()]:
-        records = flow.trace.calls[number].records
-        is_written = any(tensor in each.inputs and tensor in each.outputs for each in records)
+        is_written = any(
+            tensor in each.inputs and tensor in each.outputs
+            for each in flow.trace.calls[number].records
+        )
         if tensor.call != number and is_written:  # which a copy would not show
             flow.whole.add(tensor)
             flow.stopped.add(number)
@@ -517,8 +519,9 @@ def _make_wrong_whole(flow: TokenFlow) -> bool:
 
 def _list_cut_tensors(flow: TokenFlow, value: object) -> list[TracedTensor]:
     """Return the tensors of whose rank's tokens a value was computed from the size."""
-    sizes = list_sizes(value)
-    return [size.tensor for size in sizes if flow.is_seen_cut(size.tensor, size.dimension)]
+    return [
+        size.tensor for size in list_sizes(value) if flow.is_seen_cut(size.tensor, size.dimension)
+    ]
 
 
 def _keep_runs_alike(flow: TokenFlow) -> None:
@@ -560,8 +563,13 @@ def _collect_shared(flow: TokenFlow) -> SharedTokens:
                 sizes[output] = prod(get_shape(output))
     shared = sum(size for tensor, size in sizes.items() if tensor in flow.made)
     share = shared / max(sum(sizes.values()), 1) if flow.gathers or flow.slices else 0.0
-    local = tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor))
-    return SharedTokens(flow.gathers, flow.slices, uses=uses, share=share, local=local)
+    return SharedTokens(
+        flow.gathers,
+        flow.slices,
+        uses=uses,
+        share=share,
+        local=tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor)),
+    )
 
 
 class _SharedSizes(LocalSizes):

@@ -131,8 +131,9 @@ class _Watch(TorchFunctionMode):
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
             note = self.trace.size_decisions.append
-            sizes = [Sourced(size, Size(traced, at), note) for at, size in enumerate(value)]
-            return torch.Size(sizes)
+            return torch.Size(
+                [Sourced(size, Size(traced, at), note) for at, size in enumerate(value)]
+            )
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
             size = Size(self.known(args[0]), dimension % args[0].dim())
@@ -214,15 +215,17 @@ class _Operators(TorchDispatchMode):
             else:
                 is_integer = tensor.dtype in (torch.int64, torch.int32)
                 is_by_one = is_integer and not step.values and not step.ordered
-                fresh = TracedTensor(
-                    sizes,
-                    names,
-                    activation,
-                    identifiers=is_by_one and any(each.identifiers for each in step.inputs),
-                    base=step.inputs[0] if views and step.inputs else None,
-                    call=step.call,
+                traced = self.remember(
+                    tensor,
+                    TracedTensor(
+                        sizes,
+                        names,
+                        activation,
+                        identifiers=is_by_one and any(each.identifiers for each in step.inputs),
+                        base=step.inputs[0] if views and step.inputs else None,
+                        call=step.call,
+                    ),
                 )
-                traced = self.remember(tensor, fresh)
             step.outputs.append(traced)
         self.trace.records.append(step)
         if step.call >= 0:

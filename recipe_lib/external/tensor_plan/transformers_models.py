@@ -85,8 +85,9 @@ def infer_plan_and_mask(
         model = model if device == "meta" else build_transformers_model(config, device)
         for mask in MASKS:
             try:
-                inputs = build_example_inputs(config, device=device, mask=mask)
-                return infer_plan(model, inputs, size, tokens), mask
+                return infer_plan(
+                    model, build_example_inputs(config, device=device, mask=mask), size, tokens
+                ), mask
             except SetupError as error:
                 first = first or error
     assert first is not None
