@@ -32,7 +32,7 @@ from recipe_lib.external.plan_executor import build_ranks, frame_forward
 from recipe_lib.external.plan_proof import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
     exclude_head_exchanges,
-    list_runs,
+    find_runs,
     place_parameters,
     project,
 )
@@ -42,6 +42,7 @@ from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.models.language_model import restore_file_order
+from recipe_lib.ops.dtensor_shards import get_detached_local, get_local
 from recipe_lib.ops.gathered import Group, all_reduce
 
 _LENGTH = 16  # tokens of a row that a small copy is certified with; two rows
@@ -138,8 +139,7 @@ class TensorPlan:
                 f" {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
             )
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
-        embedding_and_head = find_embedding_and_head(model)
-        head = None if embedding_and_head is None else embedding_and_head[1]
+        _, head = find_embedding_and_head(model) or (None, None)
         if head is not None:
             plan, columns = exclude_head_exchanges(plan, model, head)
         if head is None or (not columns and any(axis.output for axis in plan.axes)):
@@ -169,13 +169,14 @@ class TensorPlan:
         """Gather the whole model's `state_dict()` on the mesh's first rank's host; others get an
         empty one. A collective.
         """
-        runs = self._list_runs(model)
-        is_first = _get_mesh(model).get_local_rank() == 0
+        mesh = _get_mesh(model)
+        plans = self._list_parameter_plans(model)
         state = {}
         for name, value in model.state_dict().items():
             if isinstance(value, DTensor):
-                value = restore_file_order(value.full_tensor(), runs.get(name))
-            if is_first:
+                runs = find_runs(plans[name], mesh.size())
+                value = restore_file_order(value.full_tensor(), runs)
+            if mesh.get_local_rank() == 0:
                 state[name] = torch.empty_like(value, device="cpu").copy_(value)
         return state
 
@@ -192,13 +193,13 @@ class TensorPlan:
                     f"load_full_state_dict: found no {name}, expected every tensor of the model's"
                     " state"
                 )
-            whole = state[name]
+            part = state[name]
             plan = plans.get(name)
             if isinstance(value, DTensor) and plan is not None and plan.dim >= 0:
-                whole = take_own_part(
-                    whole, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
+                part = take_own_part(
+                    part, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
                 )
-            (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
+            get_detached_local(value).copy_(part)
 
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
         """Write what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
@@ -217,14 +218,6 @@ class TensorPlan:
             name: self.sharding.parameter(ids[id(parameter)])
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-
-    def _list_runs(self, model: nn.Module) -> dict[str, Any]:
-        size = _get_mesh(model).size()
-        runs = {}
-        for name, plan in self._list_parameter_plans(model).items():
-            if list_runs(plan, size):
-                runs[name] = (plan.dim, list_runs(plan, size))
-        return runs
 
 
 @contextmanager
@@ -250,16 +243,14 @@ def _sum_partial_gradients(
     handles: list[Any] = []
 
     def add(gradient: Tensor) -> Tensor:
-        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        return DTensor.from_local(
-            all_reduce(part, "sum", group), mesh, [Replicate()], run_check=False
-        )
+        total = all_reduce(get_local(gradient), "sum", group)
+        return DTensor.from_local(total, mesh, [Replicate()], run_check=False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # The hooks are put on anew each time: `model.to` takes parameters' hooks away.
         while handles:
             handles.pop().remove()
-        parameters = [model.get_parameter(name) for name in names]
+        parameters = map(model.get_parameter, names)
         handles.extend(each.register_hook(add) for each in parameters if each.requires_grad)
         return forward(*args, **kwargs)
 

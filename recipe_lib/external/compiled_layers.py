@@ -95,7 +95,7 @@ class CompiledLayers:
         self.originals: dict[str, Callable[..., Any]] = {}
         # Those that are compiled; the stages of a pipeline swap modules.
         self.layers: dict[str, nn.Module] = {}
-        self.compiled: dict[str, Callable[..., Any]] = {}
+        self.compiled: dict[str, Callable[..., list[Tensor]]] = {}
         self.like: dict[str, str] = {}
         self.places: dict[str, list[_Place]] = {}
         self.keys: dict[Any, str] = {}
@@ -123,9 +123,8 @@ class CompiledLayers:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
         self.layers[path] = layer
-        options = None
-        if backend == "inductor" and self.gathers_again:
-            options = {"custom_partitioner_fn": RegatheringPartitioner()}
+        regathers = backend == "inductor" and self.gathers_again
+        options = {"custom_partitioner_fn": RegatheringPartitioner()} if regathers else None
         self.compiled[path] = torch.compile(
             _copy_with_own_code(layer.forward, path),
             backend=backend,
@@ -182,8 +181,7 @@ class CompiledLayers:
         if device not in self.ranks:
             self.ranks[device] = torch.tensor(self.rank, device=device)
         try:
-            tensors: list[Tensor] = self.compiled[path](key, self.ranks[device], *held, *given)
-            return tensors
+            return self.compiled[path](key, self.ranks[device], *held, *given)
         except torch._dynamo.exc.TorchDynamoException as error:
             chain: list[BaseException] = [error]
             while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -355,9 +353,14 @@ def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
         if boundary.module == path or boundary.module.startswith(inside):
             activation = activations.setdefault(boundary.activation, len(activations))
             local = replace(
-                boundary, module=boundary.module.removeprefix(path), activation=activation
+                boundary,
+                module=boundary.module.removeprefix(path),
+                activation=activation,
+                axes=(),
+                parameters=(),
+                source="",
             )
-            boundaries.append(replace(local, axes=(), parameters=(), source=""))
+            boundaries.append(local)
     assembled = [
         replace(each, name=each.name.removeprefix(inside), axis=0, reason="")
         for each in plan.parameters

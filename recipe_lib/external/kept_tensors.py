@@ -108,8 +108,7 @@ class KeptTensors:
 
     def note_parameters(self, parameters: Any) -> None:
         """Note tensors that are there anyway."""
-        for tensor in list_tensors(parameters):
-            self._free.add(tensor.untyped_storage()._cdata)
+        self._free.update(tensor.untyped_storage()._cdata for tensor in list_tensors(parameters))
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None

@@ -2,7 +2,6 @@
 its class makes.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
@@ -40,7 +39,7 @@ from recipe_lib.external.transformers_config import (
 )
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import list_layer_names
-from recipe_lib.models.meta_init import list_persistent_buffers
+from recipe_lib.models.meta_init import list_persistent_buffers, seed_host_generators
 from recipe_lib.models.spec import (
     ExternalSpec,
     StageParts,
@@ -102,12 +101,9 @@ class ModuleSpec(ExternalSpec):
                     value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
                     module._parameters[name] = nn.Parameter(value, False)
                     vectors[f"{prefix}.{name}" if prefix else name] = value
-        for name, module in reversed(
-            list(model.named_modules())
-        ):  # those inside before the one around them
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        # Those inside before the one around them.
+        for name, module in reversed(list(model.named_modules())):
+            with seed_host_generators(f"{seed}/{name}"):
                 if hasattr(model, "_init_weights"):
                     model._init_weights(module)
                 elif any(True for _ in module.parameters(recurse=False)) and hasattr(
@@ -357,10 +353,10 @@ class TensorConversion:
             for name in taken:
                 converter.add_tensor(self.first, name, pattern, read(name))
         made = converter.convert(self.first, model=self._module, config=self._config)
-        values = {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        return {
+            self.written.get(name, name): value[0] if isinstance(value, list) else value
+            for name, value in made.items()
         }
-        return {self.written.get(name, name): value for name, value in values.items()}
 
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]

@@ -30,10 +30,8 @@ def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
     Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the
     layers and the last nn.Linear there that has as many outputs as that has rows.
     """
-    embedding, head = (
-        _ask_model(model, "get_input_embeddings"),
-        _ask_model(model, "get_output_embeddings"),
-    )
+    embedding = _ask_model(model, "get_input_embeddings")
+    head = _ask_model(model, "get_output_embeddings")
     if embedding is not None and head is not None:
         return embedding, head
     inside = tuple(f"{name}." for name in list_layer_names(model))
@@ -99,15 +97,11 @@ def list_other_parts(model: Any) -> list[str]:
         or not hasattr(model, "get_decoder")
     ):
         return []
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    run = {
-        id(parameter)
-        for part in (decoder, head)
-        if part is not None
-        for parameter in part.parameters()
-    }
+    decoder = model.get_decoder()
     if decoder is None or decoder is model:
         return []
+    of_text = nn.ModuleList([decoder, model.get_output_embeddings()])
+    run = {id(parameter) for parameter in of_text.parameters()}
     parts: list[str] = []
     for name, module in model.named_modules():
         outer = any(name.startswith(f"{part}.") for part in parts)
@@ -231,9 +225,8 @@ def list_without_adapter(
     linears: Collection[str], uncalled: Mapping[str, str], family: str
 ) -> dict[str, str]:
     """List linears, and parameters that stand for some, that get no adapter: name -> why."""
-    kinds: dict[
-        str, str
-    ] = {}  # family -> the kind of mixture for whose fused experts PEFT takes names of linears
+    # Family -> the kind of mixture for whose fused experts PEFT takes names of linears.
+    kinds: dict[str, str] = {}
     if find_spec("transformers") is not None:
         from transformers import conversion_mapping
 
@@ -271,22 +264,22 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         for name, base in list_layer_linears(model).items()
         if built is None or f"{name}.weight" in built
     }
-    wanted = set(
+    adapted_names = set(
         select_adapter_targets(
             linears,
             cfg.target_modules,
             list_without_adapter(linears, find_uncalled_linears(model), model.spec.family),
         )
     )
-    if not wanted:
+    if not adapted_names:
         raise ConfigError(
             "lora.target_modules: the model's layers have no linears that could have an adapter"
         )
     for name, base in linears.items():
         owner, _, child = name.rpartition(".")
-        own = settings if name in wanted else None
+        adapter = settings if name in adapted_names else None
         if type(base) is nn.Linear:
-            placed = adapt(base, own, cfg.quantize_base)
-        else:
-            placed = base if own is None else AdaptedExternal(base, own)
-        setattr(model.get_submodule(owner), child, placed)
+            base = adapt(base, adapter, cfg.quantize_base)
+        elif adapter is not None:
+            base = AdaptedExternal(base, adapter)
+        setattr(model.get_submodule(owner), child, base)

@@ -51,20 +51,17 @@ def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
     """
     treatments: dict[str, set[str]] = {}
     for each in plan.parameters:
-        once = find_period(
-            list(each.segments)
-        )  # as often as there are groups of heads, which may be fewer
+        # As often as there are groups of heads, which may be fewer.
+        once = find_period(list(each.segments))
         segments = f"{len(once)} {len(each.segments) > len(once)}"
         said = (
             f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
         )
         treatments.setdefault(make_pattern(each.name), set()).add(said)
     for boundary in plan.boundaries:
-        call = (
-            f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
-        )
         said = (
-            f"{call} {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean}"
+            f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
+            f" {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean}"
             f" {boundary.whole}"
         )
         treatments.setdefault(make_pattern(boundary.module), set()).add(said)
@@ -254,9 +251,10 @@ def _compute_results(
                 + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
             )
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        results[name] = torch.zeros_like(parameter) if gradient is None else gradient
-    return results
+    return results | {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }
 
 
 def _measure_error(

@@ -78,9 +78,9 @@ def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None
     """Raise ConfigError if `parallel.tensor` ranks cannot run the plan, or would share nothing by
     it.
     """
-    size, name = parallel.tensor, model.spec.family
-    shared = [axis for axis in plan.axes if not axis.vocabulary]
-    if not shared:
+    size = parallel.tensor
+    name = model.spec.family
+    if all(axis.vocabulary for axis in plan.axes):
         reason = f": {plan.refused[0]}" if plan.refused else ""
         raise ConfigError(
             f"parallel.tensor={size}: found nothing in the layers of {name} that {size} ranks can"
@@ -189,7 +189,8 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
     family = model.spec.family
     differences: list[str] = []
     for keys, most in _SMALL_HEADS:
-        small, ranks = _build_small_model(model, keys), min(size, most)
+        small = _build_small_model(model, keys)
+        ranks = min(size, most)
         small_plan = infer_model_plan(small, ranks, plan.shared_tokens > 0)
         if ranks not in small_plan.legal_sizes:  # it may have fewer heads
             ranks = max((legal for legal in small_plan.legal_sizes if legal <= ranks), default=0)

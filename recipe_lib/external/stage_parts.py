@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -133,8 +133,7 @@ def run_only(
 
 def _get_held_module(model: Any, name: str) -> nn.Module:
     """Return a module, also one that another rank has."""
-    module: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
-    return module
+    return cast(nn.Module, model.elsewhere.get(name) or model.get_submodule(name))
 
 
 def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -162,7 +161,7 @@ def keep_parts(
         )
     whole = {name for name, _ in model.named_modules() if name}
     absent = [name for number, name in enumerate(parts.layers) if number not in kept]
-    absent += [*(parts.first if not first else ()), *(parts.last if not last else ())]
+    absent += [*(() if first else parts.first), *(() if last else parts.last)]
     placeholders = {name: nn.Module() for name in absent}
     if tied and last and not first:
         placeholders[parts.embedding] = hold_tied_weight(embedding)

@@ -34,7 +34,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     compute_bounds,
 )
 from recipe_lib.models.decoder import LogitTransform
-from recipe_lib.ops.dtensor_shards import get_local
+from recipe_lib.ops.dtensor_shards import Runs, get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.parallel.tensor import as_placed
@@ -73,16 +73,11 @@ def shard_module(
         plan, columns = exclude_head_exchanges(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     place_parameters(model, plan, world.mesh["tensor"], stored)
-    runs = {
-        each.name: (each.dim, cut)
-        for each in plan.parameters
-        if (cut := list_runs(each, group.size))
-    }
-    for name in stored:  # lengths are cut as the rows of their matrix, which may hold several
-        rows = f"{name.removesuffix(_LENGTHS)}lora_B.weight"
-        if name.endswith(_LENGTHS) and rows in runs:
-            runs[name] = runs[rows]
-    model.runs = runs
+    runs = {each.name: find_runs(each, group.size) for each in plan.parameters}
+    # Lengths are cut as the rows of their matrix, which may hold several.
+    rows = {name: f"{name.removesuffix(_LENGTHS)}lora_B.weight" for name in stored}
+    runs |= {name: runs[rows[name]] for name in stored if name.endswith(_LENGTHS)}
+    model.runs = {name: run for name, run in runs.items() if run is not None}
     if head is not None:
         head.forward = partial(project, head, group, columns)
     run_by_plan(
@@ -90,9 +85,10 @@ def shard_module(
     )
     names = {name for name, _ in model.named_parameters()}
     gradients = {each.name: each.gradient for each in plan.parameters if each.name in names}
-    for name, placement in stored.items():
-        gradients[name] = "full" if placement.is_replicate() else "sharded"
-    return gradients
+    return gradients | {
+        name: "full" if placement.is_replicate() else "sharded"
+        for name, placement in stored.items()
+    }
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
@@ -116,9 +112,8 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
             if not is_one or not can_cut(
                 inputs, outputs, module.kind, group.size, by_columns=by_columns
             ):
-                reason = "has no whole blocks of 64 numbers for each rank"
-                if not is_one:
-                    reason = "holds several matrices"
+                blocks = "has no whole blocks of 64 numbers for each rank"
+                reason = blocks if is_one else "holds several matrices"
                 raise ConfigError(
                     f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
                     f" in blocks, and it {reason}; set lora.quantize_base=none,"
@@ -176,38 +171,40 @@ def place_parameters(
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
-                own = names[id(parameter)]
-                if stored and own in stored:
-                    placed[id(parameter)] = as_placed(parameter, stored[own], mesh)
-                else:
-                    placed[id(parameter)] = _take_parameter_part(parameter, plans[own], mesh)
+                path = names[id(parameter)]
+                placed[id(parameter)] = (
+                    as_placed(parameter, stored[path], mesh)
+                    if stored and path in stored
+                    else _take_parameter_part(parameter, plans[path], mesh)
+                )
             setattr(module, name, placed[id(parameter)])
 
 
 def _take_parameter_part(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
-    whole = parameter.detach()
-    part = whole
+    full = parameter.detach()
+    part = full
     placement: Placement = Replicate()
     if plan.dim >= 0:
         part = take_own_part(
-            whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()
+            full, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
         ).contiguous()
         placement = Shard(plan.dim)
     placed = DTensor.from_local(
-        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        part, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
     )
     return nn.Parameter(placed, parameter.requires_grad)
 
 
-def list_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) in the file of what follows one another on the ranks; none where the
-    order is that of the file.
+def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
+    """Return the runs of the file that follow one another on the ranks; None where the order is
+    that of the file.
     """
     if plan.dim < 0 or len(plan.segments) < 2:
-        return ()
-    return tuple(part for rank in range(size) for part in compute_bounds(plan.segments, rank, size))
+        return None
+    runs = (part for rank in range(size) for part in compute_bounds(plan.segments, rank, size))
+    return plan.dim, tuple(runs)
 
 
 # The output projection, of a part of the vocabulary.
@@ -228,7 +225,7 @@ def project(
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """
-    weight, bias = get_local(head.weight), get_local(head.bias)
+    weight, bias = map(get_local, (head.weight, head.bias))
     after = after or LogitTransform()
     if labels is None and vocabulary:
         return _gather_columns(
@@ -244,8 +241,16 @@ def project(
             lambda gradient: wait(start_gather(gradient, group)),
         )
         parts = replace(group, columns=-(-vocabulary // group.size))
-    needs = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "group": parts}
-    return run_head_loss(head_loss, hidden, weight, labels, **needs)
+    return run_head_loss(
+        head_loss,
+        hidden,
+        weight,
+        labels,
+        softcap=after.softcap,
+        finish=after.finish,
+        bias=bias,
+        group=parts,
+    )
 
 
 def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
@@ -284,10 +289,12 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        gather = partial(_gather_norms, module, group, first.dim, second.dim)
-        compute = partial(_compute_relative_lengths, module, group, first.dim)
-        module.compute_weight_norms = gather  # type: ignore[method-assign]
-        module.compute_relative_lengths = compute  # type: ignore[method-assign]
+        module.compute_weight_norms = partial(  # type: ignore[method-assign]
+            _gather_norms, module, group, first.dim, second.dim
+        )
+        module.compute_relative_lengths = partial(  # type: ignore[method-assign]
+            _compute_relative_lengths, module, group, first.dim
+        )
         placements[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
     return placements
 
@@ -312,12 +319,12 @@ def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
         else get_local(module.weight)
     )
     weight = weight.t() if module.transposed else weight
-    first, second = get_local(module.lora_A.weight), get_local(module.lora_B.weight)
-    found = module.compute_norms_with(lambda start, stop: weight[start:stop], first, second)
-    return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()
+    first, second = map(get_local, (module.lora_A.weight, module.lora_B.weight))
+    norms = module.compute_norms_with(lambda start, stop: weight[start:stop], first, second)
+    return norms if cut != 1 else all_reduce(norms.square(), "sum", group).sqrt()
 
 
 def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
     """Gather the norms of all rows, in the order of the ranks. A collective."""
-    found = _compute_norms(module, group, cut)
-    return wait(start_gather(found, group)) if rows == 0 else found
+    norms = _compute_norms(module, group, cut)
+    return wait(start_gather(norms, group)) if rows == 0 else norms

@@ -233,9 +233,7 @@ def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str,
     key: the spelling that is read.
     """
     given = fields.config.get(key)
-    if given is None:
-        given = _WITHOUT_ANY.get(family, {})
-    given = given or {}
+    given = (_WITHOUT_ANY.get(family) if given is None else given) or {}
     if not isinstance(given, Mapping):
         raise fields.make_fault(key, "an object, or null")
     if family != "gemma3":
@@ -382,7 +380,8 @@ _SCALINGS = {
 # those of transformers alike.
 
 
-MAX_WIDTH, MAX_POSITIONS = 2**20, 2**40
+MAX_WIDTH = 2**20
+MAX_POSITIONS = 2**40
 MAX_LAYERS = 4096
 _SIZES = {
     MAX_WIDTH: (
@@ -448,10 +447,8 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
     layout that is not read.
     """
     codes = FileCodes()
-    for key in _KEYS:
-        section = config.get(key)
-        if not section:
-            continue
+    for key in filter(config.get, _KEYS):
+        section: Any = config[key]
         is_ours = key == _KEYS[0] and isinstance(section, Mapping)
         method = section.get("quant_method") if is_ours else None
         if method == "fp8":
@@ -474,16 +471,12 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
 
     Raises CheckpointError.
     """
-    for key in _KEYS:
-        section = config.get(key)
-        if section:
-            method = section.get("quant_method") if isinstance(section, Mapping) else None
-            remedy = (
-                f"{_PLAIN}, or model.implementation=native"
-                if method in ("fp8", "mxfp4")
-                else _PLAIN
-            )
-            raise _make_refusal(key, section, where, remedy)
+    for key in filter(config.get, _KEYS):
+        section = config[key]
+        method = section.get("quant_method") if isinstance(section, Mapping) else None
+        is_native = method in ("fp8", "mxfp4")
+        remedy = f"{_PLAIN}, or model.implementation=native" if is_native else _PLAIN
+        raise _make_refusal(key, section, where, remedy)
 
 
 def _make_refusal(key: str, section: Any, where: str, expected: str) -> CheckpointError:

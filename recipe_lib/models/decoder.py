@@ -269,10 +269,11 @@ class Trunk(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         make_layer = SandwichLayer if spec.post_norms else DecoderLayer
-        if spec.embedding_scale is None:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.width)
-        else:
-            self.embed_tokens = ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
+        self.embed_tokens = (
+            nn.Embedding(spec.vocab_size, spec.width)
+            if spec.embedding_scale is None
+            else ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
+        )
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
         # Layers with a window may turn at another rate: each layer has the index of its rotary
@@ -396,19 +397,17 @@ class Decoder(LanguageModel):
 
     def find_stage_parts(self) -> StageParts:
         """Return embedding, layers, final norm and head."""
-        layers = tuple(f"model.layers.{number}" for number in range(self.spec.num_layers))
         embedding = "model.embed_tokens"
-        head = "lm_head" if self.spec.num_labels is None else "score"
         return StageParts(
             first=(embedding,),
-            layers=layers,
-            last=("model.norm", head),
+            layers=tuple(f"model.layers.{number}" for number in range(self.spec.num_layers)),
+            last=("model.norm", "lm_head" if self.spec.num_labels is None else "score"),
             embedding=embedding,
             width=self.spec.width,
         )
 
     @property
-    def head(self) -> nn.Module | None:
+    def head(self) -> Any:
         """Return the output projection or the score head; None: another rank has it."""
         return self.lm_head if self.spec.num_labels is None else self.score
 
@@ -429,9 +428,8 @@ class Decoder(LanguageModel):
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """Return `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
-        if ranks == 1:
-            return (*tokens, self.spec.width)
-        return (tokens.numel() // ranks, self.spec.width)
+        shared = tokens if ranks == 1 else (tokens.numel() // ranks,)
+        return (*shared, self.spec.width)
 
     def run_head(
         self,
@@ -442,8 +440,7 @@ class Decoder(LanguageModel):
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
         """Run the final norm and the head, see `LanguageModel.run_head`; tokens are not read."""
-        head: Any = self.head
-        return head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
+        return self.head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
     def hidden_states(
         self,
@@ -498,11 +495,10 @@ class Decoder(LanguageModel):
         values of earlier tokens; this call's are added to it. logits_to_keep: of the last so many
         tokens alone; 0: of all.
         """
-        head: Any = self.head
         hidden = self.model(tokens, positions, attention, cache)
         if logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        return head(hidden, labels=labels, head_loss=head_loss)
+        return self.head(hidden, labels=labels, head_loss=head_loss)
 
 
 class ScoreHead(nn.Module):

@@ -8,7 +8,7 @@ code. Adding a family is adding a row (docs/extending.md).
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from recipe_lib.config.registry import import_owner
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -37,8 +37,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> Mod
     """
     if implementation == "native":
         return build_spec(config, where)
-    spec: ExternalSpec = import_owner("model").read_spec(config, where, implementation)
-    return spec
+    return cast(ExternalSpec, import_owner("model").read_spec(config, where, implementation))
 
 
 def read_trained_spec(

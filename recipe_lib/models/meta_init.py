@@ -235,9 +235,9 @@ def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Te
         prefix = f"{module_name}." if module_name else ""
         not_extra |= {prefix + name for name in getattr(module, "adapter_tensors", ())}
         if hasattr(module, "fill_weight"):
-            # A `StoredWeight`, whose parameters stand for its weight.
-            parameters = [name for name, _ in module.named_parameters(recurse=False)]
-            not_extra |= {prefix + name for name in parameters if name.startswith("weight_")}
+            # A `StoredWeight`, whose parameters `weight_...` stand for its weight.
+            names = module._parameters
+            not_extra |= {prefix + name for name in names if name.startswith("weight_")}
         if saved:
             not_extra |= {prefix + name for name in module._non_persistent_buffers_set}
     return {name: tensor for name, tensor in tensors.items() if name not in not_extra}
@@ -306,7 +306,7 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
     for path, names in _assign_resets(model, unset).items():
         if not all(holds_values(extras[name].device) for name in names):
             continue  # a plan
-        with _seed_host_generators(f"{seed}/{path}"):
+        with seed_host_generators(f"{seed}/{path}"):
             values = _compute_reset_values(model.get_submodule(path))
         for name in sorted(names):
             _keep_part(model, name, extras[name], values.get(name.removeprefix(f"{path}.")))
@@ -426,9 +426,8 @@ def _copy_on_host(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
 def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None) -> None:
     """Copy this rank's part of a full value into its tensor."""
     if value is None or value.shape != tensor.shape:
-        left = "nothing"
-        if value is not None:
-            left = f"the shape {list(value.shape)} for {list(tensor.shape)}"
+        shape = None if value is None else list(value.shape)
+        left = "nothing" if shape is None else f"the shape {shape} for {list(tensor.shape)}"
         raise SetupError(
             f"{name}: no checkpoint has it, since the recipe added it, and reset_parameters of its"
             f" module leaves {left} in it; give it every number there"
@@ -438,7 +437,7 @@ def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None
 
 
 @contextmanager
-def _seed_host_generators(key: str) -> Iterator[None]:
+def seed_host_generators(key: str) -> Iterator[None]:
     """Inside, the host's generators draw what follows from the key; then they go on as before."""
     state = random.getstate()
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

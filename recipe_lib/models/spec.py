@@ -9,6 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -409,10 +410,8 @@ def list_weight_files(folder: Path) -> list[str]:
     Those of a trainer's state are not among them.
     """
     patterns = [pattern for kinds, _ in _FORMATS for pattern in kinds if pattern not in _STATES]
-    names: set[str] = set()
-    for pattern in (*patterns, "pytorch_model*.bin"):
-        names.update(path.name for path in folder.glob(pattern))
-    return sorted(names)
+    globbed = map(folder.glob, (*patterns, "pytorch_model*.bin"))
+    return sorted({path.name for path in chain.from_iterable(globbed)})
 
 
 def describe_other_weights(folder: Path, missing: str) -> str | None:
@@ -421,9 +420,8 @@ def describe_other_weights(folder: Path, missing: str) -> str | None:
     missing: the file that it has not.
     """
     for patterns, remedy in _FORMATS:
-        names: list[str] = []
-        for pattern in patterns:
-            names += [path.name for path in folder.glob(pattern) if path.is_file()]
+        paths = chain.from_iterable(map(folder.glob, patterns))
+        names = [path.name for path in paths if path.is_file()]
         if names:
             return f"{folder}: has {name_first(sorted(names))} but no {missing}; {remedy}"
     return None

@@ -8,7 +8,7 @@ are written.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -112,8 +112,7 @@ class PlainTensor:
         return {self.name: FileForm(self.shape)}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        part: Tensor = slice_of(self.name)[_slices(bounds)]
-        return part
+        return cast(Tensor, slice_of(self.name)[_slices(bounds)])
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,8 @@ class ConcatenatedRows(_CombinedView):
         pieces = []
         begin = 0
         for part in self.parts:
-            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
+            first = max(start - begin, 0)
+            last = min(stop - begin, part.shape[0])
             if first < last:
                 pieces.append(part.read(slice_of, [(first, last), *inner_bounds], dtype))
             begin += part.shape[0]
@@ -272,7 +272,8 @@ class Mxfp4Blocks:
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         *rows, (first, last) = bounds
-        begin, end = first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)
+        begin = first // MXFP4_BLOCK
+        end = -(-last // MXFP4_BLOCK)
         block_index = (*_slices(rows), slice(begin, end))
         codes = slice_of(self.blocks)[block_index]
         exponents = slice_of(self.scales)[block_index].int() - _MX_BIAS
@@ -312,10 +313,12 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
     """
     if isinstance(spec, ExternalSpec):
         return spec.build_weight_map(file_names)
-    prefix, head = "model.", "lm_head."
+    prefix = "model."
+    head = "lm_head."
     for gemma3_prefix, gemma3_head in _GEMMA3_PREFIXES.items():
         if spec.family == "gemma3" and any(name.startswith(gemma3_prefix) for name in file_names):
-            prefix, head = gemma3_prefix, gemma3_head
+            prefix = gemma3_prefix
+            head = gemma3_head
     entries = []
     file_names = frozenset(file_names)
     if _EMBEDDING not in file_names and _EMBEDDING.removeprefix("model.") in file_names:
@@ -400,7 +403,7 @@ def find_tied_copies(
     if isinstance(spec, ExternalSpec):
         tied = spec.tied_names(file_names)
     else:
-        tied = dict.fromkeys(_HEADS if spec.tied and not has_score_head(spec) else (), _EMBEDDING)
+        tied = dict.fromkeys(_HEADS if spec.tied and spec.num_labels is None else (), _EMBEDDING)
     return {
         name: by_parameter[parameter]
         for name, parameter in tied.items()
@@ -462,7 +465,8 @@ _APART = {
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "olmoe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+GATE_UP = "mlp.experts.gate_up_proj"
+DOWN = "mlp.experts.down_proj"
 
 
 def make_fp8_view(
@@ -576,6 +580,8 @@ def find_written_experts(
     for expert in range(shape[0]):
         names = list_expert_names(spec, name, part, expert)
         rows = shape[1] // len(names)
-        for index, file_name in enumerate(names):
-            tensors[file_name] = (expert, index * rows, (index + 1) * rows)
+        tensors |= {
+            file_name: (expert, index * rows, (index + 1) * rows)
+            for index, file_name in enumerate(names)
+        }
     return WrittenExperts(name, tensors)

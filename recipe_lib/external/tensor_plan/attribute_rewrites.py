@@ -71,12 +71,12 @@ def find_rewrites(
         if not guilty:  # a whole tensor, whose size an attribute gave that others have divided
             for attribute in list_attributes(demand.value):
                 guilty += rewrites[attribute].sharded_axes if attribute in rewrites else ()
-        for axis in guilty:
-            refused[axis] = (
-                f"{demand.call.function} at {demand.call.source} in"
-                f" {demand.call.key.module or 'the model itself'} takes the size"
-                f" {int(demand.value)}, which no attribute of its own gives for a part"
-            )
+        reason = (
+            f"{demand.call.function} at {demand.call.source} in"
+            f" {demand.call.key.module or 'the model itself'} takes the size"
+            f" {int(demand.value)}, which no attribute of its own gives for a part"
+        )
+        refused |= dict.fromkeys(guilty, reason)
     return rewrites, refused
 
 

@@ -156,7 +156,7 @@ def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[Axis
 
 def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
     """Make both nodes one from now on: an operator brings their elements together one by one."""
-    left, right = find(left), find(right)
+    left, right = map(find, (left, right))
     if left is right or left.size == 1:
         return
     assert left.size == right.size, (
@@ -189,7 +189,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
     """
     is_product = left.kind == "product"
     split = list_factors if is_product else list_parts
-    ours, theirs = split(left), split(right)
+    ours, theirs = map(split, (left, right))
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
         length = smaller[0].size
@@ -260,7 +260,7 @@ def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | No
     None where the dimension, or a part of it, carries the axis twice or not as one of the factors
     of a product.
     """
-    root, axis = find(node), find(axis)
+    root, axis = map(find, (node, axis))
     if root is axis:
         return [(root.size, False)]
     if root.kind == "parts":

@@ -92,14 +92,12 @@ def infer_plan(
         # An axis that is gone may make room for one that cuts the same parameters: once more.
         reasons.update({candidate.node: reason for candidate, reason in refused.items()})
         candidates = [candidate for candidate in candidates if candidate not in refused]
-    for candidate in candidates:
-        if candidate not in chosen:
-            reasons[candidate.node] = "its parameters are cut along a larger axis"
+    passed_over = [candidate.node for candidate in candidates if candidate not in chosen]
+    reasons |= dict.fromkeys(passed_over, "its parameters are cut along a larger axis")
     order = {name: number for number, name in enumerate(shapes)}
     chosen.sort(key=lambda axis: min(order[name] for name in axis.parameter_dims))
-    shared = SharedTokens()
-    if tokens and chosen:
-        shared = share_tokens(forward, chosen, divisions, unsteady)
+    shares = bool(tokens and chosen)
+    shared = share_tokens(forward, chosen, divisions, unsteady) if shares else SharedTokens()
     return _build_plan(forward, shapes, chosen, divisions=divisions, reasons=reasons, shared=shared)
 
 
@@ -231,16 +229,15 @@ def _build_plan(
         if name in sharded_plans:
             parameters.append(sharded_plans[name])
             continue
-        reason = "the forward does not use it"
-        if name in used:
-            reason = _explain_replicated(forward.parameters[name], reasons)
+        is_used = name in used
+        explained = _explain_replicated(forward.parameters[name], reasons) if is_used else ""
         parameters.append(
             ParameterPlan(
                 name,
                 shape,
                 "replicated",
                 gradient="partial" if name in partial else "full",
-                reason=reason,
+                reason=explained or "the forward does not use it",
                 after_reduction=name in late_biases,
             )
         )
@@ -306,12 +303,11 @@ def _plan_sharded_parameters(
     for number, sharded in enumerate(chosen):
         for name, dim in sharded.parameter_dims.items():
             segments = find_segments(forward.parameters[name].dims[dim], sharded.node) or []
+            role = "column" if name in multiplied else "sharded"
             if sharded.vocabulary:
                 role = "vocabulary"
             elif name in sharded.row_parameters:
                 role = "row"
-            else:
-                role = "column" if name in multiplied else "sharded"
             evenly_cut = sum(length for length, is_whole in segments if not is_whole)
             plans[name] = ParameterPlan(
                 name,
@@ -495,11 +491,10 @@ def _explain_replicated(tensor: TracedTensor, reasons: dict[AxisNode, str]) -> s
     """Return what keeps a parameter whole: dimension by dimension, the first reason of each."""
     explained = []
     for number, node in enumerate(tensor.dims):
-        for leaf in list_leaves(node):
-            reason = leaf.blocked or reasons.get(leaf)
-            if reason:
-                explained.append(f"dimension {number}: {reason}")
-                break
+        of_leaves = (leaf.blocked or reasons.get(leaf) for leaf in list_leaves(node))
+        reason = next(filter(None, of_leaves), None)
+        if reason:
+            explained.append(f"dimension {number}: {reason}")
     return "; ".join(explained) or "no dimension of more than one element"
 
 

@@ -192,10 +192,10 @@ def compute_bounds(
     offset = 0
     for number, length in enumerate(segments):
         part = -(-length // size)
-        first, last = rank * part, (rank + 1) * part
-        if number in whole:
-            first, last = 0, length
-        starts_and_stops.append((offset + min(first, length), offset + min(last, length)))
+        is_whole = number in whole
+        first = 0 if is_whole else min(rank * part, length)
+        last = length if is_whole else min((rank + 1) * part, length)
+        starts_and_stops.append((offset + first, offset + last))
         offset += length
     return starts_and_stops
 
