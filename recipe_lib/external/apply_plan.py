@@ -37,7 +37,7 @@ from recipe_lib.external.tensor_parallel import (
     project,
 )
 from recipe_lib.external.tensor_plan import sharding_plan
-from recipe_lib.external.tensor_plan.exchanges import take_own_part
+from recipe_lib.external.tensor_plan.exchanges import take_parameter_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
@@ -194,10 +194,9 @@ class TensorPlan:
                     " state"
                 )
             part = state[name]
-            plan = plans.get(name)
-            if isinstance(value, DTensor) and plan is not None and plan.dim >= 0:
-                part = take_own_part(
-                    part, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
+            if name in plans:
+                part = take_parameter_part(
+                    part, plans[name], rank=mesh.get_local_rank(), size=mesh.size()
                 )
             get_detached_local(value).copy_(part)
 

@@ -146,8 +146,8 @@ class ExternalModel(LanguageModel):
             self,
             self.find_stage_parts(),
             hidden,
-            self.build_inputs(tokens, positions, attention),
-            list(layers),
+            inputs=self.build_inputs(tokens, positions, attention),
+            layers=list(layers),
         )
         # With gradients if they are wanted: without, hidden states are of another shape where ranks
         # share tokens.
@@ -544,8 +544,10 @@ def build_transformers_module(
     """
     from transformers import AutoModelForCausalLM
 
-    made = build_transformers_config(config, str(config.get("model_type")))
-    made.use_cache = False
-    model: Any = AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
+    model_config = build_transformers_config(config, str(config.get("model_type")))
+    model_config.use_cache = False
+    model: Any = AutoModelForCausalLM.from_config(
+        model_config, attn_implementation=attention, dtype=dtype
+    )
     model.tie_weights()
     return cast(nn.Module, model)

@@ -151,7 +151,7 @@ class CompiledLayers:
             self.like = find_alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
-        held = [get_local(tensors[name]) for tensors, name in self.places[path]]
+        held_tensors = [get_local(tensors[name]) for tensors, name in self.places[path]]
         try:
             like = self.like[path]
             traced_as = (
@@ -160,11 +160,11 @@ class CompiledLayers:
                 else path
             )
             key = self._get_key(traced_as, layer, leaves, spec, given[0])
-            output_tensors = self._run(key, given, held)
+            output_tensors = self._run(key, given, held_tensors)
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
             key = self._get_key(path, layer, leaves, spec, given[0])
-            output_tensors = self._run(key, given, held)
+            output_tensors = self._run(key, given, held_tensors)
         call = self.calls[key]
         tensors = iter(output_tensors)
         assert call.outputs_spec is not None
@@ -225,13 +225,15 @@ class CompiledLayers:
         """
         call = self.calls[key]
         places = self.places[call.path]
-        own = tensors[: len(places)]
+        held_tensors = tensors[: len(places)]
         given = iter(tensors[len(places) :])
         args, kwargs = pytree.tree_unflatten(
             [next(given) if each is _TENSOR else each for each in call.leaves], call.spec
         )
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length
-        entries: list[Entry] = [(*place, tensor) for place, tensor in zip(places, own, strict=True)]
+        entries: list[Entry] = [
+            (*place, tensor) for place, tensor in zip(places, held_tensors, strict=True)
+        ]
         if list(self.like.values()).count(call.path) > 1:  # it is traced for others, too
             attributes = [vars(module) for module in self.layers[call.path].modules()]
             entries += [
@@ -314,7 +316,7 @@ def _describe_layer(
             for key, value in vars(module).items()
             if key not in _OF_ALL
         }
-        held = [
+        held_names = [
             key
             for tensors in (module._parameters, module._buffers)
             for key in tensors
@@ -324,7 +326,7 @@ def _describe_layer(
             [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] if name else []
         )
         modules.append(
-            (name, type(module), getattr(forward, "__func__", forward), settings, held, hooks)
+            (name, type(module), getattr(forward, "__func__", forward), settings, held_names, hooks)
         )
     return modules, _list_exchanges(path, plan)
 

@@ -84,7 +84,7 @@ class KeptTensors:
         self._free: set[int] = set()
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Hook the saved tensors of the forward of the model, which runs inside."""
+        """Return the hooks of the saved tensors of a model's forward, which runs inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @contextlib.contextmanager
@@ -157,7 +157,7 @@ class KeptTensors:
     def _choose(self) -> None:
         """Let go of all that can be made again of the fewest bytes."""
         nodes = list(self._nodes.values())
-        numbers = {node: number for number, node in enumerate(nodes)}
+        node_numbers = {node: number for number, node in enumerate(nodes)}
         saved = [
             (kept, self._nodes[_get_storage(kept)])
             for kept in self._kept
@@ -170,9 +170,9 @@ class KeptTensors:
         settings = (
             tuple(node.bytes for node in nodes),
             tuple(node.made_by is None for node in nodes),
-            tuple(tuple(numbers[parent] for parent in node.parents) for node in nodes),
+            tuple(tuple(node_numbers[parent] for parent in node.parents) for node in nodes),
         )
-        targets = frozenset(numbers[node] for _, node in saved)
+        targets = frozenset(node_numbers[node] for _, node in saved)
         key = (*settings, targets)
         if key not in self._chosen:  # layers are mostly alike
             self._chosen[key] = minimum_cut(*settings, targets)

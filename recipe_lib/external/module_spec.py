@@ -139,14 +139,14 @@ class ModuleSpec(ExternalSpec):
         those of which transformers makes the model's. A tied weight is under any of its names. A
         buffer that a file lacks keeps its first value.
         """
-        held = self.layout()
+        layout = self.layout()
         in_file = frozenset(file_names)
-        prefix = held.prefix
+        prefix = layout.prefix
         bare = bool(in_file and prefix) and not any(name.startswith(prefix) for name in in_file)
         read = find_reading(self.source, in_file) if in_file else None
         entries = []
-        for name in held.shapes:
-            names = held.names.get(name, (name,))
+        for name in layout.shapes:
+            names = layout.names.get(name, (name,))
             spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
             written = next(
                 (spelling for spelling in spellings if spelling in in_file), spellings[0]
@@ -160,7 +160,7 @@ class ModuleSpec(ExternalSpec):
                     made = next((read.made[other] for other in names if other in read.made), None)
             if made is not None:
                 entries.append(WeightEntry(name, made.names()[0], made=made))
-            elif not (in_file and name in held.buffers and written not in in_file):
+            elif not (in_file and name in layout.buffers and written not in in_file):
                 entries.append(WeightEntry(name, written))
         return entries
 
@@ -184,11 +184,11 @@ class ModuleSpec(ExternalSpec):
         return spell_config(config, self.family)
 
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        held = self.layout()
+        layout = self.layout()
         return select_adapter_targets(
-            held.linears,
+            layout.linears,
             cfg.target_modules,
-            list_without_adapter(held.linears, held.uncalled, self.family),
+            list_without_adapter(layout.linears, layout.uncalled, self.family),
         )
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
@@ -283,11 +283,13 @@ def _make_number_reader(model: nn.Module, config: dict[str, Any]) -> Callable[[s
     """Return a reader of numbers of the config by their keys, with the defaults of the class; None
     where there is none.
     """
-    made: Any = getattr(model, "config", None)
-    made = made.get_text_config() if hasattr(made, "get_text_config") else made
+    built_config: Any = getattr(model, "config", None)
+    built_config = (
+        built_config.get_text_config() if hasattr(built_config, "get_text_config") else built_config
+    )
 
     def read(key: str) -> Any:
-        value = getattr(made, key, None) if not isinstance(made, dict) else None
+        value = getattr(built_config, key, None) if not isinstance(built_config, dict) else None
         value = config.get(key) if value is None else value
         return (
             value
@@ -363,10 +365,10 @@ class TensorConversion:
     ) -> dict[str, tuple[int, ...]] | None:
         """Return the shapes of what is made; None where the tensors do not go together."""
         try:
-            made = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
+            converted = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
         except _FAULTS:
             return None
-        return {name: tuple(value.shape) for name, value in made.items()}
+        return {name: tuple(value.shape) for name, value in converted.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
         """Yield parts that can be made by themselves: first row, row after the last or None for
@@ -445,18 +447,18 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    own = module.state_dict()
+    state = module.state_dict()
     renamed: dict[str, str] = {}
     made: dict[str, TensorConversion] = {}
     for name in sorted(file_names, key=loading.dot_natural_key):
         parameter, pattern = loading.rename_source_key(
-            name, renamings, converters, module.base_model_prefix, own
+            name, renamings, converters, module.base_model_prefix, state
         )
-        if parameter not in own and name in own:
+        if parameter not in state and name in state:
             parameter, pattern = loading.rename_source_key(
-                name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=own
+                name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=state
             )
-        if parameter not in own:
+        if parameter not in state:
             continue
         if pattern is None:
             renamed.setdefault(parameter, name)
@@ -466,7 +468,7 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
             )
             conversion.sources.setdefault(pattern, []).append(name)
     for conversion in list(made.values()):  # one may make several parameters
-        made |= {name: conversion for name in conversion.makes() if name in own}
+        made |= {name: conversion for name in conversion.makes() if name in state}
     return Reading(renamed, made)
 
 
@@ -480,7 +482,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
     if source.implementation != TRANSFORMERS:
         return None
     module = _build_module(source)
-    held = build_layout(source)
+    layout = build_layout(source)
     table = _get_conversion_table(module, legacy=False)
     if not table:
         return None
@@ -498,7 +500,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
         }
         renamed: dict[str, str] = {}
         groups: dict[str, TensorConversion] = {}
-        for name in sorted(held.shapes, key=loading.dot_natural_key):
+        for name in sorted(layout.shapes, key=loading.dot_natural_key):
             first, pattern = loading.apply_converters(name, converters)
             if pattern is None:
                 renamed[loading.apply_renamings(name, renamings)] = name
@@ -507,10 +509,10 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
                     first, TensorConversion(first, by_pattern[pattern], module, module.config)
                 )
                 group.sources.setdefault(pattern, []).append(name)
-        shapes = {name: held.shapes[own] for name, own in renamed.items()}
+        shapes = {name: layout.shapes[own] for name, own in renamed.items()}
         made: dict[str, TensorConversion] = {}
         for group in groups.values():
-            found_shapes = group.shapes(held.shapes.__getitem__)
+            found_shapes = group.shapes(layout.shapes.__getitem__)
             if found_shapes is None:
                 return None
             names = {name: loading.apply_renamings(name, renamings) for name in found_shapes}
@@ -527,20 +529,20 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
     """Return True if files of these tensors would be read as the parameters that they were made
     of.
     """
-    held = build_layout(source)
+    layout = build_layout(source)
     read = find_reading(source, frozenset(written.shapes))
     if read is None:
         return False
-    for name, shape in held.shapes.items():
-        names = held.names.get(name, (name,))
+    for name, shape in layout.shapes.items():
+        names = layout.names.get(name, (name,))
         renamed = next((read.renamed[other] for other in names if other in read.renamed), None)
         if renamed is not None:
             if written.shapes[renamed] != shape or written.renamed.get(renamed) != name:
                 return False
             continue
         conversion = next((read.made[other] for other in names if other in read.made), None)
-        made = conversion.shapes(written.shapes.__getitem__) if conversion else None
-        if made is None or all(made.get(other) != shape for other in names):
+        shapes = conversion.shapes(written.shapes.__getitem__) if conversion else None
+        if shapes is None or all(shapes.get(other) != shape for other in names):
             return False
     return True
 

@@ -113,12 +113,12 @@ def list_other_parts(model: Any) -> list[str]:
 
 def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
     inside = tuple(f"{name}." for name in list_layer_names(model))
-    other = tuple(f"{name}." for name in list_other_parts(model))
+    other_parts = tuple(f"{name}." for name in list_other_parts(model))
     return {
         name: module
         for name, module in model.named_modules()
         if name.startswith(inside)
-        and not name.startswith(other)
+        and not name.startswith(other_parts)
         and (isinstance(module, nn.Linear) or is_transposed(module))
     }
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.plan_executor import frame_forward
-from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, take_own_part
+from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, take_parameter_part
 from recipe_lib.external.tensor_plan.sharding_plan import (
     ShardingPlan,
     compute_bounds,
@@ -38,10 +38,10 @@ def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
     of_large = _describe_treatments(large)
     of_small = _describe_treatments(small)
     for name in sorted(of_large.keys() | of_small.keys()):
-        here = sorted(of_large.get(name, ()))
-        there = sorted(of_small.get(name, ()))
-        if here != there:
-            return f"{name} has {here}, there {there}"
+        large_treatments = sorted(of_large.get(name, ()))
+        small_treatments = sorted(of_small.get(name, ()))
+        if large_treatments != small_treatments:
+            return f"{name} has {large_treatments}, there {small_treatments}"
     return ""
 
 
@@ -122,7 +122,7 @@ def measure_rank_errors(
     """
     # Copied before a forward, which some models keep the state of.
     models = [copy.deepcopy(model).eval() for _ in range(size + 1)]
-    whole = _compute_results(
+    expected = _compute_results(
         models[size], models[size], inputs=inputs, gather=lambda tensor: tensor
     )
     group = _RankGroup(size)
@@ -151,13 +151,13 @@ def measure_rank_errors(
         raise RuntimeError(f"a rank fails: {first}") from first
     # Some gradients are nothing but rounding, as that of a bias of keys is: no error is measured
     # against less.
-    precision = max(torch.finfo(each.dtype).eps for each in whole.values())
+    precision = max(torch.finfo(each.dtype).eps for each in expected.values())
     least = precision**0.5 * max(
-        float(each.norm()) for name, each in whole.items() if not name.startswith(_OUTPUT)
+        float(each.norm()) for name, each in expected.items() if not name.startswith(_OUTPUT)
     )
     return {
-        name: _measure_error(plan, name, expected=whole[name], by_rank=by_rank, least=least)
-        for name in whole
+        name: _measure_error(plan, name, expected=expected[name], by_rank=by_rank, least=least)
+        for name in expected
     }
 
 
@@ -195,11 +195,7 @@ def _compute_rank_results(
     model: nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
 ) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
-        each = plan.parameter(name)
-        if each.dim >= 0:
-            parameter.data = take_own_part(
-                parameter.data, each.dim, each.segments, rank, group.size
-            )
+        parameter.data = take_parameter_part(parameter.data, plan.parameter(name), rank, group.size)
     own_tokens = [
         compute_bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output
     ]
@@ -208,8 +204,10 @@ def _compute_rank_results(
         """Gather the logits of all ranks, for a loss that each rank has whole."""
         for start, stop in own_tokens:
             if logits.shape[-1] == stop - start:
-                own = partial(torch.narrow, dim=-1, start=start, length=stop - start)
-                return exchange(logits, lambda part: torch.cat(group.exchange(rank, part), -1), own)
+                take_part = partial(torch.narrow, dim=-1, start=start, length=stop - start)
+                return exchange(
+                    logits, lambda part: torch.cat(group.exchange(rank, part), -1), take_part
+                )
         return logits
 
     return _compute_results(
@@ -244,11 +242,10 @@ def _compute_results(
     results: dict[str, Tensor] = {}
     for number, tensor in enumerate(list_tensors(get_output_values(output))):
         if tensor.requires_grad:
-            whole = gather(tensor)
-            results[f"{_OUTPUT}{number}"] = whole.detach()
+            full = gather(tensor)
+            results[f"{_OUTPUT}{number}"] = full.detach()
             loss = (
-                loss
-                + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+                loss + (full * torch.randn(full.shape, generator=generator, dtype=full.dtype)).sum()
             )
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return results | {
@@ -262,17 +259,15 @@ def _measure_error(
 ) -> float:
     ours = [results[name] for results in by_rank]
     if name.startswith(_OUTPUT):
-        pairs = [(one, expected) for one in ours]
+        pairs = [(output, expected) for output in ours]
         least = 0.0
-    elif (each := plan.parameter(name)).dim >= 0:
-        pairs = [
-            (ours[rank], take_own_part(expected, each.dim, each.segments, rank, len(ours)))
-            for rank in range(len(ours))
-        ]
-    elif each.gradient == "partial":
+    elif (treatment := plan.parameter(name)).gradient == "partial":
         pairs = [(torch.stack(ours).sum(0), expected)]
     else:
-        pairs = [(one, expected) for one in ours]
+        pairs = [
+            (gradient, take_parameter_part(expected, treatment, rank, len(ours)))
+            for rank, gradient in enumerate(ours)
+        ]
     if any(left.shape != right.shape for left, right in pairs):
         return float("inf")
     worst = max(float((left - right).norm()) for left, right in pairs)

@@ -120,13 +120,13 @@ def _rebuild_on_meta(model: Any) -> Any:
     """Build the same model anew, with all that it holds on the meta device, and its class' own
     forward.
     """
-    made = _rebuild(model, model.spec)  # whole, whatever stages of it the model has
-    for module in made.modules():
+    rebuilt = _rebuild(model, model.spec)  # whole, whatever stages of it the model has
+    for module in rebuilt.modules():
         for name, value in (vars(module) | module._buffers).items():
             if isinstance(value, torch.Tensor):
                 setattr(module, name, value.to("meta"))
-    made.forward = made.class_forward
-    return made
+    rebuilt.forward = rebuilt.class_forward
+    return rebuilt
 
 
 def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -224,12 +224,12 @@ def _build_small_model(model: Any, keys: int) -> Any:
     keys: as in `shrink`.
     """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
-    held = {
+    sizes = {
         id(parameter): parameter.numel()
         for module in list_all_modules(model).values()
         for parameter in module.parameters()
     }
-    large = sum(held.values()) > SMALL_MODEL
+    large = sum(sizes.values()) > SMALL_MODEL
     return _rebuild(
         model, model.spec.build_shrunk(keys=keys) if of_transformers and large else model.spec
     )
@@ -239,10 +239,12 @@ def list_all_modules(model: Any) -> dict[str, nn.Module]:
     """List the modules of an external model by name, with those that other ranks of a pipeline
     have.
     """
-    found = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for path, module in model.elsewhere.items():
-        found |= {f"{path}.{name}" if name else path: each for name, each in module.named_modules()}
-    return found
+        modules |= {
+            f"{path}.{name}" if name else path: each for name, each in module.named_modules()
+        }
+    return modules
 
 
 def _rebuild(model: Any, spec: ExternalSpec) -> Any:
@@ -252,7 +254,7 @@ def _rebuild(model: Any, spec: ExternalSpec) -> Any:
     In float32, whatever the model's weights are: the small one is, and some of what converts types
     does nothing then.
     """
-    made = build_meta(spec, torch.float32)
+    rebuilt = build_meta(spec, torch.float32)
     layers = [*list_layer_names(model), *model.elsewhere]
     adapted = {
         name: module
@@ -270,6 +272,6 @@ def _rebuild(model: Any, spec: ExternalSpec) -> Any:
         settings = AdapterSettings(
             rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32
         )
-        made.requires_grad_(False)
-        add_adapters(made, LoraConfig(target_modules=sorted(ends)), settings)
-    return made
+        rebuilt.requires_grad_(False)
+        add_adapters(rebuilt, LoraConfig(target_modules=sorted(ends)), settings)
+    return rebuilt

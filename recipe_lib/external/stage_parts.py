@@ -159,7 +159,7 @@ def keep_parts(
             f"its tied embedding is a {type(embedding).__name__}, and this schedule has it twice on"
             " the first rank",
         )
-    whole = {name for name, _ in model.named_modules() if name}
+    all_modules = {name for name, _ in model.named_modules() if name}
     absent = [name for number, name in enumerate(parts.layers) if number not in kept]
     absent += [*(() if first else parts.first), *(() if last else parts.last)]
     placeholders = {name: nn.Module() for name in absent}
@@ -167,12 +167,12 @@ def keep_parts(
         placeholders[parts.embedding] = hold_tied_weight(embedding)
     elsewhere = {}
     for name, module in placeholders.items():
-        held, child = _find_owner(model, name)
-        elsewhere[name] = held[child]
-        held[child] = module
+        modules, child = _find_owner(model, name)
+        elsewhere[name] = modules[child]
+        modules[child] = module
     empty = {name for name in absent if next(model.get_submodule(name).parameters(), None) is None}
-    here = {name for name, _ in model.named_modules()} - empty
-    return elsewhere, frozenset(whole - here)
+    kept_modules = {name for name, _ in model.named_modules()} - empty
+    return elsewhere, frozenset(all_modules - kept_modules)
 
 
 if TYPE_CHECKING:
@@ -215,18 +215,20 @@ def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
         for name in layout.modules
         if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
     ]
-    held = tuple(f"{name}." for name in (*parts.first, *layers, *parts.last))
-    other = [
-        name for name in layout.shapes if name not in layout.buffers and not name.startswith(held)
+    in_parts = tuple(f"{name}." for name in (*parts.first, *layers, *parts.last))
+    in_no_part = [
+        name
+        for name in layout.shapes
+        if name not in layout.buffers and not name.startswith(in_parts)
     ]
     if (
-        other
+        in_no_part
         or not 0 < len(layers) <= len(parts.layers)
         or {*parts.first, *parts.last} - set(layout.modules)
     ):
         raise make_refusal(
             spec.family,
-            f"its small model has other modules ({(other or layers or ['no layers'])[0]})",
+            f"its small model has other modules ({(in_no_part or layers or ['no layers'])[0]})",
         )
     width = _read_width(spec)
     if width is None or _read_width(spec.build_shrunk()) != parts.width:
@@ -304,11 +306,11 @@ def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> l
             tuple(f"{owner}." for owner in owners)
         ):
             continue
-        own = next((each for each, _ in module.named_parameters(recurse=False)), None)
-        if own is None:
+        own_parameter = next((each for each, _ in module.named_parameters(recurse=False)), None)
+        if own_parameter is None:
             continue
         if any(layer.startswith(f"{name}." if name else "") for layer in layers):
-            path = f"{name}.{own}".lstrip(".")
+            path = f"{name}.{own_parameter}".lstrip(".")
             raise make_refusal(
                 model.spec.family, f"{path} is in no module that one stage could have"
             )

@@ -27,7 +27,7 @@ from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.external.plan_executor import build_ranks, make_total, run_by_plan
-from recipe_lib.external.tensor_plan.exchanges import enter, exchange, take_own_part
+from recipe_lib.external.tensor_plan.exchanges import enter, exchange, take_parameter_part
 from recipe_lib.external.tensor_plan.sharding_plan import (
     ParameterPlan,
     ShardingPlan,
@@ -184,13 +184,8 @@ def _take_parameter_part(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
     full = parameter.detach()
-    part = full
-    placement: Placement = Replicate()
-    if plan.dim >= 0:
-        part = take_own_part(
-            full, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
-        ).contiguous()
-        placement = Shard(plan.dim)
+    part = take_parameter_part(full, plan, rank=mesh.get_local_rank(), size=mesh.size())
+    placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
     placed = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
     )
@@ -258,15 +253,15 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     of the same loss.
     """
     columns = -(-vocabulary // group.size)
-    held = logits.shape[-1]
+    num_columns = logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
-        padded = F.pad(part, (0, columns - held)).flatten(0, -2)
-        whole = wait(start_gather(padded.t(), group))[:vocabulary]
-        return whole.t().reshape(*part.shape[:-1], vocabulary)
+        padded = F.pad(part, (0, columns - num_columns)).flatten(0, -2)
+        gathered = wait(start_gather(padded.t(), group))[:vocabulary]
+        return gathered.t().reshape(*part.shape[:-1], vocabulary)
 
     return exchange(
-        logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, held)
+        logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, num_columns)
     )
 
 

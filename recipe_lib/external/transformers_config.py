@@ -37,7 +37,7 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
             f"{where}: model_type: found {kind!r}, expected the name of an architecture"
         )
     try:
-        made = AutoConfig.for_model(
+        built = AutoConfig.for_model(
             kind,
             **{key: restore_numbers(value) for key, value in config.items() if key != "model_type"},
         )
@@ -60,12 +60,12 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
         raise CheckpointError(
             f"{where}: the config of {kind!r} does not take it ({format_one_line(error)})"
         ) from None
-    if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(built) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(
             f"{where}: model_type {kind!r} is no causal language model in transformers; take one"
             " that is"
         )
-    return made
+    return built
 
 
 def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -74,15 +74,15 @@ def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Classes that came with transformers 5 may not; earlier releases have none for those models.
     """
-    made = build_transformers_config(config, where).to_dict()
-    spelled = spell_both(_add_ropes(config, made))
+    built = build_transformers_config(config, where).to_dict()
+    spelled = spell_both(_add_ropes(config, built))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of such a class on a name that is not its own
         try:
             read = build_transformers_config(spelled, where).to_dict()
         except CheckpointError:
             read = {}
-    is_same = all(_drop_type(read.get(key)) == _drop_type(value) for key, value in made.items())
+    is_same = all(_drop_type(read.get(key)) == _drop_type(value) for key, value in built.items())
     return spelled if is_same else spell_both(config, with_ropes=False)
 
 

@@ -523,7 +523,7 @@ class ScoreHead(nn.Module):
 
 @dataclass
 class LogitTransform:
-    """What a forward of another library does to its logits; by default nothing."""
+    """The operations of another library's forward on its logits; by default none."""
 
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     finish: Finish | None = None  # where that is not all: `fn(logits) -> logits`

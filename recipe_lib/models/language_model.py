@@ -1,7 +1,7 @@
-"""What the library knows of a model's tensors besides their values, whoever wrote its forward.
+"""The base of all models, and facts about their tensors, whoever wrote the forward.
 
 `LanguageModel` is the base of our own decoder and of models of other libraries: how they are run in
-stages, and facts about their tensors, that loading, sharding and checkpoints read.
+stages, and what loading, sharding and checkpoints read of their tensors besides values.
 """
 
 from abc import abstractmethod

@@ -111,9 +111,9 @@ def gather_row_biases(bias: Tensor, groups: Groups) -> Tensor:
 
 
 def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
-    numbers = torch.arange(count, device=experts.device)
+    expert_numbers = torch.arange(count, device=experts.device)
     # By a matmul, which sums in a fixed order.
-    return (experts == numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
+    return (experts == expert_numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
 
 
 def compute_scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor,
 
 
 class ExpertLoad:
-    """What the training forwards of a step have chosen, on the device.
+    """Counts of what the training forwards of a step have chosen, on the device.
 
     A forward that is computed again for backward counts twice.
     """

@@ -117,7 +117,7 @@ class WrittenLayout:
 
 @dataclass(frozen=True)
 class StageParts:
-    """Where a model is cut into the stages of a pipeline, by names of modules."""
+    """The parts that a model is cut into for the stages of a pipeline, by names of modules."""
 
     first: tuple[str, ...]  # what runs before the layers, and what text does not run through
     layers: tuple[str, ...]  # in order
@@ -234,7 +234,7 @@ class MixtureSpec:
 
 @dataclass(frozen=True)
 class FileCodes:
-    """How a checkpoint's files have weights that are quantized already; by default none are."""
+    """The forms of weights that are quantized in a checkpoint's files; by default none are."""
 
     # rows and columns of a scale, where linears are in FP8
     fp8_block: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint file each parameter is, for reading and for writing.
+"""The tensors of checkpoint files that parameters are, for reading and for writing.
 
 `build_weight_map` says where each parameter lies in the files that are read; `FileView`s make of
 several tensors, or of quantized ones, what a parameter is; `build_written_layout` says what files
@@ -44,7 +44,7 @@ Bounds = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class FileForm:
-    """What a tensor of a file has to be."""
+    """The shape and the types that a tensor of a file may have."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = _FLOATS  # safetensors' names of the types that it may have

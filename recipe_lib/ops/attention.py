@@ -34,7 +34,7 @@ _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """Which tokens of a batch may see which, as tensors."""
+    """The tokens of a batch that may see one another, as tensors."""
 
     # int32 [b, t], the document of each key within its row (padding is one of its own); None: a row
     # is one document

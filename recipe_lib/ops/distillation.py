@@ -44,7 +44,7 @@ from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 @dataclass(frozen=True)
 class Divergence:
-    """How a student is compared with a teacher; the formulas are those of the module's text."""
+    """The comparison of a student with a teacher; the formulas are those of the module's text."""
 
     kind: str = "forward_kl"  # or `reverse_kl`, `jensen_shannon`
     temperature: float = 1.0  # T, which both models' logits are divided by

@@ -79,7 +79,7 @@ CLAMPED = "clamped_swiglu"
 
 @dataclass(frozen=True)
 class Gate:
-    """How an expert's inner channels `[m, 2f]` become `[m, f]`."""
+    """The gate by which an expert's inner channels `[m, 2f]` become `[m, f]`."""
 
     # of the gate, one of `ACTIVATIONS`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate *
     # sigmoid(alpha * gate)`, with gate at most, and up within, `limit`

@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class NormedFrom:
-    """What normed tokens are made of: `NORMS[kind](stream, weight, eps)`."""
+    """The source of normed tokens: they are `NORMS[kind](stream, weight, eps)`."""
 
     stream: Tensor  # [n, d]
     weight: Tensor  # [d]

@@ -21,7 +21,7 @@ _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multipl
 
 @dataclass(frozen=True)
 class Groups:
-    """Which row is whose, with the m rows in the order of experts."""
+    """The owners of the m rows, which are in the order of experts."""
 
     experts: Tensor  # int64 [m], the expert of each row
     tokens: Tensor  # int64 [m], the token of each row
@@ -37,8 +37,8 @@ def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
     places = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
-    numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
-    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    expert_numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, expert_numbers, right=True, out_int32=True)
     choices = chosen.shape[1]
     return Groups(
         experts=experts, tokens=order // choices, places=places, ends=ends, choices=choices

@@ -161,7 +161,7 @@ class TokenLogProbs:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """How likely a model finds each label, and how likely its likeliest token.
+    """The log-probability of each label, and that of the model's likeliest token.
 
     Where the two are equal, greedy decoding gives the label.
     """

@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch are no padding: what is averaged over tokens leaves padding out.
+"""The tokens of a micro-batch that are no padding: means over tokens leave padding out.
 
 Rows are padded on the right, so that two numbers of the host for each row say it all. A mask on the
 device would be one more tensor that lives from forward to backward; `RealTokens.make_mask` makes it

@@ -254,8 +254,8 @@ def _list_lengths(
 
 def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
     pieces = list(tensor.split(_list_lengths(parts, ranks.size), parts.dim))
-    own = torch.cat([pieces[at] for at in parts.whole], parts.dim)
-    gathered = ranks.gather(own.unsqueeze(0).contiguous())
+    own_whole = torch.cat([pieces[at] for at in parts.whole], parts.dim)
+    gathered = ranks.gather(own_whole.unsqueeze(0).contiguous())
     lengths = [parts.segments[at] // ranks.size for at in parts.whole]
     for at, piece in zip(parts.whole, gathered.split(lengths, parts.dim + 1), strict=True):
         pieces[at] = piece.movedim(0, parts.dim).flatten(parts.dim, parts.dim + 1)
@@ -270,16 +270,18 @@ def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: 
     pieces = list(gradient.split(_list_lengths(parts, ranks.size, parts.whole), dim))
     by_rank = [pieces[at].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for at in parts.whole]
     summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
-    own = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
-    for at, piece in zip(parts.whole, own, strict=True):
+    own_pieces = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
+    for at, piece in zip(parts.whole, own_pieces, strict=True):
         pieces[at] = piece
     return torch.cat(pieces, dim)
 
 
 def _gather_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
-    moved, place = _move_tokens_to_front(tensor, where, length // ranks.size)
-    whole = ranks.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
-    return whole.contiguous()  # a view of a contiguous one is no copy
+    moved, token_dim = _move_tokens_to_front(tensor, where, length // ranks.size)
+    gathered = (
+        ranks.gather(moved.contiguous()).movedim(0, token_dim).flatten(where.dim, where.dim + 1)
+    )
+    return gathered.contiguous()  # a view of a contiguous one is no copy
 
 
 def _take_own_tokens(
@@ -288,15 +290,15 @@ def _take_own_tokens(
     """Return a rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over
     ranks.
     """
-    moved, place = _move_tokens_to_front(tensor, where, length)
+    moved, token_dim = _move_tokens_to_front(tensor, where, length)
     part = length // ranks.size
     if summed:
-        own = ranks.scatter(moved.contiguous())
+        own_tokens = ranks.scatter(moved.contiguous())
     elif isinstance(rank, int):
-        own = moved.narrow(0, rank * part, part)
+        own_tokens = moved.narrow(0, rank * part, part)
     else:
-        own = moved.index_select(0, rank * part + torch.arange(part, device=moved.device))
-    return own.movedim(0, place).flatten(where.dim, where.dim + 1).contiguous()
+        own_tokens = moved.index_select(0, rank * part + torch.arange(part, device=moved.device))
+    return own_tokens.movedim(0, token_dim).flatten(where.dim, where.dim + 1).contiguous()
 
 
 def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
@@ -304,8 +306,8 @@ def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple
     where they were.
     """
     wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
-    place = where.dim if where.tokens_first else where.dim + 1
-    return wide.movedim(place, 0), place
+    token_dim = where.dim if where.tokens_first else where.dim + 1
+    return wide.movedim(token_dim, 0), token_dim
 
 
 def get_trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
@@ -349,6 +351,13 @@ def take_own_part(
         ],
         dim,
     )
+
+
+def take_parameter_part(tensor: Tensor, plan: ParameterPlan, rank: int, size: int) -> Tensor:
+    """Return a rank's part of a parameter, or of a tensor like it; all of one that is not cut."""
+    if plan.dim < 0:
+        return tensor
+    return take_own_part(tensor, plan.dim, plan.segments, rank=rank, size=size)
 
 
 def _make_row_numbers(

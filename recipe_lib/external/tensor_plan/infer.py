@@ -409,8 +409,8 @@ def _build_boundaries(
                 giving = _find_giving_call(forward, tensor, users, entering)
                 if giving is None or runs[forward.calls[giving].key] != 1:
                     break
-                here = forward.calls[number].key.module
-                if number != boundary.call and forward.calls[giving].key.module != here:
+                module = forward.calls[number].key.module
+                if number != boundary.call and forward.calls[giving].key.module != module:
                     break
                 number = giving
                 place = name_output(forward.calls[number], tensor)

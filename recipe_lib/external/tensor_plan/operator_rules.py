@@ -402,15 +402,15 @@ def trace_cat(step: OperatorCall) -> list[Dims]:
     ]
     shape = step.get_shape()
     number = step.get("dim", 0) % len(shape)
-    held = [list(step.get_dims(tensor)) for tensor in tensors]
+    dims_by_tensor = [list(step.get_dims(tensor)) for tensor in tensors]
     if step.name == "stack":
         joined = AxisNode(shape[number], blocked=step.reason)
-        for dims in held:
+        for dims in dims_by_tensor:
             dims.insert(number, joined)
     else:
-        joined = make_concatenation(dims[number] for dims in held)
-    dims_of_all = held[0]
-    for dims in held[1:]:
+        joined = make_concatenation(dims[number] for dims in dims_by_tensor)
+    dims_of_all = dims_by_tensor[0]
+    for dims in dims_by_tensor[1:]:
         for place, node in enumerate(dims):
             if place != number:
                 unify(dims_of_all[place], node, step.reason)
@@ -485,11 +485,11 @@ def trace_index(step: OperatorCall) -> list[Dims]:
     target = step.get("values") if "put" in step.name else step.results[0]
     count = len(torch.broadcast_shapes(*shapes)) if given and not masks else 1
     if "put" in step.name:
-        whole = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
-        offset = len(whole) - target.dim()
+        put_dims = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
+        offset = len(put_dims) - target.dim()
         for place, node in enumerate(step.get_dims(target)):
-            if place + offset >= 0 and node.size == whole[place + offset].size:
-                step.join(whole[place + offset], node)
+            if place + offset >= 0 and node.size == put_dims[place + offset].size:
+                step.join(put_dims[place + offset], node)
         return [dims]
     picked = list(target.shape[front : front + count])
     spent = step.make_dims(picked) if masks else broadcast(step, given, picked)
@@ -542,12 +542,12 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
     dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim") % max(len(dims), 1)
     block(dims[number], step.reason)
-    others = [
+    other_dims = [
         step.get_dims(tensor)
         for tensor in (step.get("index"), step.get("src"))
         if isinstance(tensor, torch.Tensor)
     ]
-    for other in others:
+    for other in other_dims:
         for place, node in enumerate(other):
             if place == number:
                 block(node, step.reason)
@@ -556,7 +556,7 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
             else:
                 block(dims[place], step.reason)
                 block(node, step.reason)
-    return [others[0] if step.name == "gather" else dims]
+    return [other_dims[0] if step.name == "gather" else dims]
 
 
 @register_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")

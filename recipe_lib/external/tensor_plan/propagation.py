@@ -113,11 +113,13 @@ class _AxisFollower:
         for name, dim in self.axis.parameter_dims.items():
             parameter = self.trace.parameters[name]
             segments = find_segments(parameter.dims[dim], self.axis.node) or []
-            whole = tuple(number for number, (_, is_whole) in enumerate(segments) if is_whole)
-            if not whole:
+            whole_numbers = tuple(
+                number for number, (_, is_whole) in enumerate(segments) if is_whole
+            )
+            if not whole_numbers:
                 continue
             self.axis.has_whole_segments = True
-            if 2 * sum(segments[number][0] for number in whole) > parameter.dims[dim].size:
+            if 2 * sum(segments[number][0] for number in whole_numbers) > parameter.dims[dim].size:
                 raise Refusal(f"most of {name} does not have the axis")
             views = self._find_stored_views(parameter)
             for number, call in enumerate(self.trace.calls):
@@ -135,7 +137,7 @@ class _AxisFollower:
                         parameters=frozenset([name]),
                         dim=dims[0],
                         segments=tuple(length for length, _ in segments),
-                        whole=whole,
+                        whole=whole_numbers,
                     )
                     if find_segments(tensor.dims[dims[0]], self.axis.node) != segments:
                         raise Refusal(
@@ -394,9 +396,9 @@ def _find_arguments(
     seen = {tensor}
     queue = [tensor]
     while queue:
-        made = queue.pop()
+        made_tensor = queue.pop()
         for record in call.records:
-            for source in record.inputs if made in record.outputs else ():
+            for source in record.inputs if made_tensor in record.outputs else ():
                 if source not in seen:
                     seen.add(source)
                     queue.append(source)

@@ -103,10 +103,10 @@ class Sourced(int):
     note: Any
 
     def __new__(cls, value: int, source: Any = None, note: Any = None) -> "Sourced":
-        made = super().__new__(cls, value)
-        made.source = source
-        made.note = note
-        return made
+        sourced = super().__new__(cls, value)
+        sourced.source = source
+        sourced.note = note
+        return sourced
 
     __add__ = _make_operator("+", False)  # type: ignore[assignment]
     __radd__ = _make_operator("+", True)  # type: ignore[assignment]

@@ -327,9 +327,9 @@ class TokenFlow:
             self._note_local_call(number, token_wise, {**cuts, **token_wise.demands})
             return
         self._gather_arguments(number, call)
-        whole = self._try_on_tokens(number, aligned) if aligned else None
-        if whole is not None:
-            self.aligned.update(whole.outputs)
+        aligned_call = self._try_on_tokens(number, aligned) if aligned else None
+        if aligned_call is not None:
+            self.aligned.update(aligned_call.outputs)
 
     def _note_local_call(self, number: int, token_wise: TokenWise, cuts: Layouts) -> None:
         """Note a call that works on a rank's tokens. cuts: arguments that are whole till then."""
@@ -377,8 +377,8 @@ class TokenFlow:
             return False
         if any(self.is_local(tensor) for _, tensor, _ in call.arguments):
             return False
-        whole = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
-        for tensor in whole[:1]:
+        activations = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
+        for tensor in activations[:1]:
             for candidate in list_candidates(tensor, self.length):
                 token_wise = self._try_on_tokens(number, {tensor: candidate})
                 if token_wise is not None and token_wise.outputs.get(output) == layout:

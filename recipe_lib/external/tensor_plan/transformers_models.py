@@ -79,9 +79,11 @@ def infer_plan_and_mask(
     too.
     """
     model = build_transformers_model(config)
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters()
+    )
     first: SetupError | None = None
-    for device in ("meta", "cpu") if held <= _SMALL else ("meta",):
+    for device in ("meta", "cpu") if num_bytes <= _SMALL else ("meta",):
         model = model if device == "meta" else build_transformers_model(config, device)
         for mask in MASKS:
             try:
