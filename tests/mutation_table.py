@@ -267,7 +267,7 @@ MUTATIONS = [
     # Models and what they compute.
     Mutation(
         name="documents_see_each_other",
-        path="recipe_lib/ops/capped_attention.py",
+        path="recipe_lib/ops/special_attention.py",
         old="reach = reach - torch.searchsorted(",
         new="reach = reach + 1 - torch.searchsorted(",
         harm="a packed document sees the last token of the one before it",

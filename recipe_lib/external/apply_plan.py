@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import find_embedding_and_head
+from recipe_lib.external.inspection import find_embedding_and_head
 from recipe_lib.external.plan_executor import build_ranks, frame_forward
-from recipe_lib.external.plan_proof import certify, find_plan_difference
+from recipe_lib.external.proven_plan import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
     exclude_head_exchanges,
     find_runs,

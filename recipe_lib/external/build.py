@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.config.registry import get_registered, register
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import (
+from recipe_lib.external.inspection import (
+    TRANSFORMERS,
+    build_transformers_config,
     find_embedding_and_head,
     list_other_parts,
 )
 from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
-from recipe_lib.external.transformers_config import TRANSFORMERS, build_transformers_config
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LinearHead, LogitTransform
 from recipe_lib.models.families import build_spec

@@ -17,26 +17,24 @@ from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.external import stage_parts
 from recipe_lib.external.build import ExternalModel, ModuleSource, make_module
-from recipe_lib.external.modules import (
+from recipe_lib.external.inspection import (
+    TRANSFORMERS,
     add_adapters,
+    build_transformers_config,
     find_embedding_and_head,
     find_uncalled_linears,
+    format_one_line,
     get_linear_shape,
+    is_encoder,
     is_transposed,
     list_layer_linears,
     list_without_adapter,
     select_adapter_targets,
+    spell_config,
 )
 from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.small_models import shrink
-from recipe_lib.external.transformers_config import (
-    TRANSFORMERS,
-    build_transformers_config,
-    format_one_line,
-    is_encoder,
-    spell_config,
-)
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.models.meta_init import list_persistent_buffers, seed_host_generators

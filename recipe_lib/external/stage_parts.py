@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import find_embedding_and_head, list_other_parts
-from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
-from recipe_lib.external.transformers_config import (
+from recipe_lib.external.inspection import (
     TRANSFORMERS,
     build_transformers_config,
+    find_embedding_and_head,
     format_one_line,
+    list_other_parts,
 )
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
 from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
 from recipe_lib.models.meta_init import allocate, build_meta
 from recipe_lib.models.spec import StageParts

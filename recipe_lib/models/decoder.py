@@ -23,8 +23,8 @@ from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.fused_kernels import should_fuse
-from recipe_lib.ops.gated import ACTIVATIONS, gated_activation
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
+from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 

@@ -13,19 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
+from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import call_with_gradient
-from recipe_lib.ops.gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.ops.grouped import (
+from recipe_lib.ops.mlp import (
+    Gate,
     Groups,
     count_rows,
     group_tokens,
     grouped_linear,
     order_by_expert,
+    scored_product,
     sum_choices,
 )
-from recipe_lib.ops.real_tokens import RealTokens
 
 
 class Router(nn.Linear):

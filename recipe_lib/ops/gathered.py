@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recipe_lib.ops import deferred
 from recipe_lib.ops.fused_kernels import make_operator, should_fuse
-from recipe_lib.ops.gated import (
+from recipe_lib.ops.mlp import (
     ACTIVATIONS,
     compute_gated_product,
     compute_gated_product_gradients,

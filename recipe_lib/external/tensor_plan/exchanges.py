@@ -1,5 +1,5 @@
 """Make calls with boundaries as one rank does: the same for ranks that train (`plan_executor`) and
-for the threads of a proof (`plan_proof`), which give `Ranks` other functions.
+for the threads of a proof (`proven_plan`), which give `Ranks` other functions.
 """
 
 import contextlib

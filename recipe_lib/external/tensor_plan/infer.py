@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.attribute_rewrites import find_rewrites, is_control_flow_same
 from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
     find,
@@ -30,6 +29,8 @@ from recipe_lib.external.tensor_plan.forward_trace import (
     PendingBoundary,
     ShardedAxis,
     TracedTensor,
+    find_rewrites,
+    is_control_flow_same,
 )
 from recipe_lib.external.tensor_plan.operator_rules import find_rule
 from recipe_lib.external.tensor_plan.propagation import MOVES, Refusal, follow_axis

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
+from recipe_lib.external.inspection import require_transformers
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.external.transformers_config import require_transformers
 
 # The form of the attention mask: of four dimensions, because one of two makes some models read its
 # values, which meta tensors do not have; some models take no other, and some none at all.
