@@ -152,21 +152,16 @@ class CompiledLayers:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
         held_tensors = [get_local(tensors[name]) for tensors, name in self.places[path]]
+        like = self.like[path]
+        is_like = _list_module_states(self.layers[like]) == _list_module_states(layer)
+        key = self._get_key(like if is_like else path, layer, leaves, spec, given[0])
         try:
-            like = self.like[path]
-            traced_as = (
-                like
-                if _list_module_states(self.layers[like]) == _list_module_states(layer)
-                else path
-            )
-            key = self._get_key(traced_as, layer, leaves, spec, given[0])
-            output_tensors = self._run(key, given, held_tensors)
+            tensors = iter(self._run(key, given, held_tensors))
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
             key = self._get_key(path, layer, leaves, spec, given[0])
-            output_tensors = self._run(key, given, held_tensors)
+            tensors = iter(self._run(key, given, held_tensors))
         call = self.calls[key]
-        tensors = iter(output_tensors)
         assert call.outputs_spec is not None
         return pytree.tree_unflatten(
             [next(tensors) if each is _TENSOR else each for each in call.outputs], call.outputs_spec

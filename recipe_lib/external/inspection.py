@@ -128,9 +128,9 @@ def is_encoder(made: Any) -> bool:
     made: that of a built model: decoders of encoder-decoders are configured so in their
     constructors.
     """
-    if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
-        return True
-    return getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
+    is_no_decoder = getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
+    is_not_causal = getattr(made, "causal", None) is False
+    return is_no_decoder or is_not_causal or made.model_type in _ENCODERS
 
 
 def restore_numbers(value: Any) -> Any:

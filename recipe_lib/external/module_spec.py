@@ -3,7 +3,7 @@ its class makes.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -239,12 +239,11 @@ def read_spec(
             " nn.Linear outside the layers"
         )
     embedding, head = embedding_and_head
-    number = _make_number_reader(model, source.config)
     return ModuleSpec(
         family=family,
         vocab_size=embedding.weight.shape[0],
-        max_positions=next(filter(None, map(number, _POSITION_KEYS)), _MANY_POSITIONS),
-        init_std=float(next(filter(None, map(number, _STD_KEYS)), 0.02)),
+        max_positions=_find_number(model, source.config, _POSITION_KEYS, _MANY_POSITIONS),
+        init_std=float(_find_number(model, source.config, _STD_KEYS, 0.02)),
         tied=embedding.weight is head.weight,
         num_layers=len(list_layer_names(model)),
         implementation=implementation,
@@ -277,25 +276,18 @@ def _build_source(
     raise CheckpointError(f"{where}: {family} cannot be built ({first})")
 
 
-def _make_number_reader(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
-    """Return a reader of numbers of the config by their keys, with the defaults of the class; None
-    where there is none.
+def _find_number(
+    model: nn.Module, config: dict[str, Any], keys: Iterable[str], default: float
+) -> Any:
+    """Return the first number of the config under one of the keys, with the defaults of the class;
+    `default` where there is none.
     """
     built_config: Any = getattr(model, "config", None)
-    built_config = (
-        built_config.get_text_config() if hasattr(built_config, "get_text_config") else built_config
-    )
-
-    def read(key: str) -> Any:
-        value = getattr(built_config, key, None) if not isinstance(built_config, dict) else None
-        value = config.get(key) if value is None else value
-        return (
-            value
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-            else None
-        )
-
-    return read
+    if hasattr(built_config, "get_text_config"):
+        built_config = built_config.get_text_config()
+    values: list[Any] = [getattr(built_config, key, None) or config.get(key) for key in keys]
+    numbers = [value for value in values if type(value) in (int, float) and value > 0]
+    return next(iter(numbers), default)
 
 
 # How the files of a transformers model name and shape its weights, where its class does so in
@@ -433,12 +425,10 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
     """Find how transformers would read these tensors; None for a model whose files it reads as they
     are.
     """
-    if source.implementation != TRANSFORMERS:
-        return None
-    module = _build_module(source)
-    table = _get_conversion_table(module, legacy=True)
+    table = _get_conversion_table(source, legacy=True)
     if table is None:
         return None
+    module = _build_module(source)
     from transformers import core_model_loading as loading
 
     renamings, converters = _split_table(table)
@@ -477,13 +467,11 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
 
     Also None where that could not be read again as the same parameters.
     """
-    if source.implementation != TRANSFORMERS:
+    table = _get_conversion_table(source, legacy=False)
+    if not table:
         return None
     module = _build_module(source)
     layout = build_layout(source)
-    table = _get_conversion_table(module, legacy=False)
-    if not table:
-        return None
     from transformers import core_model_loading as loading
 
     try:
@@ -551,16 +539,18 @@ def _build_module(source: ModuleSource) -> nn.Module:
     return make_module(source)
 
 
-def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
+def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | None:
     """Return transformers' conversions of a model's files, in the order in which they are read;
     None: it has no such table.
     """
+    if source.implementation != TRANSFORMERS:
+        return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # of a release before 5
         return None
-    table: list[Any] = get_model_conversion_mapping(module, add_legacy=legacy)
-    return table
+    model: Any = _build_module(source)
+    return list(get_model_conversion_mapping(model, add_legacy=legacy))
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:

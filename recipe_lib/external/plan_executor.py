@@ -327,14 +327,13 @@ class _Execution(TorchFunctionMode):
         if parameters:
             if self.running.alone is None:
                 self.kept.note_parameters([get_local(value) for value in parameters])
-            plans = {}
-            for value in parameters:
-                plan = self._find_assembled_plan(value, frame.path)
-                if plan is not None:
-                    plans[id(value)] = plan
+            plans = {
+                id(value): self._find_assembled_plan(value, frame.path) for value in parameters
+            }
             arguments = (args, kwargs)
             args, kwargs = self._take_local(arguments, {} if reads else plans)
-            if reads and plans and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
+            is_assembled = any(plans.values())
+            if reads and is_assembled and isinstance(function(*args, **kwargs), Tensor):  # weight.T
                 args, kwargs = self._take_local(arguments, plans)
         if reads:
             return function(*args, **kwargs)
@@ -378,7 +377,7 @@ class _Execution(TorchFunctionMode):
                 return plan
         return None
 
-    def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan]) -> Any:
+    def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan | None]) -> Any:
         """Replace parameters among arguments by this rank's part. plans: how to assemble those that
         are to be, by id.
         """

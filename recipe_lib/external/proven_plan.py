@@ -437,10 +437,10 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
             failure = str(error)
         except Exception as error:  # noqa: BLE001
             # Of the class' own code: the other ranks wait to hear of it.
-            line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             failure = (
                 f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a"
-                f" small model ({line}); set parallel.tensor=1"
+                f" small model ({type(error).__name__}: {' '.join(str(error).split())[:200]});"
+                " set parallel.tensor=1"
             )
     success, failure = world.gather_json([success, failure])[0]
     if failure:

@@ -200,9 +200,10 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
         except ConfigError:
             raise
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {format_one_line(error)}"
             raise make_refusal(
-                spec.family, f"a small model of it does not run in stages ({line})"
+                spec.family,
+                "a small model of it does not run in stages"
+                f" ({type(error).__name__}: {format_one_line(error)})",
             ) from error
     return parts if small is spec else _resize_parts(spec, parts)
 
@@ -364,9 +365,10 @@ def _prove(model: Any, parts: StageParts) -> None:
         try:
             hidden = run_alone(model, parts, received, model.build_inputs(tokens), [number])
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {format_one_line(error)}"
             raise make_refusal(
-                family, f"{parts.layers[number]} does not run by itself ({line})"
+                family,
+                f"{parts.layers[number]} does not run by itself"
+                f" ({type(error).__name__}: {format_one_line(error)})",
             ) from error
         if not torch.equal(hidden, hidden_states[number]):
             raise make_refusal(

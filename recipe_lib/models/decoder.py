@@ -297,10 +297,9 @@ class Trunk(nn.Module):
         info: AttentionInfo | None,
         cache: KVCache | None,
     ) -> Tensor:
-        past = cache.length if cache is not None else 0
         hidden = self.run_layers(self.embed_tokens(tokens), tokens.shape, positions, info, cache)
         if cache is not None:
-            cache.length = past + tokens.shape[1]
+            cache.length += tokens.shape[1]
         return self.norm(hidden)
 
     def run_layers(

@@ -253,6 +253,11 @@ def has_axis(node: AxisNode, axis: AxisNode) -> bool:
     return any(leaf is axis for leaf in list_leaves(node))
 
 
+def have_axis(nodes: Iterable[AxisNode], axis: AxisNode) -> bool:
+    """Return True if the axis (a leaf) is under one of the nodes."""
+    return any(has_axis(node, axis) for node in nodes)
+
+
 def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
     """Return the segments of a dimension as (length, whole): cut evenly along the axis, or without
     it, and so whole on each rank.

@@ -28,7 +28,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     Size,
     evaluate,
     is_decided_alike,
-    list_attributes,
+    list_sources,
 )
 
 Dims = list[AxisNode]
@@ -458,11 +458,11 @@ def find_rewrites(
     for demand in demands:
         is_same = demand.expected == int(demand.value) and not demand.sharded_axes
         if is_same and _is_right(demand, ranks, {}):
-            kept.update(list_attributes(demand.value))
+            kept.update(list_sources(demand.value, Attribute))
     divisions: dict[Attribute, Division] = {}
     rewrites: dict[Attribute, AttributeDivision] = {}
     for demand in demands:
-        attributes = dict.fromkeys(list_attributes(demand.value))
+        attributes = dict.fromkeys(list_sources(demand.value, Attribute))
         if _is_right(demand, ranks, divisions):
             for attribute in divisions.keys() & attributes.keys():
                 rewrites[attribute].sharded_axes.update(demand.sharded_axes)
@@ -491,7 +491,7 @@ def find_rewrites(
             continue
         guilty = list(demand.sharded_axes)
         if not guilty:  # a whole tensor, whose size an attribute gave that others have divided
-            for attribute in list_attributes(demand.value):
+            for attribute in list_sources(demand.value, Attribute):
                 guilty += rewrites[attribute].sharded_axes if attribute in rewrites else ()
         reason = (
             f"{demand.call.function} at {demand.call.source} in"

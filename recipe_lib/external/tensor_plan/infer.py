@@ -18,7 +18,7 @@ from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
     find,
     find_segments,
-    has_axis,
+    have_axis,
     list_leaves,
 )
 from recipe_lib.external.tensor_plan.forward_trace import (
@@ -510,11 +510,7 @@ def _list_refusals(
             f"values were made up for {note}: a branch that depends on them may not have been seen"
         )
     for axis, reason in reasons.items():
-        names = [
-            name
-            for name in matrices
-            if any(has_axis(node, axis) for node in forward.parameters[name].dims)
-        ]
+        names = [name for name in matrices if have_axis(forward.parameters[name].dims, axis)]
         if names:
             shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
             yield f"an axis of {axis.size} in {shown}: {reason}"

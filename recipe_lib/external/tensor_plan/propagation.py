@@ -7,7 +7,7 @@ that it needs, or raises `Refusal`, whose text says why ranks cannot share it.
 
 from collections.abc import Iterable
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis
+from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis, have_axis
 from recipe_lib.external.tensor_plan.forward_trace import (
     CallKey,
     ForwardTrace,
@@ -99,12 +99,12 @@ class _AxisFollower:
         if axis.is_reduced:
             # An axis of embeddings: every norm would cost a sum over ranks.
             for record in self.trace.records:
-                if record.lookup and _have_axis(record.inputs[0].dims[1:], axis.node):
+                if record.lookup and have_axis(record.inputs[0].dims[1:], axis.node):
                     raise Refusal("hidden states have it, and norms take means over it")
         self._check_runs_alike()
 
     def _is_in(self, tensor: TracedTensor) -> bool:
-        return _have_axis(tensor.dims, self.axis.node)
+        return have_axis(tensor.dims, self.axis.node)
 
     def _gather_whole_segments(self) -> None:
         """Note the parameters of which some segments have the axis and others not: these are
@@ -377,10 +377,6 @@ class _AxisFollower:
             return record.name
         call = self.trace.calls[record.call]
         return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
-
-
-def _have_axis(dims: Iterable[AxisNode], node: AxisNode) -> bool:
-    return any(has_axis(dim, node) for dim in dims)
 
 
 def _find_arguments(

@@ -319,14 +319,13 @@ def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
             (each for each in boundaries if each.kind in ("gather", "slice")), boundaries[0]
         )
         exchange = (" ".join(sorted(each.kind for each in boundaries)), first.activation)
-        if not any(each.width for each in boundaries):
-            continue
-        if first.activation >= 0 and exchange in seen:
+        is_repeated = first.activation >= 0 and exchange in seen
+        width = first.width or max(each.width for each in boundaries)
+        if is_repeated or not width:
             continue
         seen.add(exchange)
-        width = first.width or max(each.width for each in boundaries)
-        for phase, name in _list_phases({each.kind for each in boundaries if each.width}):
-            exchanges.append((phase, name, width))
+        phases = _list_phases({each.kind for each in boundaries if each.width})
+        exchanges += [(phase, name, width) for phase, name in phases]
     return exchanges
 
 
@@ -378,10 +377,8 @@ def count_step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, in
 
 def count_whole_elements(parameter: ParameterPlan) -> int:
     """Return the elements of a cut parameter that every rank computes with."""
-    if not parameter.whole:
-        return 0
-    across = prod(parameter.shape) // parameter.shape[parameter.dim]
-    return across * sum(parameter.segments[number] for number in parameter.whole)
+    length = sum(parameter.segments[number] for number in parameter.whole)
+    return prod(parameter.shape) // parameter.shape[parameter.dim] * length if length else 0
 
 
 def count_held_elements(plan: ShardingPlan, size: int) -> int:

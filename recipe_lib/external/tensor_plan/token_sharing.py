@@ -18,6 +18,7 @@ from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
     find,
     has_axis,
+    have_axis,
     list_factors,
     list_leaves,
     make_product,
@@ -39,7 +40,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     Size,
     evaluate,
     is_decided_alike,
-    list_sizes,
+    list_sources,
 )
 
 
@@ -136,14 +137,14 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
     if output_dims is None or find(tokens).kind != "leaf" or find(tokens).blocked:
         return None
     summed = [node for node, _, _ in again.contractions] + [node for node, _ in again.reductions]
-    if _have_tokens(summed, tokens):
+    if have_axis(summed, tokens):
         return None
     outputs: Layouts = {}
     for tensor, dims in zip(record.outputs, output_dims, strict=True):
         layout = _find_token_dim(dims, tokens)
         if layout is not None:
             outputs[tensor] = layout
-        elif _have_tokens(dims, tokens) or not record.uniform:
+        elif have_axis(dims, tokens) or not record.uniform:
             return None
     demands: Layouts = {}
     for tensor in record.inputs:
@@ -153,13 +154,9 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
                 return None
         elif layout is not None:
             demands[tensor] = layout
-        elif _have_tokens(marked[tensor].dims, tokens):
+        elif have_axis(marked[tensor].dims, tokens):
             return None
     return TokenWise(outputs, demands)
-
-
-def _have_tokens(dims: list[AxisNode], tokens: AxisNode) -> bool:
-    return any(has_axis(node, tokens) for node in dims)
 
 
 def _find_token_dim(dims: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
@@ -520,7 +517,9 @@ def _make_wrong_whole(flow: TokenFlow) -> bool:
 def _list_cut_tensors(flow: TokenFlow, value: object) -> list[TracedTensor]:
     """Return the tensors of whose rank's tokens a value was computed from the size."""
     return [
-        size.tensor for size in list_sizes(value) if flow.is_seen_cut(size.tensor, size.dimension)
+        size.tensor
+        for size in list_sources(value, Size)
+        if flow.is_seen_cut(size.tensor, size.dimension)
     ]
 
 

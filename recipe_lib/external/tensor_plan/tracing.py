@@ -201,9 +201,8 @@ class _Operators(TorchDispatchMode):
 
     def _record(self, step: OperatorCall, dims: list[Any]) -> None:
         activation = any(each.root.activation for each in step.inputs)
-        names = frozenset[str]()
-        if not activation:
-            names = names.union(*(each.parameters for each in step.inputs))
+        sources = () if activation else step.inputs
+        names = frozenset[str]().union(*(each.parameters for each in sources))
         views = any(each.alias_info is not None for each in step.function._schema.returns)
         for tensor, sizes in zip(step.results, dims, strict=True):
             if id(tensor) in step.held:
