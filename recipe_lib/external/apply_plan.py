@@ -174,8 +174,7 @@ class TensorPlan:
         state = {}
         for name, value in model.state_dict().items():
             if isinstance(value, DTensor):
-                runs = find_runs(plans[name], mesh.size())
-                value = restore_file_order(value.full_tensor(), runs)
+                value = restore_file_order(value.full_tensor(), find_runs(plans[name], mesh.size()))
             if mesh.get_local_rank() == 0:
                 state[name] = torch.empty_like(value, device="cpu").copy_(value)
         return state

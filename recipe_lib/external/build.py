@@ -370,8 +370,7 @@ def run_trunk(
     steps = _Steps()
     with ExitStack() as stack:
         stand_in = _StandIn(division.head, steps, stack)
-        entry = (division.owner._modules, division.name, stand_in)
-        stack.enter_context(replace_entries([entry]))
+        stack.enter_context(replace_entries([(division.owner._modules, division.name, stand_in)]))
         output = model.class_forward(**inputs)
     after = steps.find_transform(get_logits(output)) if stand_in.calls == 1 else None
     return (None, LogitTransform()) if after is None else (stand_in.hidden, after)

@@ -348,16 +348,16 @@ def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
     boundaries = []
     for boundary in plan.boundaries:
         if boundary.module == path or boundary.module.startswith(inside):
-            activation = activations.setdefault(boundary.activation, len(activations))
-            local = replace(
-                boundary,
-                module=boundary.module.removeprefix(path),
-                activation=activation,
-                axes=(),
-                parameters=(),
-                source="",
+            boundaries.append(
+                replace(
+                    boundary,
+                    module=boundary.module.removeprefix(path),
+                    activation=activations.setdefault(boundary.activation, len(activations)),
+                    axes=(),
+                    parameters=(),
+                    source="",
+                )
             )
-            boundaries.append(local)
     assembled = [
         replace(each, name=each.name.removeprefix(inside), axis=0, reason="")
         for each in plan.parameters

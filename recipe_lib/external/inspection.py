@@ -117,8 +117,8 @@ def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, 
         for key, value in config.items()
         if isinstance(value, dict) and isinstance(made.get(key), dict)
     }
-    added = dict(config) | {key: _add_ropes(part, made[key]) for key, part in parts.items()}
-    return added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
+    added = {key: _add_ropes(part, made[key]) for key, part in parts.items()}
+    return dict(config) | added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
 
 
 def is_encoder(made: Any) -> bool:

@@ -286,8 +286,7 @@ def _find_number(
     if hasattr(built_config, "get_text_config"):
         built_config = built_config.get_text_config()
     values: list[Any] = [getattr(built_config, key, None) or config.get(key) for key in keys]
-    numbers = [value for value in values if type(value) in (int, float) and value > 0]
-    return next(iter(numbers), default)
+    return next((value for value in values if type(value) in (int, float) and value > 0), default)
 
 
 # How the files of a transformers model name and shape its weights, where its class does so in

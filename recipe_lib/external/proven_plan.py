@@ -368,7 +368,7 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
     without one. tokens: shares out tokens, too, but where the calls of a forward depend on whether
     documents share its rows. Raises SetupError.
     """
-    first: SetupError | None = None
+    errors: list[SetupError] = []
     with _disable_current_modes():  # a simulation's: the trace is none of it
         traced = _rebuild_on_meta(model)
         for inputs in build_example_inputs(model, "meta"):
@@ -377,9 +377,8 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
                     traced, inputs, size, tokens=tokens, others=_build_other_inputs(model, inputs)
                 )
             except SetupError as error:
-                first = first or error
-    assert first is not None
-    raise first
+                errors.append(error)
+    raise errors[0]
 
 
 def _rebuild_on_meta(model: Any) -> Any:
@@ -414,8 +413,9 @@ def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, An
 
 def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
     """Yield what a forward may be called with: tokens alone, or with a mask `[b, 1, s, s]`."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.spec.vocab_size, (2, LENGTH), generator=generator).to(device)
+    tokens = torch.randint(
+        0, model.spec.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     cached = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
     yield {"input_ids": tokens, **cached}
     mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)

@@ -304,12 +304,9 @@ def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> l
     inside = tuple(f"{name}." for name in (*layers, *elsewhere))
     owners: list[str] = []
     for name, module in model.named_modules():
-        if f"{name}.".startswith(inside) or f"{name}.".startswith(
-            tuple(f"{owner}." for owner in owners)
-        ):
-            continue
         own_parameter = next((each for each, _ in module.named_parameters(recurse=False)), None)
-        if own_parameter is None:
+        is_inside = f"{name}.".startswith((*inside, *(f"{owner}." for owner in owners)))
+        if is_inside or own_parameter is None:
             continue
         if any(layer.startswith(f"{name}." if name else "") for layer in layers):
             path = f"{name}.{own_parameter}".lstrip(".")

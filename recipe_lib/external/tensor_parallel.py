@@ -14,6 +14,7 @@ over the ranks.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,12 +60,11 @@ def shard_module(
     # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are
     # not come to.
     elsewhere = model.modules_elsewhere
-    parameters = tuple(
-        each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere
-    )
     plan = replace(
         plan,
-        parameters=parameters,
+        parameters=tuple(
+            each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere
+        ),
         rewrites=tuple(each for each in plan.rewrites if each.module not in elsewhere),
     )
     head = model.output_head()
@@ -84,11 +84,11 @@ def shard_module(
         model, plan, build_ranks(group), head, parallel.tensor_regather_in_backward != "false"
     )
     names = {name for name, _ in model.named_parameters()}
-    gradients = {each.name: each.gradient for each in plan.parameters if each.name in names}
-    return gradients | {
+    of_stored = {
         name: "full" if placement.is_replicate() else "sharded"
         for name, placement in stored.items()
     }
+    return {each.name: each.gradient for each in plan.parameters if each.name in names} | of_stored
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
@@ -198,8 +198,8 @@ def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
     """
     if plan.dim < 0 or len(plan.segments) < 2:
         return None
-    runs = (part for rank in range(size) for part in compute_bounds(plan.segments, rank, size))
-    return plan.dim, tuple(runs)
+    parts = (compute_bounds(plan.segments, rank, size) for rank in range(size))
+    return plan.dim, tuple(chain.from_iterable(parts))
 
 
 # The output projection, of a part of the vocabulary.

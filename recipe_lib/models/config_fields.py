@@ -456,10 +456,10 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
         elif method == "mxfp4" and config.get("model_type") == "gpt_oss":
             codes = FileCodes(mxfp4=True)
         elif method == "mxfp4":
-            kind = str(config.get("model_type"))[:80]
             raise CheckpointError(
                 f"{where}: config.json: {key}: the weights are quantized (mxfp4), which is read of"
-                f" model_type gpt_oss alone; found {kind}, expected {_PLAIN}; {_REMEDY}"
+                f" model_type gpt_oss alone; found {str(config.get('model_type'))[:80]}, expected"
+                f" {_PLAIN}; {_REMEDY}"
             )
         else:
             raise _make_refusal(key, section, where, f"{_PLAIN}, or fp8 with weight_block_size")

@@ -98,8 +98,9 @@ def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_row(model_type: object) -> str | None:
     """Return the family of a model_type, None if there is no row for it."""
-    rows = FAMILIES.items()
-    return next((name for name, row in rows if model_type in (name, *row.model_types)), None)
+    return next(
+        (name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None
+    )
 
 
 def _find_family(config: Mapping[str, Any], where: str) -> str:

@@ -143,17 +143,15 @@ def list_layer_names(model: nn.Module) -> list[str]:
     names: list[str] = []
     list_prefixes: list[str] = []
     for name, module in model.named_modules():
-        is_inner = any(name.startswith(prefix) for prefix in list_prefixes)
-        if not isinstance(module, nn.ModuleList) or is_inner:
-            continue
-        prefix = f"{name}." if name else ""
-        list_prefixes.append(prefix)
-        # By name, not by index: a rank of a pipeline may lack some.
-        names += [
-            prefix + element_name
-            for element_name, element in module.named_children()
-            if next(element.parameters(), None) is not None
-        ]
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(list_prefixes)):
+            prefix = f"{name}." if name else ""
+            list_prefixes.append(prefix)
+            # By name, not by index: a rank of a pipeline may lack some.
+            names += [
+                prefix + element_name
+                for element_name, element in module.named_children()
+                if next(element.parameters(), None) is not None
+            ]
     return names
 
 

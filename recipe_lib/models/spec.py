@@ -320,10 +320,9 @@ def _explain_missing_config(file: Path) -> str:
             f"{folder}: is an adapter (it has adapter_config.json), not a model; set"
             " lora.adapter_path to it and model.path to the model that it was trained on"
         )
-    other_weights = None
-    if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
-        other_weights = describe_other_weights(folder, "config.json")
-    return other_weights or (
+    has_weights = any((folder / name).is_file() for name in _WEIGHTS)
+    is_looked_for = file.name == "config.json" and not has_weights
+    return (describe_other_weights(folder, "config.json") if is_looked_for else None) or (
         f"{file}: no such file; expected a Hugging Face model folder with config.json"
     )
 

@@ -336,8 +336,8 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
                 (head_name for head_name in _HEADS if head_name in file_names), file_name
             )
         file_shape = (rows, *shape[1:])
-        view = make_mixture_view(spec, file_name, file_shape, file_names)
-        view = view or make_fp8_view(spec, file_name, file_shape, file_names)
+        arguments = (spec, file_name, file_shape, file_names)
+        view = make_mixture_view(*arguments) or make_fp8_view(*arguments)
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
             continue

@@ -272,9 +272,10 @@ def compute_linear_gradients(
         del total
     if tokens is not None and not is_gathered:
         tokens = wait(tokens)
-    weight_grads: list[Tensor | None] = []
-    for gradient, is_wanted in zip(gradients, wants_weights, strict=True):
-        weight_grads.append(gradient.t() @ tokens if is_wanted and tokens is not None else None)
+    weight_grads = [
+        gradient.t() @ tokens if is_wanted and tokens is not None else None
+        for gradient, is_wanted in zip(gradients, wants_weights, strict=True)
+    ]
     del tokens
     bias_grads = [
         gradient.sum(dim=0) if is_wanted else None

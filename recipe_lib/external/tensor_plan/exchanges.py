@@ -130,9 +130,10 @@ class Exchanges:
         Each rank uses those segments for its heads alone, so that its gradient of them is a part of
         a sum.
         """
-        forward = partial(_assemble_parameter, parts=parts, ranks=self.ranks)
         return self._exchange_linear(
-            tensor, forward, partial(_scatter_gradient, parts=parts, ranks=self.ranks)
+            tensor,
+            partial(_assemble_parameter, parts=parts, ranks=self.ranks),
+            partial(_scatter_gradient, parts=parts, ranks=self.ranks),
         )
 
     def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
@@ -226,8 +227,7 @@ class Exchanges:
             if padding is not None:
                 own_padding = padding - start if start <= padding < stop else None
                 args, kwargs = replace_argument(args, kwargs, place, own_padding)
-        rows = function(*args, **kwargs).masked_fill(~is_own.unsqueeze(-1), 0)
-        return self._sum(rows, cut)
+        return self._sum(function(*args, **kwargs).masked_fill(~is_own.unsqueeze(-1), 0), cut)
 
 
 def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:

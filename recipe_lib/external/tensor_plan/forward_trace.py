@@ -386,8 +386,7 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     elif call.function in ("split", "split_with_sizes", "narrow"):
         is_narrow = call.function == "narrow"
         names = {"3", "length"} if is_narrow else {"1", "split_size_or_sections", "split_size"}
-        default = numbers.get("1" if is_narrow else "2", 0)
-        dimension = int(numbers.get("dim", default)) % len(dims)
+        dimension = int(numbers.get("dim", numbers.get("1" if is_narrow else "2", 0))) % len(dims)
         for place in numbers:
             if place.split(".")[0] in names and place != "1.dim":
                 yield place, dimension

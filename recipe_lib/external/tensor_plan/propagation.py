@@ -184,8 +184,8 @@ class _AxisFollower:
         sharded_inputs = [tensor for tensor in record.inputs if tensor in sharded]
         sharded_outputs = [tensor for tensor in record.outputs if self._is_in(tensor)]
         if sharded_inputs and self.axis.has_whole_segments and not record.uniform:
-            in_call = self.trace.calls[record.call].function if record.call >= 0 else ""
-            is_even = in_call in ("chunk", "tensor_split")
+            calls = self.trace.calls
+            is_even = record.call >= 0 and calls[record.call].function in ("chunk", "tensor_split")
             # What every rank uses in part, or is taken from it.
             if not any(map(self._is_in, sharded_inputs)) or (record.name in _TAKES and not is_even):
                 sharded_outputs = record.outputs

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -162,8 +162,7 @@ class ShardingPlan:
         """Return the plan as plain dicts, lists, strings, integers and booleans, for YAML or
         JSON.
         """
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
+        return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
 
     def hash(self) -> str:
         """Return 16 hexadecimal digits that are the same for equal plans, on any machine; texts for

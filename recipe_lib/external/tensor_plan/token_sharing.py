@@ -595,8 +595,7 @@ class _SharedSizes(LocalSizes):
     def read_size(self, size: Size) -> int:
         """Return what the model reads as the size of a dimension."""
         axis_size = super().compute_size(size.tensor, size.tensor.dims[size.dimension])
-        is_cut = self.flow.is_seen_cut(size.tensor, size.dimension)
-        return axis_size // _RANKS if is_cut else axis_size
+        return axis_size // (_RANKS if self.flow.is_seen_cut(size.tensor, size.dimension) else 1)
 
 
 # Functions of whose numbers `list_demands` says what they have to be.

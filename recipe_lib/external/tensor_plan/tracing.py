@@ -130,9 +130,11 @@ class _Watch(TorchFunctionMode):
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
-            note = self.trace.size_decisions.append
             return torch.Size(
-                [Sourced(size, Size(traced, at), note) for at, size in enumerate(value)]
+                [
+                    Sourced(size, Size(traced, at), self.trace.size_decisions.append)
+                    for at, size in enumerate(value)
+                ]
             )
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
@@ -212,8 +214,11 @@ class _Operators(TorchDispatchMode):
                 traced.activation |= activation
                 traced.parameters = traced.parameters | names
             else:
-                is_integer = tensor.dtype in (torch.int64, torch.int32)
-                is_by_one = is_integer and not step.values and not step.ordered
+                is_by_one = (
+                    tensor.dtype in (torch.int64, torch.int32)
+                    and not step.values
+                    and not step.ordered
+                )
                 traced = self.remember(
                     tensor,
                     TracedTensor(

@@ -82,7 +82,7 @@ def infer_plan_and_mask(
     num_bytes = sum(
         parameter.numel() * parameter.element_size() for parameter in model.parameters()
     )
-    first: SetupError | None = None
+    errors: list[SetupError] = []
     for device in ("meta", "cpu") if num_bytes <= _SMALL else ("meta",):
         model = model if device == "meta" else build_transformers_model(config, device)
         for mask in MASKS:
@@ -91,6 +91,5 @@ def infer_plan_and_mask(
                     model, build_example_inputs(config, device=device, mask=mask), size, tokens
                 ), mask
             except SetupError as error:
-                first = first or error
-    assert first is not None
-    raise first
+                errors.append(error)
+    raise errors[0]
