@@ -345,19 +345,18 @@ def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
     """
     inside = f"{path}."
     activations = {-1: -1}  # numbered anew within the layer
-    boundaries = []
-    for boundary in plan.boundaries:
-        if boundary.module == path or boundary.module.startswith(inside):
-            boundaries.append(
-                replace(
-                    boundary,
-                    module=boundary.module.removeprefix(path),
-                    activation=activations.setdefault(boundary.activation, len(activations)),
-                    axes=(),
-                    parameters=(),
-                    source="",
-                )
-            )
+    boundaries = [
+        replace(
+            each,
+            module=each.module.removeprefix(path),
+            activation=activations.setdefault(each.activation, len(activations)),
+            axes=(),
+            parameters=(),
+            source="",
+        )
+        for each in plan.boundaries
+        if each.module == path or each.module.startswith(inside)
+    ]
     assembled = [
         replace(each, name=each.name.removeprefix(inside), axis=0, reason="")
         for each in plan.parameters

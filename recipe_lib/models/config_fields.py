@@ -267,9 +267,8 @@ def _read_rope_object(
         )
     numbers = Fields(given, fields.where, f"{key}.", ROPE_NUMBERS)
     base = numbers.read_optional_number("rope_theta", BASES) or base
-    fraction = numbers.read_optional_number("partial_rotary_factor")
-    if fraction is None:
-        fraction = fields.read_optional_number("partial_rotary_factor") or 1.0
+    key = "partial_rotary_factor"
+    fraction = numbers.read_optional_number(key) or fields.read_optional_number(key) or 1.0
     # Other classes of transformers do not read it.
     if fraction != 1 and fields.config.get("model_type") != "phi3":
         raise CheckpointError(

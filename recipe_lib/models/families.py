@@ -335,11 +335,7 @@ FAMILIES: dict[str, Family] = {
         },
         ("MistralForCausalLM",),
         COMMON
-        | {
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     # Qwen 2.5: biases on queries, keys and values.
     "qwen2": Family(
@@ -407,11 +403,7 @@ FAMILIES: dict[str, Family] = {
         {"fused_file": True, "windows": _read_same_windows},
         ("Phi3ForCausalLM",),
         COMMON
-        | {
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 1.0,
-        },
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     ),
     # With a mixture of experts in place of an MLP.
     # Mixtral: Mistral with experts in every layer.

@@ -238,9 +238,8 @@ class Mixture(nn.Module):
         rows = count_rows(groups, real)
         loss = None
         if self.balance is not None:
-            shared = rows
-            if self.balance.sequences is not None:
-                shared = all_reduce(rows, "sum", self.balance.sequences)
+            sequences = self.balance.sequences
+            shared = rows if sequences is None else all_reduce(rows, "sum", sequences)
             # Each token has its choices, so that the rows of all ranks say how many tokens there
             # are.
             tokens = (shared.sum() / groups.choices).clamp(min=1)

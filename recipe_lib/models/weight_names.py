@@ -8,6 +8,7 @@ are written.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import torch
@@ -141,10 +142,7 @@ class _CombinedView:
     parts: tuple[FileView, ...]
 
     def tensors(self) -> dict[str, FileForm]:
-        tensors: dict[str, FileForm] = {}
-        for part in self.parts:
-            tensors |= part.tensors()
-        return tensors
+        return dict(chain.from_iterable(part.tensors().items() for part in self.parts))
 
 
 class ConcatenatedRows(_CombinedView):

@@ -34,7 +34,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
 Dims = list[AxisNode]
 Rule = Callable[["OperatorCall"], list[Dims] | None]
 # Functions whose integers are the sizes of what comes out.
-_SHAPES = frozenset(
+SHAPES = frozenset(
     "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand"
     " randn".split()
 )
@@ -365,7 +365,7 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     """Yield places of integers that are sizes of what comes out, with the dimension."""
     dims = call.outputs[0].dims
     numbers = call.numbers
-    if call.function in _SHAPES:
+    if call.function in SHAPES:
         # `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`, `size=(2,
         # 3)`
         is_method = bool(call.arguments) and call.arguments[0][0] == "0"

@@ -261,9 +261,8 @@ def _build_plan(
         *_build_boundaries(forward, pending, shared),
         *_build_token_boundaries(forward, shared),
     )
-    last_calls: dict[str, int] = {}
-    for boundary in boundaries:
-        last_calls[boundary.module] = max(boundary.call, last_calls.get(boundary.module, 0))
+    # Of each module the last one stays.
+    last_calls = {each.module: each.call for each in sorted(boundaries, key=lambda each: each.call)}
     legal = tuple(
         size
         for size in sizes
@@ -382,9 +381,8 @@ def _build_boundaries(
 
     pending: with the number of their axis, -1 for none.
     """
-    exchanged: set[TracedTensor | int] = set()
-    for (number, _), (tensor, _) in (*shared.gathers.items(), *shared.slices.items()):
-        exchanged |= {number, tensor}
+    exchanges = {**shared.gathers, **shared.slices}
+    exchanged = {number for number, _ in exchanges} | {tensor for tensor, _ in exchanges.values()}
     entering: Uses = {}
     for _, boundary in pending:
         if boundary.kind == "enter":

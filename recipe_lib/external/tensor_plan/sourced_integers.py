@@ -166,7 +166,7 @@ def is_decided_alike(
 
 
 def list_sources(value: object, kind: type[_Source]) -> list[_Source]:
-    """Return the attributes, or sizes, that an integer, or bounds of a slice, were computed from."""
+    """Return the attributes, or sizes, that an integer or a slice was computed from."""
     if isinstance(value, slice):
         return list_sources(value.start, kind) + list_sources(value.stop, kind)
     source = getattr(value, "source", None)

@@ -24,6 +24,7 @@ from recipe_lib.external.tensor_plan.axes import (
     make_product,
 )
 from recipe_lib.external.tensor_plan.forward_trace import (
+    SHAPES,
     AttributeDivision,
     ForwardTrace,
     FunctionCall,
@@ -97,12 +98,13 @@ def run_call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> Tok
         token_wise = _run_record_on_tokens(record, local, length)
         if token_wise is None:
             return None
-        for tensor, layout in token_wise.demands.items():
-            if tensor not in arguments or demands.get(tensor, layout) != layout:
-                return None
-            demands[tensor] = layout
-            local[tensor] = layout
-        local.update(token_wise.outputs)
+        if any(
+            tensor not in arguments or demands.get(tensor, layout) != layout
+            for tensor, layout in token_wise.demands.items()
+        ):
+            return None
+        demands |= token_wise.demands
+        local |= token_wise.demands | token_wise.outputs
     return TokenWise({each: local[each] for each in call.outputs if each in local}, demands)
 
 
@@ -160,9 +162,7 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
 
 
 def _find_token_dim(dims: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
-    """Return where the tokens lie, if they do so once and at the end or the beginning of a
-    dimension.
-    """
+    """Return where the tokens lie, if once and at the end or the beginning of a dimension."""
     root = find(tokens)
     if sum(leaf is root for node in dims for leaf in list_leaves(node)) != 1:
         return None
@@ -296,9 +296,7 @@ class TokenFlow:
         return tensor in self.made and tensor not in self.early
 
     def _find_giver(self, tensor: TracedTensor) -> int:
-        """Return the last call that makes a tensor or hands it on, one right after the other in one
-        module.
-        """
+        """Return the last of the calls in a row, in one module, that make or hand on a tensor."""
         number = tensor.call
         module = self.trace.calls[number].key.module
         handed = self._handed.get(tensor, ())
@@ -317,9 +315,8 @@ class TokenFlow:
                 if needs_gradient and tensor in aligned and tensor.activation:
                     layouts = aligned
                     cuts = aligned
-        token_wise = None
-        if layouts and number not in self.stopped:
-            token_wise = self._try_on_tokens(number, layouts)
+        can_try = layouts and number not in self.stopped
+        token_wise = self._try_on_tokens(number, layouts) if can_try else None
         if token_wise is not None:
             self._note_local_call(number, token_wise, {**cuts, **token_wise.demands})
             return
@@ -599,7 +596,4 @@ class _SharedSizes(LocalSizes):
 
 
 # Functions of whose numbers `list_demands` says what they have to be.
-_CHECKED = frozenset(
-    "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand randn"
-    " unflatten split split_with_sizes narrow __getitem__".split()
-)
+_CHECKED = SHAPES.union("unflatten split split_with_sizes narrow __getitem__".split())
