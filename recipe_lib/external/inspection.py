@@ -1,4 +1,4 @@
-"""What is read off a model of another library: its config, its embedding and head, its linears.
+"""The config, the embedding and head, and the linears of a model of another library.
 
 `build_transformers_config` makes transformers' own object of a config.json. Of the modules nobody
 wrote a description: they are found by what they are (`find_embedding_and_head`), and an adapter

@@ -178,14 +178,12 @@ class KeptTensors:
             self._chosen[key] = minimum_cut(*settings, targets)
         stays = {nodes[at] for at in self._chosen[key]}
         for kept, node in saved:
-            assert kept.tensor is not None
-            if node in stays:
-                continue
-            kept.view = _View(node, kept.tensor)
-            kept.tensor = None
-            kept.cone = _list_recomputed_nodes(node, stays)
-            for each in kept.cone:
-                each.waiting += 1
+            if node not in stays and kept.tensor is not None:
+                kept.view = _View(node, kept.tensor)
+                kept.tensor = None
+                kept.cone = _list_recomputed_nodes(node, stays)
+                for each in kept.cone:
+                    each.waiting += 1
         for node in nodes:
             if node not in stays:
                 node.held = None

@@ -141,7 +141,7 @@ class ModuleSpec(ExternalSpec):
         in_file = frozenset(file_names)
         prefix = layout.prefix
         bare = bool(in_file and prefix) and not any(name.startswith(prefix) for name in in_file)
-        read = find_reading(self.source, in_file) if in_file else None
+        read = (find_reading(self.source, in_file) if in_file else None) or Reading({}, {})
         entries = []
         for name in layout.shapes:
             names = layout.names.get(name, (name,))
@@ -149,14 +149,11 @@ class ModuleSpec(ExternalSpec):
             written = next(
                 (spelling for spelling in spellings if spelling in in_file), spellings[0]
             )
-            made = None
-            if read is not None:
-                written = next(
-                    (read.renamed[other] for other in names if other in read.renamed), written
-                )
-                if written not in in_file:
-                    made = next((read.made[other] for other in names if other in read.made), None)
-            if made is not None:
+            written = next(
+                (read.renamed[other] for other in names if other in read.renamed), written
+            )
+            made = next((read.made[other] for other in names if other in read.made), None)
+            if made is not None and written not in in_file:
                 entries.append(WeightEntry(name, made.names()[0], made=made))
             elif not (in_file and name in layout.buffers and written not in in_file):
                 entries.append(WeightEntry(name, written))
@@ -167,10 +164,11 @@ class ModuleSpec(ExternalSpec):
         renames them.
         """
         tied = self.layout().tied_names()
-        read = find_reading(self.source, frozenset(file_names))
-        renamed = {} if read is None else read.renamed
+        read = find_reading(self.source, frozenset(file_names)) or Reading({}, {})
         return tied | {
-            renamed[name]: parameter for name, parameter in tied.items() if name in renamed
+            read.renamed[name]: parameter
+            for name, parameter in tied.items()
+            if name in read.renamed
         }
 
     def build_written_layout(self) -> WrittenLayout | None:
@@ -497,13 +495,12 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
         shapes = {name: layout.shapes[own] for name, own in renamed.items()}
         made: dict[str, TensorConversion] = {}
         for group in groups.values():
-            found_shapes = group.shapes(layout.shapes.__getitem__)
-            if found_shapes is None:
+            made_shapes = group.shapes(layout.shapes.__getitem__)
+            if made_shapes is None:
                 return None
-            names = {name: loading.apply_renamings(name, renamings) for name in found_shapes}
-            group.written = names
-            shapes |= {names[name]: shape for name, shape in found_shapes.items()}
-            made |= dict.fromkeys(names.values(), group)
+            group.written = {name: loading.apply_renamings(name, renamings) for name in made_shapes}
+            shapes |= {group.written[name]: shape for name, shape in made_shapes.items()}
+            made |= dict.fromkeys(group.written.values(), group)
     except _FAULTS:
         return None
     found_again = WrittenLayout(shapes, renamed, made)

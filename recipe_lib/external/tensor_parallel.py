@@ -98,9 +98,9 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
     """
     placements: dict[str, Placement] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantizedLinear):
-            continue
+    modules = model.named_modules()
+    quantized = {name: each for name, each in modules if isinstance(each, QuantizedLinear)}
+    for name, module in quantized.items():
         weight = plan.parameter(f"{name}.weight")
         outputs = module.out_features
         inputs = module.in_features

@@ -154,8 +154,8 @@ class Attention(nn.Module):
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
         # Context parallelism puts its own in place of these: where ranks share sequences, they
         # exchange all heads of some tokens for all tokens of some heads, and back.
-        self.to_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = _keep_heads
-        self.to_tokens: Callable[[Tensor], Tensor] = _keep_tokens
+        self.to_heads: Callable[..., Any] = lambda *heads_and_sinks: heads_and_sinks
+        self.to_tokens: Callable[[Tensor], Tensor] = lambda attended: attended
 
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None
@@ -178,16 +178,6 @@ class Attention(nn.Module):
         return self.o_proj(
             self.to_tokens(self.attend(q, k, v, info, sinks=sinks)).transpose(1, 2).flatten(2)
         )
-
-
-def _keep_heads(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return q, k, v, sinks
-
-
-def _keep_tokens(attended: Tensor) -> Tensor:
-    return attended
 
 
 def _build_head_norm(spec: DecoderSpec, heads: int) -> nn.Module:

@@ -49,11 +49,9 @@ def read_trained_spec(
     transformers' class, where that is installed, for all others. Raises as `read_spec` does.
     """
     if implementation is None:
-        model_type = get_text_config(config).get("model_type")
-        is_ours = _find_row(model_type) is not None
-        implementation = (
-            "native" if is_ours or find_spec("transformers") is None else "transformers"
-        )
+        is_ours = _find_row(get_text_config(config).get("model_type")) is not None
+        is_foreign = not is_ours and find_spec("transformers") is not None
+        implementation = "transformers" if is_foreign else "native"
     return read_spec(config, where, implementation)
 
 

@@ -167,11 +167,13 @@ def _fill_normal(
     local: Tensor, offset: tuple[int, ...], shape: torch.Size, *, key: str, std: float
 ) -> None:
     """Write the part at `offset` of a normal tensor of `shape`."""
-
-    def draw(values: Tensor, generator: torch.Generator) -> Tensor:
-        return values.normal_(0.0, std, generator=generator)
-
-    fill_random(local, offset, shape, key, draw)
+    fill_random(
+        local,
+        offset,
+        shape,
+        key,
+        lambda values, generator: values.normal_(0.0, std, generator=generator),
+    )
 
 
 def _get_slices(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -311,12 +311,11 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
     """
     if isinstance(spec, ExternalSpec):
         return spec.build_weight_map(file_names)
-    prefix = "model."
-    head = "lm_head."
-    for gemma3_prefix, gemma3_head in _GEMMA3_PREFIXES.items():
-        if spec.family == "gemma3" and any(name.startswith(gemma3_prefix) for name in file_names):
-            prefix = gemma3_prefix
-            head = gemma3_head
+    multimodal = [
+        prefix for prefix in _GEMMA3_PREFIXES if any(name.startswith(prefix) for name in file_names)
+    ]
+    prefix = multimodal[-1] if spec.family == "gemma3" and multimodal else "model."
+    head = _GEMMA3_PREFIXES.get(prefix, "lm_head.")
     entries = []
     file_names = frozenset(file_names)
     if _EMBEDDING not in file_names and _EMBEDDING.removeprefix("model.") in file_names:
@@ -338,9 +337,9 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
         view = make_mixture_view(*arguments) or make_fp8_view(*arguments)
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
-            continue
-        view = view if length is None else RowSlice(view, start, length)
-        entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
+        else:
+            view = view if length is None else RowSlice(view, start, length)
+            entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
     return entries
 
 
@@ -362,10 +361,10 @@ def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
         if experts is None:
             files[names[name]] = shape
             renamed[names[name]] = name
-            continue
-        parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
-        files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
-        made |= dict.fromkeys(experts.tensors, experts)
+        else:
+            parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
+            files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
+            made |= dict.fromkeys(experts.tensors, experts)
     return WrittenLayout(files, renamed, made)
 
 

@@ -59,9 +59,8 @@ def should_fuse(device: torch.device) -> bool:
         return False
     if device.type == "meta":
         return _on_meta.value
-    if not _fusing.value or get_kernel_type(device) != "cuda":
-        return False
-    return not holds_values(device) or has_triton()
+    is_on = _fusing.value and get_kernel_type(device) == "cuda"
+    return is_on and (not holds_values(device) or has_triton())
 
 
 def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:

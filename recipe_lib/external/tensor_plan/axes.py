@@ -100,13 +100,12 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
             if need % first.size == 0:
                 taken.append(queue.pop(0))
                 need //= first.size
-                continue
-            if first.size % need or not _refine(first, need, reason):
+            elif first.size % need or not _refine(first, need, reason):
                 need = 0
-                break
-            queue[:1] = list_factors(first)
-            if queue[0].size > need:  # its own factors do not line up
-                need = 0
+            else:
+                queue[:1] = list_factors(first)
+                if queue[0].size > need:  # its own factors do not line up
+                    need = 0
         if need != 1:
             return _make_opaque(nodes, sizes, reason)
         regrouped.append(make_product(taken))

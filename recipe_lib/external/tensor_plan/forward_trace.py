@@ -109,7 +109,10 @@ class OperatorCall:
         self.picked: dict[str, Any] = {}
         # The rule that said all this; None for an operator without one.
         self.rule: Rule | None = None
-        self._schema = function._schema.arguments
+        schema = function._schema.arguments
+        defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+        given = zip([each.name for each in schema], args, strict=False)
+        self._arguments: dict[str, Any] = defaults | dict(given) | kwargs
 
     def get_dims(self, tensor: torch.Tensor) -> Dims:
         """Return the dimensions of a tensor."""
@@ -117,14 +120,7 @@ class OperatorCall:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an argument by the name that the operator's schema gives it."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for number, argument in enumerate(self._schema):
-            if argument.name == name:
-                if number < len(self.args):
-                    return self.args[number]
-                return argument.default_value if argument.has_default_value() else default
-        return default
+        return self._arguments.get(name, default)
 
     def get_first_tensor(self) -> torch.Tensor:
         """Return the first tensor argument."""
@@ -346,10 +342,9 @@ def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
         return
     output = call.outputs[0]
     for place, dimension in _list_size_places(call):
-        value = call.numbers.get(place)
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
-        if value < 0 or dimension >= len(output.dims):
+        value: Any = call.numbers.get(place)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not is_size or dimension >= len(output.dims):
             continue
         if call.function.startswith("split") and "." in place:
             output = call.outputs[min(int(place.split(".")[1]), len(call.outputs) - 1)]
@@ -397,9 +392,8 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
 
 def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
     """Yield what starts and stops of slices have to be."""
-    if not call.arguments or call.arguments[0][0] != "0":
-        return
-    if len(call.arguments) > 1:  # picked by number: those dimensions are blocked
+    # With more arguments it is picked by number: those dimensions are blocked.
+    if len(call.arguments) != 1 or call.arguments[0][0] != "0":
         return
     tensor = call.arguments[0][1]
     items = [
@@ -414,11 +408,11 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
         if isinstance(item, slice):
             node = tensor.dims[dimension]
             for value in (item.start, item.stop):
-                if not isinstance(value, int) or not 0 < value <= node.size:
-                    continue
-                expected: int | None = ranks.compute_size(tensor, node)
-                if value < node.size:
+                expected = None
+                if isinstance(value, int) and 0 < value < node.size:
                     expected = ranks.compute_offset(tensor, node, int(value))
+                elif isinstance(value, int) and value == node.size:
+                    expected = ranks.compute_size(tensor, node)
                 if expected is not None:
                     yield SizeDemand(
                         call,
@@ -469,9 +463,7 @@ def find_rewrites(
         shares = {ranks.shares[axis] for axis in demand.sharded_axes}
         if len(shares) != 1 or int(demand.value) < 2:
             continue
-        for attribute in attributes:
-            if attribute in kept or attribute in divisions:
-                continue
+        for attribute in [each for each in attributes if each not in kept | divisions.keys()]:
             division = next(
                 (
                     division
@@ -485,9 +477,7 @@ def find_rewrites(
                 rewrites[attribute] = AttributeDivision(set(demand.sharded_axes), division.kept)
                 break
     refused: dict[ShardedAxis, str] = {}
-    for demand in demands:
-        if _is_right(demand, ranks, divisions):
-            continue
+    for demand in [each for each in demands if not _is_right(each, ranks, divisions)]:
         guilty = list(demand.sharded_axes)
         if not guilty:  # a whole tensor, whose size an attribute gave that others have divided
             for attribute in list_sources(demand.value, Attribute):

@@ -123,11 +123,10 @@ def _follow_axes(
         for number, node in enumerate(forward.parameters[name].dims):
             for leaf in dict.fromkeys(list_leaves(node)):
                 dims_by_axis.setdefault(leaf, {}).setdefault(name, []).append(number)
-    records = _group_records(forward, {axis for axis in dims_by_axis if not axis.blocked})
+    unblocked = {axis: dims for axis, dims in dims_by_axis.items() if not axis.blocked}
+    records = _group_records(forward, set(unblocked))
     followed = []
-    for axis, dims_by_name in dims_by_axis.items():
-        if axis.blocked:
-            continue
+    for axis, dims_by_name in unblocked.items():
         try:
             parameter_dims = _find_parameter_dims(forward, axis, dims_by_name, size)
             followed.append(follow_axis(forward, axis, parameter_dims, records.get(axis, [])))
@@ -225,23 +224,19 @@ def _build_plan(
         for name in tensor.parameters
     }
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
-    parameters = []
-    for name, shape in shapes.items():
-        if name in sharded_plans:
-            parameters.append(sharded_plans[name])
-            continue
-        is_used = name in used
-        explained = _explain_replicated(forward.parameters[name], reasons) if is_used else ""
-        parameters.append(
-            ParameterPlan(
-                name,
-                shape,
-                "replicated",
-                gradient="partial" if name in partial else "full",
-                reason=explained or "the forward does not use it",
-                after_reduction=name in late_biases,
-            )
+    unused = dict.fromkeys(shapes.keys() - used, "the forward does not use it")
+    parameters = [
+        sharded_plans.get(name)
+        or ParameterPlan(
+            name,
+            shape,
+            "replicated",
+            gradient="partial" if name in partial else "full",
+            reason=unused.get(name) or _explain_replicated(forward.parameters[name], reasons),
+            after_reduction=name in late_biases,
         )
+        for name, shape in shapes.items()
+    ]
     axis_numbers = {sharded: number for number, sharded in enumerate(chosen)}
     rewrites = tuple(
         Rewrite(

@@ -123,9 +123,7 @@ class _AxisFollower:
                 raise Refusal(f"most of {name} does not have the axis")
             views = self._find_stored_views(parameter)
             for number, call in enumerate(self.trace.calls):
-                for place, tensor, _ in call.arguments:
-                    if tensor not in views:
-                        continue
+                for place, tensor in [each[:2] for each in call.arguments if each[1] in views]:
                     dims = [
                         at for at, node in enumerate(tensor.dims) if has_axis(node, self.axis.node)
                     ]

@@ -386,9 +386,8 @@ class TokenFlow:
         """Gather a tensor that is gathered wherever it is used where it is made."""
         for tensor, layout in list(self.made.items()):
             uses = self._users.get(tensor, [])
-            if tensor in self.early or tensor.call < 0 or not uses:
-                continue
-            if not self.gathers.keys() >= set(uses):
+            is_gathered = bool(uses) and self.gathers.keys() >= set(uses)
+            if tensor in self.early or tensor.call < 0 or not is_gathered:
                 continue
             for use in uses:
                 self.gathers.pop(use)
@@ -531,9 +530,8 @@ def _keep_runs_alike(flow: TokenFlow) -> None:
         runs.setdefault(call.key, []).append(number)
     for numbers in runs.values():
         first = exchanges.get(numbers[0], set())
-        if all(exchanges.get(number, set()) == first for number in numbers):
-            continue
-        for number in numbers:
+        is_alike = all(exchanges.get(number, set()) == first for number in numbers)
+        for number in () if is_alike else numbers:
             call = flow.trace.calls[number]
             flow.whole.update(call.outputs)
             if number in flow.stopped:

@@ -248,9 +248,9 @@ def trace(
     forward = ForwardTrace()
     operators = _Operators(forward, find_rule)
     watch = operators.watch = _Watch(model, forward, operators.known)
-    frozen = [
+    frozen = torch.nn.ParameterList(
         each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
-    ]
+    )
     for name, parameter in model.named_parameters():
         sizes = [AxisNode(size) for size in parameter.shape]
         forward.parameters[name] = operators.remember(
@@ -264,8 +264,7 @@ def trace(
         forward.ids = known if first and tensor.dim() == 2 else forward.ids
     training = model.training
     try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        frozen.requires_grad_(True)
         model.eval()
         with torch.enable_grad(), make_attributes_sourced(model, watch.note), watch, operators:
             output = model(**inputs)
@@ -278,8 +277,7 @@ def trace(
         ) from error
     finally:
         model.train(training)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        frozen.requires_grad_(False)
     forward.outputs = [
         operators.known(tensor) for tensor in list_tensors(get_output_values(output))
     ]
