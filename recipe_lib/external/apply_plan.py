@@ -149,16 +149,12 @@ class TensorPlan:
             )
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
+        framed = frame_forward(model, plan, build_ranks(group), head)
         partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
-        summing = _sum_partial_gradients(
-            model,
-            partial_names,
-            forward=frame_forward(model, plan, build_ranks(group), head),
-            mesh=mesh,
-            group=group,
-        )
         # transformers' Trainer reads the signature of the forward for the columns of a data set.
-        model.forward = wraps(model.forward)(summing)
+        model.forward = wraps(model.forward)(
+            _sum_partial_gradients(model, partial_names, forward=framed, mesh=mesh, group=group)
+        )
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             # As it was inferred; what a class keeps for generating takes calls of its own

@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -159,11 +160,8 @@ def measure_rank_errors(
             by_rank[rank] = error
             group.barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as pool:
+        pool.map(work, range(size))
     failed = [each for each in by_rank if isinstance(each, Exception)]
     if failed:
         first = next(

@@ -227,11 +227,18 @@ class _AxisFollower:
                         "a whole tensor that is to be cut does not have the axis in"
                         f" {self._describe(record)}"
                     )
-                lengths = tuple(length for length, _ in segments)
-                numbers = tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole)
-                cutting = PendingBoundary("cut", record.call, place, tensor, dim=dim, whole=numbers)
-                # Segments with whole ones among them are named one by one.
-                cutting.segments = lengths if numbers else find_period(list(lengths))
+                lengths = [length for length, _ in segments]
+                whole_numbers = tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole)
+                cutting = PendingBoundary(
+                    "cut",
+                    record.call,
+                    place,
+                    tensor,
+                    dim=dim,
+                    whole=whole_numbers,
+                    # Segments with whole ones among them are named one by one.
+                    segments=tuple(lengths) if whole_numbers else find_period(lengths),
+                )
                 self.axis.boundaries.append(cutting)
             elif needs_gradient and tensor not in self.axis.sharded:
                 uses = self.axis.replicated_uses if tensor.parameters else self.axis.boundaries

@@ -252,10 +252,8 @@ def trace(
         each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
     )
     for name, parameter in model.named_parameters():
-        sizes = [AxisNode(size) for size in parameter.shape]
-        forward.parameters[name] = operators.remember(
-            parameter, TracedTensor(sizes, frozenset([name]))
-        )
+        traced = TracedTensor([AxisNode(size) for size in parameter.shape], frozenset([name]))
+        forward.parameters[name] = operators.remember(parameter, traced)
     for number, tensor in enumerate(list_tensors(inputs)):
         first = not number and not tensor.is_floating_point()
         forward.tokens = tensor.numel() if first else forward.tokens

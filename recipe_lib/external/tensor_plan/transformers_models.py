@@ -52,12 +52,8 @@ def build_example_inputs(
     )
     inputs: dict[str, Any] = {"input_ids": ids.to(device), "use_cache": False}
     if mask == "square":
-        square = (
-            torch.full((length, length), torch.finfo(torch.float32).min)
-            .triu(1)
-            .expand(batch, 1, -1, -1)
-        )
-        inputs["attention_mask"] = square.contiguous().to(device)
+        square = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
+        inputs["attention_mask"] = square.expand(batch, 1, -1, -1).contiguous().to(device)
     elif mask == "row":
         inputs["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=device)
     return inputs
