@@ -199,11 +199,13 @@ def fill_random(
     first, last = offset[0], offset[0] + local.shape[0]
     columns = _get_slices(offset[1:], local.shape[1:])
     for block in range(first // block_rows, -(-last // block_rows)):
-        top, bottom = block * block_rows, min((block + 1) * block_rows, shape[0])
+        top = block * block_rows
+        bottom = min(top + block_rows, shape[0])
         digest = hashlib.sha256(f"{key}/{block}".encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         values = draw(torch.empty((bottom - top, *shape[1:]), dtype=torch.float32), generator)
-        start, stop = max(top, first), min(bottom, last)
+        start = max(top, first)
+        stop = min(bottom, last)
         local[start - first : stop - first].copy_(
             values[(slice(start - top, stop - top), *columns)]
         )

@@ -302,7 +302,7 @@ class _GatedLinear(torch.autograd.Function):
         if wants_weight and deferred.is_deferring():
             wants_weight = False
             # Detached: their graph would keep what came before until then.
-            gate, up = gate.detach(), up.detach()
+            gate, up = map(torch.detach, (gate, up))
             deferred.defer_gradients(
                 [ctx.parameter],
                 lambda: compute(out_grad, gate, up, weight, wants_input=False, wants_weight=True)[

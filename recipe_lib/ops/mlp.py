@@ -354,7 +354,7 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Ten
     if rows.dtype != torch.bfloat16:
         return _gradient_loop(gradient, rows, ends)
     multiple = _ALIGNED // rows.element_size()
-    out_features, in_features = gradient.shape[1], rows.shape[1]
+    out_features, in_features = (tensor.shape[1] for tensor in (gradient, rows))
     if out_features % multiple or in_features % multiple:
         gradient = F.pad(gradient, (0, -out_features % multiple))
         rows = F.pad(rows, (0, -in_features % multiple))

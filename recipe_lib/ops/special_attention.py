@@ -65,11 +65,12 @@ def make_visible_mask(reach: Tensor, keys: int) -> Tensor:
 
 
 def split_queries(
-    q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *, window: int | None
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
     """Yield pieces of the queries, so that few scores exist at a time.
 
-    Each is (the piece's queries, the keys up to its last one that they can see, reach of each).
+    Each is (the piece's queries, the keys up to its last one that they can see, reach of each
+    query, these keys and their values `[b k, n, e]`).
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
@@ -79,9 +80,17 @@ def split_queries(
     halves = 2 if should_fuse(q.device) and q.dtype.itemsize == 2 else 1
     count = _count_pieces(batch * heads * keys // halves, queries)
     for piece in range(count):
-        start, stop = queries * piece // count, queries * (piece + 1) // count
+        start, stop = (queries * end // count for end in (piece, piece + 1))
         first_key = 0 if window is None else max(0, start + offset - window + 1)
-        yield slice(start, stop), slice(first_key, stop + offset), reach[:, start:stop]
+        seen = slice(first_key, stop + offset)
+        # Made as they are yielded: under a name here they would live on while the next are made.
+        yield (
+            slice(start, stop),
+            seen,
+            reach[:, start:stop],
+            k[:, :, seen].flatten(0, 1),
+            v[:, :, seen].flatten(0, 1),
+        )
 
 
 def _count_pieces(scores: int, queries: int) -> int:
@@ -145,8 +154,7 @@ def _compute_attention(
     scale: float,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for part, seen, reach in split_queries(q, k, documents, window):
-        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+    for part, _, reach, keys, values in split_queries(q, k, v, documents, window=window):
         scores = multiply_heads(stack_heads(q[:, :, part], k), keys, reach, q.shape[1])
         shares = capped_shares(scores, reach, softcap, scale)
         del scores  # each is as large as MAX_SCORES_AT_ONCE says; two would be at a time
@@ -170,8 +178,7 @@ def _compute_attention_gradients(
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
     k_grad, v_grad = (torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v))
-    for part, seen, reach in split_queries(q, k, documents, window):
-        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+    for part, seen, reach, keys, values in split_queries(q, k, v, documents, window=window):
         queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, out_grad))
         scores = multiply_heads(queries, keys, reach, q.shape[1])
         shares = stack_heads(capped_shares(scores, reach, softcap, scale), k)
@@ -429,8 +436,7 @@ def _run_in_pieces(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    for part, seen, reach in split_queries(q, k, documents, window):
-        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+    for part, _, reach, keys, values in split_queries(q, k, v, documents, window=window):
         scores = _compute_scores(q[:, :, part], k, keys, reach=reach, scale=scale, wide=wide)
         log_sums[:, :, part] = scores.logsumexp(dim=-1)
         shares = scores.softmax(dim=-1).to(q.dtype)
@@ -456,8 +462,7 @@ def _run_backward_in_pieces(
     k_grad, v_grad = (torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v))
     # The sum over the keys of share x its gradient, which softmax's backward subtracts.
     row_sums = (out_grad * out).sum(dim=-1, keepdim=True, dtype=wide)
-    for part, seen, reach in split_queries(q, k, documents, window):
-        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+    for part, seen, reach, keys, values in split_queries(q, k, v, documents, window=window):
         queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, out_grad))
         # Nested: a name for the scores would hold one more tensor of their size.
         shares = torch.exp(
