@@ -80,7 +80,8 @@ def split_queries(
     halves = 2 if should_fuse(q.device) and q.dtype.itemsize == 2 else 1
     count = _count_pieces(batch * heads * keys // halves, queries)
     for piece in range(count):
-        start, stop = (queries * end // count for end in (piece, piece + 1))
+        start = queries * piece // count
+        stop = queries * (piece + 1) // count
         first_key = 0 if window is None else max(0, start + offset - window + 1)
         seen = slice(first_key, stop + offset)
         # Made as they are yielded: under a name here they would live on while the next are made.
