@@ -129,8 +129,7 @@ def is_encoder(made: Any) -> bool:
     constructors.
     """
     is_no_decoder = getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
-    is_not_causal = getattr(made, "causal", None) is False
-    return is_no_decoder or is_not_causal or made.model_type in _ENCODERS
+    return is_no_decoder or getattr(made, "causal", None) is False or made.model_type in _ENCODERS
 
 
 def restore_numbers(value: Any) -> Any:

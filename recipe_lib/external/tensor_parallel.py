@@ -98,8 +98,9 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
     """
     placements: dict[str, Placement] = {}
-    modules = model.named_modules()
-    quantized = {name: each for name, each in modules if isinstance(each, QuantizedLinear)}
+    quantized = {
+        name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)
+    }
     for name, module in quantized.items():
         weight = plan.parameter(f"{name}.weight")
         outputs = module.out_features

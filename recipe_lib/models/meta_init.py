@@ -240,8 +240,9 @@ def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Te
         not_extra |= {prefix + name for name in getattr(module, "adapter_tensors", ())}
         if hasattr(module, "fill_weight"):
             # A `StoredWeight`, whose parameters `weight_...` stand for its weight.
-            names = module._parameters
-            not_extra |= {prefix + name for name in names if name.startswith("weight_")}
+            not_extra |= {
+                prefix + name for name in module._parameters if name.startswith("weight_")
+            }
         if saved:
             not_extra |= {prefix + name for name in module._non_persistent_buffers_set}
     return {name: tensor for name, tensor in tensors.items() if name not in not_extra}

@@ -489,8 +489,9 @@ def make_mixture_view(
         router = get_router_name(spec)
         fused_name = name.replace(".mlp.router.", f".mlp.{router}.")
         apart_name = name.replace(".mlp.router.", f".{block}.{router}.")
-        file_name = fused_name if fused_name in file_names else apart_name
-        return make_fp8_view(spec, file_name, shape, file_names)
+        return make_fp8_view(
+            spec, fused_name if fused_name in file_names else apart_name, shape, file_names
+        )
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
             return _make_experts_view(

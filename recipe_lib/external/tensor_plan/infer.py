@@ -97,8 +97,9 @@ def infer_plan(
     reasons |= dict.fromkeys(passed_over, "its parameters are cut along a larger axis")
     order = {name: number for number, name in enumerate(shapes)}
     chosen.sort(key=lambda axis: min(order[name] for name in axis.parameter_dims))
-    shares = bool(tokens and chosen)
-    shared = share_tokens(forward, chosen, divisions, unsteady) if shares else SharedTokens()
+    shared = (
+        share_tokens(forward, chosen, divisions, unsteady) if tokens and chosen else SharedTokens()
+    )
     return _build_plan(forward, shapes, chosen, divisions=divisions, reasons=reasons, shared=shared)
 
 
