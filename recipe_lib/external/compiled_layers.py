@@ -32,7 +32,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -416,6 +415,8 @@ class RegatheringPartitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a layer's joint graph into its forward and its backward."""
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
         again = _find_gathered_nodes(gm.graph)
         for node in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
