@@ -244,8 +244,11 @@ def _sum_partial_gradients(
         # The hooks are put on anew each time: `model.to` takes parameters' hooks away.
         while handles:
             handles.pop().remove()
-        parameters = map(model.get_parameter, names)
-        handles.extend(each.register_hook(add) for each in parameters if each.requires_grad)
+        handles.extend(
+            each.register_hook(add)
+            for each in map(model.get_parameter, names)
+            if each.requires_grad
+        )
         return forward(*args, **kwargs)
 
     return run

@@ -240,8 +240,8 @@ def list_other_parts(model: Any) -> list[str]:
     decoder = model.get_decoder()
     if decoder is None or decoder is model:
         return []
-    of_text = nn.ModuleList([decoder, model.get_output_embeddings()]).parameters()
-    run = set(map(id, of_text))
+    of_text = nn.ModuleList([decoder, model.get_output_embeddings()])
+    run = set(map(id, of_text.parameters()))
     parts: list[str] = []
     for name, module in model.named_modules():
         outer = any(name.startswith(f"{part}.") for part in parts)

@@ -545,8 +545,7 @@ def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | 
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # of a release before 5
         return None
-    model: Any = _build_module(source)
-    return list(get_model_conversion_mapping(model, add_legacy=legacy))
+    return list(get_model_conversion_mapping(_build_module(source), add_legacy=legacy))
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -113,8 +113,11 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
             if not is_one or not can_cut(
                 inputs, outputs, module.kind, group.size, by_columns=by_columns
             ):
-                blocks = "has no whole blocks of 64 numbers for each rank"
-                reason = blocks if is_one else "holds several matrices"
+                reason = (
+                    "has no whole blocks of 64 numbers for each rank"
+                    if is_one
+                    else "holds several matrices"
+                )
                 raise ConfigError(
                     f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
                     f" in blocks, and it {reason}; set lora.quantize_base=none,"

@@ -187,8 +187,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
     if that fails.
     """
     is_product = left.kind == "product"
-    split = list_factors if is_product else list_parts
-    ours, theirs = map(split, (left, right))
+    ours, theirs = map(list_factors if is_product else list_parts, (left, right))
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
         length = smaller[0].size

@@ -486,10 +486,8 @@ def _explain_replicated(tensor: TracedTensor, reasons: dict[AxisNode, str]) -> s
     """Return what keeps a parameter whole: dimension by dimension, the first reason of each."""
     explained = []
     for number, node in enumerate(tensor.dims):
-        of_leaves = (leaf.blocked or reasons.get(leaf) for leaf in list_leaves(node))
-        reason = next(filter(None, of_leaves), None)
-        if reason:
-            explained.append(f"dimension {number}: {reason}")
+        of_leaves = [leaf.blocked or reasons.get(leaf) for leaf in list_leaves(node)]
+        explained += [f"dimension {number}: {reason}" for reason in of_leaves if reason][:1]
     return "; ".join(explained) or "no dimension of more than one element"
 
 
