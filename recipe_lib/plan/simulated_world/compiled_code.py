@@ -29,10 +29,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from recipe_lib.plan.simulated_world.cached_fake_mode import wrap
-from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME
-from recipe_lib.plan.simulated_world.simulated_ranks import dispatch_attention
+from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME, dispatch_attention
 from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype
-from recipe_lib.plan.tracing.trace import Op
+from recipe_lib.plan.tracing.trace import OP, Op
 from recipe_lib.units import pluralize
 
 if TYPE_CHECKING:
@@ -261,7 +260,8 @@ def _make_kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[...
             if isinstance(value, Tensor):
                 (read if is_read else written).append(value)
         part, module = tracer.locate()
-        tracer.add_op(
+        tracer.trace.add(
+            OP,
             Op(
                 name=f"inductor::{name}",
                 stream=tracer.get_stream(),
@@ -272,7 +272,7 @@ def _make_kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[...
                 dtype=format_dtype(written[0].dtype) if written else "",
                 reads=tracer.list_numbers(read),
                 makes=tracer.list_numbers(written),
-            )
+            ),
         )
 
     return call

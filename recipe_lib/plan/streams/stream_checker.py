@@ -1,4 +1,8 @@
-"""A race detector for the streams of a simulated device.
+"""The line of code that an operator comes from, for a report.
+
+It is one of the user's code, of ours but for the planner, of a model's class, or of torch's FSDP.
+
+A race detector for the streams of a simulated device.
 
 A race is what two streams, or a stream and the host, do to the same memory without a wait between
 them. `StreamChecker` is told by a tracer of each operator as it is issued. It goes by vector
@@ -7,21 +11,64 @@ memory that the caching allocator hands out again while another stream still use
 host, collectives with streams of their own, and waits of the host.
 """
 
+import sys
+import sysconfig
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipe_lib.plan.streams.code_line import Line, find_code_line, format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.timing.stream_schedule import is_transfer
 from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
 from recipe_lib.plan.tracing.trace import HOST, Op, Storage
+
+Line = tuple[str, int]  # file, line
+
+_PACKAGE = Path(__file__).parents[2]
+_TORCH = str(Path(torch.__file__).parent)
+_FSDP = str(Path(_TORCH, "distributed", "fsdp"))
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_PACKAGES = sysconfig.get_paths()["purelib"]
+_PLAN = str(_PACKAGE / "plan")
+
+
+def find_code_line() -> Line:
+    """Return the line of the innermost frame that is worth showing; ("", 0): there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not _is_shown(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _is_shown(file: str) -> bool:
+    if file.startswith(_TORCH):
+        return file.startswith(_FSDP)
+    if file.startswith((_PLAN, "<")):
+        return False
+    return not file.startswith(_STANDARD) or file.startswith(_PACKAGES)
+
+
+def is_of_user(file: str) -> bool:
+    """Return whether a file is neither ours nor of an installed package."""
+    return not file.startswith((str(_PACKAGE), _TORCH, _STANDARD, _PACKAGES, "<"))
+
+
+def format_line(line: Line) -> str:
+    """Return a line as text, such as `recipe_lib/memory/activation_offload.py:250`."""
+    file, number = line
+    # Paths are as short as can be: in their package, in this checkout or in the working folder.
+    for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
+        file = file.removeprefix(f"{root}/")
+    return f"{file}:{number}" if file else "unknown line"
+
 
 Clock = dict[int, int]  # stream -> the number of the last of its works that is known to be done
 

@@ -195,8 +195,8 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
             tracer.trace.events.append((FREE, numbers[entry]))
         else:
             stream = tracer.get_stream()
-            tracer.add_op(
-                replace(entry, part=part, module=module, phase=tracer.phase, stream=stream)
+            tracer.trace.add(
+                OP, replace(entry, part=part, module=module, phase=tracer.phase, stream=stream)
             )
     result: Returned = notes.call.make([], tracer.cached_mode.mode)
     for tensor, output in zip(list_tensors(result), notes.outputs, strict=True):
