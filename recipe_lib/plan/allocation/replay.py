@@ -7,7 +7,7 @@ trace_plot|segments|stats path` reads it.
 """
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,18 @@ from recipe_lib.plan.allocation.caching_allocator import (
     AllocatorSettings,
     Block,
     CachingAllocator,
+    MemoryPeaks,
     OutOfMemory,
 )
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, USE, Storage, Trace
 
 
 @dataclass
-class PhaseReplay:
-    """Peaks of one phase in bytes, each for itself, as `torch.cuda.memory_stats` counts them."""
-
-    requested: int = 0  # asked for and not given back
-    allocated: int = 0  # in the blocks handed out for it
-    active: int = 0  # in those and in freed blocks that another stream may still use
-    reserved: int = 0  # taken from the device, with what earlier phases left there
-
-
-@dataclass
 class Replay:
     """The memory that a trace takes from the allocator."""
 
-    phases: dict[str, PhaseReplay] = field(default_factory=dict)  # by name, in order
+    # By name, in order. What is reserved has what earlier phases left there.
+    phases: dict[str, MemoryPeaks] = field(default_factory=dict)
     retries: int = 0  # how often everything unused was given back to make room
     events: int = 0  # allocations and frees replayed
     survived: bool = True  # memory did not run out; else the phases after that are missing
@@ -109,11 +101,8 @@ def replay(
 def _record_peaks(result: Replay, allocator: CachingAllocator, phase: str) -> None:
     """Note the peaks of a phase that ends; one that came before keeps the larger ones."""
     if phase:
-        peaks = result.phases.setdefault(phase, PhaseReplay())
-        peaks.requested = max(peaks.requested, allocator.peak_requested)
-        peaks.allocated = max(peaks.allocated, allocator.peak_allocated)
-        peaks.active = max(peaks.active, allocator.peak_active)
-        peaks.reserved = max(peaks.reserved, allocator.peak_reserved)
+        before = result.phases.get(phase, MemoryPeaks())
+        result.phases[phase] = MemoryPeaks(*map(max, astuple(before), astuple(allocator.peaks)))
     allocator.reset_peaks()
 
 

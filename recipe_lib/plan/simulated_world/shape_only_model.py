@@ -139,7 +139,10 @@ def limit_layers(cfg: Any, layers: int) -> Any:
 
     Raises ValueError if the model has fewer.
     """
-    config = _read_config(cfg)
+    config = read_preset_config(cfg.model.preset)
+    if cfg.model.implementation == "native":
+        read_spec(cfg)  # raises where the config is not covered
+        config = get_text_config(config)
     layers_key = _find_layers_key(cfg, config)
     num_layers = config[layers_key]
     if not 1 <= layers <= num_layers:
@@ -204,15 +207,6 @@ def _find_layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
             " plan without --depth"
         )
     return layers_key
-
-
-def _read_config(cfg: Any) -> Mapping[str, Any]:
-    """Return the decoder's config.json, checked."""
-    config = read_preset_config(cfg.model.preset)
-    if cfg.model.implementation != "native":
-        return config
-    read_spec(cfg)  # raises where the config is not covered
-    return get_text_config(config)
 
 
 def read_spec(cfg: Any) -> ModelSpec:

@@ -197,8 +197,6 @@ class _Hook(_DummyPrivateUse1Hook):  # type: ignore[misc]
 # chain of elementwise operators. These registrations make the simulated device choose what CUDA
 # chooses; for `cpu`, what a CPU does.
 
-_KEY = "AutogradPrivateUse1"
-
 
 def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
     """Choose the kernels of the simulated device, for the process.
@@ -215,18 +213,22 @@ def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
 def _register_kernels() -> torch.library.Library:
     """Register the kernels with torch, once a process."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", dispatch_attention, _KEY)
-    library.impl("rms_norm", _rms_norm, _KEY)
+    kernels = {
+        "scaled_dot_product_attention": dispatch_attention,
+        "rms_norm": _rms_norm,
+        "dropout": _dropout,
+        "softmax.int": _softmax,
+        "silu_backward": _fuse(torch.ops.aten.silu_backward.default),
+        "mish_backward": _fuse(torch.ops.aten.mish_backward.default),
+    }
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, "AutogradPrivateUse1")
     # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
     library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
-    library.impl("dropout", _dropout, _KEY)
-    library.impl("softmax.int", _softmax, _KEY)
     # torch has a shape rule for the fused AdamW and none for the fused SGD; both write into what
     # they are given.
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
         library.impl(name, lambda *args, **kwargs: None, "Meta")
-    for name in ("silu_backward", "mish_backward"):
-        library.impl(name, _fuse(getattr(torch.ops.aten, name).default), _KEY)
     return library
 
 

@@ -89,10 +89,10 @@ def check_streams(
         ranks=run_in_processes(follow, list(ranks), "following streams", unit="ranks"),
         faults=[],
         compared="",
-        followed="",
+        followed=f"{traced} of a step's {count} micro-batches are followed"
+        if traced < count
+        else "",
     )
-    if traced < count:
-        check.followed = f"{traced} of a step's {count} micro-batches are followed"
     if settings.ranks > 1 and compares:
         # Of a smaller model: here all ranks are simulated, not one of each stage.
         small, layers = _limit_layers(cfg)

@@ -137,9 +137,7 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
         for later in range(1, iterations - 1):
             renamed |= {number + later * len(allocations): number for number in allocations}
         position += length * iterations
-    for index, (kind, entry) in enumerate(short):
-        if kind == FREE:
-            short[index] = (kind, renamed.get(entry, entry))
+    short = [(kind, renamed.get(entry, entry) if kind == FREE else entry) for kind, entry in short]
     return short, renamed
 
 

@@ -10,6 +10,7 @@ many micro-batches (`count_micro_batches_to_trace`) as have every state of memor
 has. `repeat_actions` then counts each traced action for all those that are like it.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ def compare_micro_batches(
         # The first one differs from the others: it meets no gradients.
         work = [
             _list_work(trace, begin, end)
-            for (begin, _), (end, _) in zip(compared[1:], compared[2:], strict=False)
+            for (begin, _), (end, _) in itertools.pairwise(compared[1:])
         ]
         alike = alike and len(set(bytes_left)) <= 1 and all(items == work[0] for items in work[1:])
         if len(bytes_left) > 1:
@@ -145,7 +146,7 @@ def compare_micro_batches(
 def _count_longest(positions: list[tuple[int, int]]) -> int:
     """Return the events of the longest micro-batch of a pass."""
     begins = [event for event, _ in positions]
-    return max((end - begin for begin, end in zip(begins, begins[1:], strict=False)), default=0)
+    return max((end - begin for begin, end in itertools.pairwise(begins)), default=0)
 
 
 def _list_work(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
@@ -168,9 +169,9 @@ def has_backward(trace: Trace, marks: MicroBatchMarks, traced: int) -> bool:
     # A recipe that lists, sorts or numbers its micro-batches sets all marks before the first
     # operator: they do not say where a micro-batch begins.
     for positions in marks.list_complete(traced):
-        for kind, number in trace.events[positions[0][0] : positions[-1][0]]:
-            if kind == OP and trace.ops[number].part == "backward":
-                return True
+        events = trace.events[positions[0][0] : positions[-1][0]]
+        if any(kind == OP and trace.ops[number].part == "backward" for kind, number in events):
+            return True
     return False
 
 
@@ -199,17 +200,16 @@ def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different
     """
     for phase in trace.phases:
         ops = list(trace.iterate_ops(phase))
-        begins: list[int] = []
-        end = 0
-        is_after_backward = False
-        for index, op in enumerate(ops):
-            if op.part == "forward" and is_after_backward:
-                begins.append(index)
-                is_after_backward = False
-            if op.part == "backward":
-                is_after_backward = True
-                end = index + 1
-        begins.append(end)
+        parts = [
+            (index, op.part) for index, op in enumerate(ops) if op.part in ("forward", "backward")
+        ]
+        begins = [
+            index
+            for (_, before), (index, part) in itertools.pairwise(parts)
+            if (before, part) == ("backward", "forward")
+        ]
+        backwards = [index for index, part in parts if part == "backward"]
+        begins += [index + 1 for index in backwards[-1:]]
         if len(begins) > 1 + num_different:
             for op in ops[begins[-2 - num_different] : begins[-1 - num_different]]:
                 op.repeats *= count - traced + 1
@@ -249,7 +249,6 @@ _State = tuple[Any, ...]
 
 def follow_actions(tracer: Tracer) -> list[Patch]:
     """Return the patch that notes the actions of a pipeline's driver in the trace."""
-    trace = tracer.trace
     previous_kind = ""
 
     def note_action(action: Action | None) -> None:
@@ -257,12 +256,9 @@ def follow_actions(tracer: Tracer) -> list[Patch]:
         # Gradients are labeled as soon as they are there: the next action may free them.
         if previous_kind in MAKING_GRADIENTS:
             tracer.between_actions()
-        mark = ActionMark()
-        if action is not None:
-            mark = ActionMark(action.stage, action.kind, action.micro_batch)
+        mark = ActionMark(action.stage, action.kind, action.micro_batch) if action else ActionMark()
         previous_kind = mark.kind
-        trace.actions.append(mark)
-        trace.events.append((ACTION, len(trace.actions) - 1))
+        tracer.trace.add(ACTION, mark)
 
     return [(driver, "on_action", note_action)]
 
@@ -315,8 +311,8 @@ def find_stand_ins(
     an action has none that is like it.
     """
     if traced == count:
-        orders = get_orders(parallel, count, training=training)
-        return {action: action for action in orders[pipeline_rank]}
+        actions = get_orders(parallel, count, training=training)[pipeline_rank]
+        return dict(zip(actions, actions, strict=True))
     traced_states = _find_states(_make_key(parallel), pipeline_rank, traced, training)
     states = _find_states(_make_key(parallel), pipeline_rank, count, training)
     stand_ins: dict[Action, Action] = {}
@@ -387,11 +383,12 @@ def _find_states(
         stage: StageBytes(kept=_BASE**index, deferred=_BASE**index)
         for index, stage in enumerate(list_rank_stages(parallel, pipeline_rank))
     }
-    last_backwards: dict[int, Action] = {}
-    if reduces_once(parallel):
-        last_backwards = {
-            action.stage: action for action in order if action.kind in MAKING_GRADIENTS
-        }
+    # Of each stage the last action whose gradients are then reduced, if they are once a step.
+    reducing = {
+        action.stage: action
+        for action in order
+        if action.kind in MAKING_GRADIENTS and reduces_once(parallel)
+    }
     states: dict[_State, list[Action]] = defaultdict(list)
     before: _State = ()
     previous: _State = ()
@@ -407,7 +404,7 @@ def _find_states(
             tuple(sorted(trained)),
             before,
             after,
-            action == last_backwards.get(action.stage),
+            action == reducing.get(action.stage),
         )
         states[state].append(action)
         before = after

@@ -311,9 +311,8 @@ def give_to_children(trace: Trace) -> None:
 def _find_owner(storage: Storage) -> str:
     """Return the module of a parameter, "" for other memory."""
     # A label that ends in `*` is that of memory which several parameters share.
-    if storage.kind not in ("parameters", "gathered") or storage.label.endswith("*"):
-        return ""
-    return storage.label.rpartition(".")[0]
+    has_owner = storage.kind in ("parameters", "gathered") and not storage.label.endswith("*")
+    return storage.label.rpartition(".")[0] if has_owner else ""
 
 
 def _find_child(

@@ -137,8 +137,12 @@ def simulate(
             cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability
         )
         with simulated_world as world, use_fake_tensors() as mode:
-            cached_mode = CachedFakeMode(mode, _known_calls)
-            tracer = Tracer(NAME, cached_mode, kernel_memory=kernel_memory, checker=checker)
+            tracer = Tracer(
+                NAME,
+                CachedFakeMode(mode, _known_calls),
+                kernel_memory=kernel_memory,
+                checker=checker,
+            )
             connect_streams(tracer)
             patches = [
                 *follow_actions(tracer),
