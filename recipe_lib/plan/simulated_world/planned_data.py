@@ -90,9 +90,19 @@ def choose_sequence(
     small files that are not in the cache are tokenized here. Nothing comes over the network. Raises
     ConfigError.
     """
+    check_choice(choice)
+    tokens = int(choice) if choice.isdigit() else None
+    if tokens is not None and tokens > cfg.max_seq_len:
+        raise ConfigError(
+            f"--sequence {choice}: sequences have at most max_seq_len tokens ({cfg.max_seq_len});"
+            " raise max_seq_len"
+        )
     group = 2 if cfg.trains_on_pairs else 1
-    cfg = _settle_formats(cfg)
-    tokens = _parse_tokens(choice, cfg.max_seq_len)
+    if cfg.samples in ("labeled answers", "classes"):
+        # The recipe finds their format. Others would read such samples too, without their labels.
+        cfg = deepcopy(cfg)
+        with suppress(UserError):  # reading the data raises it again
+            settle_formats(cfg)
     if tokens is not None or choice == "max":
         _check_steps(cfg, _load_few_samples(cfg, wait), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
@@ -107,29 +117,6 @@ def choose_sequence(
         )
     source = f"max_seq_len, as the dataset is not available: {reason}"
     return PlannedSequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
-
-
-def _settle_formats(cfg: Any) -> Any:
-    """Return the config with the formats that its recipe finds for samples with labels."""
-    # Other formats would read such samples too, without their labels.
-    if cfg.samples not in ("labeled answers", "classes"):
-        return cfg
-    cfg = deepcopy(cfg)
-    with suppress(UserError):  # reading the data raises it again
-        settle_formats(cfg)
-    return cfg
-
-
-def _parse_tokens(choice: str, longest: int) -> int | None:
-    check_choice(choice)
-    if not choice.isdigit():
-        return None
-    if int(choice) > longest:
-        raise ConfigError(
-            f"--sequence {choice}: sequences have at most max_seq_len tokens ({longest}); raise"
-            " max_seq_len"
-        )
-    return int(choice)
 
 
 def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> PlannedSequence:

@@ -145,11 +145,8 @@ def render_check(check: StreamCheck) -> str:
             if rank.unneeded
             else ""
         )
-        count = sum(rank.waits.values())
-        lines.append(
-            f"rank {rank.rank}: the host waits for the device {pluralize(count, 'time')} a"
-            f" step{verdict}"
-        )
+        count = pluralize(sum(rank.waits.values()), "time")
+        lines.append(f"rank {rank.rank}: the host waits for the device {count} a step{verdict}")
         lines += [f"  {times:,} x {words}" for words, times in rank.waits.items()]
     if check.compared:
         lines += _list_faults(

@@ -1,8 +1,4 @@
-"""The line of code that an operator comes from, for a report.
-
-It is one of the user's code, of ours but for the planner, of a model's class, or of torch's FSDP.
-
-A race detector for the streams of a simulated device.
+"""A race detector for the streams of a simulated device.
 
 A race is what two streams, or a stream and the host, do to the same memory without a wait between
 them. `StreamChecker` is told by a tracer of each operator as it is issued. It goes by vector
@@ -15,7 +11,8 @@ import sys
 import sysconfig
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +25,9 @@ from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.timing.stream_schedule import is_transfer
 from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
 from recipe_lib.plan.tracing.trace import HOST, Op, Storage
+
+# The line of code that an operator comes from: one of the user's code, of ours but for the planner,
+# of a model's class, or of torch's FSDP.
 
 Line = tuple[str, int]  # file, line
 
@@ -51,9 +51,8 @@ def find_code_line() -> Line:
 def _is_shown(file: str) -> bool:
     if file.startswith(_TORCH):
         return file.startswith(_FSDP)
-    if file.startswith((_PLAN, "<")):
-        return False
-    return not file.startswith(_STANDARD) or file.startswith(_PACKAGES)
+    is_standard = file.startswith(_STANDARD) and not file.startswith(_PACKAGES)
+    return not is_standard and not file.startswith((_PLAN, "<"))
 
 
 def is_of_user(file: str) -> bool:
@@ -118,7 +117,6 @@ class VectorClocks:
 _COMMUNICATORS = 10_000  # numbers of their streams begin here
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _INDEX_PUTS = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
-_MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -191,27 +189,28 @@ class StreamChecker:
         self._num_on_device = 0  # operators issued to it
         self._last_wait: tuple[Line, int] = (("", 0), -1)  # its line, operators issued until then
 
-    def begin_step(self) -> None:
-        """Count waits anew from here on."""
+    @contextmanager
+    def follow_step(self) -> Iterator[None]:
+        """Count the waits of a step in the block, then read what it leaves, as for a saved state."""
         self.waits = []
         self.counts_waits = True
-
-    def end_step(self) -> None:
-        """Read what a step leaves, as for a saved state."""
+        yield
         self.counts_waits = False
         for number, memory in list(self._memory.items()):
             if memory.storage.kind in ("parameters", "optimizer") and not memory.freed:
                 # The host reads its own; the stream that computes copies the device's, and the host
                 # waits for these copies.
                 stream = 0 if memory.storage.device else HOST
-                access = Access(
-                    stream=stream,
-                    work=self._clocks.issue(stream),
-                    does="reads",
-                    op=Op("saving a state"),
-                    place=find_code_line(),
+                self._use(
+                    number,
+                    Access(
+                        stream=stream,
+                        work=self._clocks.issue(stream),
+                        does="reads",
+                        op=Op("saving a state"),
+                        place=find_code_line(),
+                    ),
                 )
-                self._use(number, access)
 
     def list_faults(self) -> list[str]:
         """Return all that was found but waits of the host, in words."""
@@ -393,8 +392,10 @@ class StreamChecker:
 
     def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
         # CUDA counts its elements for the host (`nonzero`).
-        masks = [index for index in list_tensors(indices) if index.dtype in _MASK_DTYPES]
-        return any(mask.device.type == self.device for mask in masks)
+        return any(
+            index.dtype in (torch.bool, torch.uint8) and index.device.type == self.device
+            for index in list_tensors(indices)
+        )
 
     def _explain_copy_wait(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]
@@ -477,8 +478,9 @@ class StreamChecker:
         # Two ranks exchange on a communicator of their own.
         key = (collective.dim, collective.ranks, is_transfer(op), after == HOST)
         stream = self._communicators.setdefault(key, _COMMUNICATORS + len(self._communicators))
-        ranks = ", ".join(map(str, collective.ranks))
-        self._stream_names[stream] = f"on the communicator of ranks {ranks}"
+        self._stream_names[stream] = (
+            f"on the communicator of ranks {', '.join(map(str, collective.ranks))}"
+        )
         self._clocks.wait(stream, self._clocks.take_snapshot(after))
         return stream
 

@@ -162,9 +162,11 @@ def _find_missing_iteration(
             break
         if not np.array_equal(long[earlier:long_at], long[long_at : long_at + length]):
             continue
-        num_common = int(long_at + length == len(long))
-        if len(short):
-            num_common = _count_common(short, long[long_at + length :])
+        num_common = (
+            _count_common(short, long[long_at + length :])
+            if len(short)
+            else int(long_at + length == len(long))
+        )
         # Of several that it could be, the one after which both runs agree for longest.
         if num_common > longest:
             best_length = length

@@ -63,10 +63,9 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         value.alias_info is not None and not value.alias_info.is_write for value in returns
     )
     is_view = aliases or name in _VIEWS or name.startswith("profiler::")
-    makes_memory = not is_view and any(value.alias_info is None for value in returns)
     # Their schemas speak of a view, but they copy where the strides leave no other way.
-    if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
-        makes_memory = True
+    may_copy = name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy")
+    makes_memory = may_copy or (not is_view and any(value.alias_info is None for value in returns))
     outputs = list_tensors(result)
     flops = size = 0
     shape: tuple[int, ...] = ()

@@ -406,11 +406,10 @@ def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
     if checker is None:
         recipe.train_step(batches)
         return
-    checker.begin_step()
-    step = recipe.train_step(batches)
-    if hasattr(step, "numbers"):
-        step.numbers()
-    checker.end_step()
+    with checker.follow_step():
+        step = recipe.train_step(batches)
+        if hasattr(step, "numbers"):
+            step.numbers()
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:

@@ -586,8 +586,9 @@ class Tracer(TorchDispatchMode):
 
 # torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call. That compiler
 # never sees this method: `ignore_compile_internals`.
-_unwrapped = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)
-Tracer.__torch_dispatch__ = _unwrapped  # type: ignore[method-assign]
+Tracer.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
+    Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__
+)
 
 
 def _get_device_type(tensor: Tensor) -> str:

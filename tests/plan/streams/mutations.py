@@ -18,7 +18,7 @@ from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import settings
 
 _SMALL = ("device=auto", "max_seq_len=128")
-_BETWEEN = ("patches.py", "transport.py")  # calls between a wait and what asked for it
+_BETWEEN = ("simulated_ranks.py", "transport.py")  # calls between a wait and what asked for it
 # Calls among the device's own, and waits for collectives that are synchronous.
 _NO_WAITS = ("simulated_device.py", "distributed_c10d.py")
 _COPIES = ("host_copies.py", "_contextlib.py")  # waits there are their users' too
