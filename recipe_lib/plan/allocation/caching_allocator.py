@@ -173,11 +173,11 @@ class CachingAllocator:
     def __init__(
         self,
         settings: AllocatorSettings | None = None,
-        place: Callable[[int, int], int | None] | None = None,
+        choose_address: Callable[[int, int], int | None] | None = None,
     ):
         """Make an allocator that has reserved nothing.
 
-        place: `place(bytes, stream)` returns the address at which the device puts a segment, or
+        choose_address: `fn(bytes, stream)` returns the address at which the device puts a segment, or
         None, where it does not know; they then ascend. It can matter, since of two free blocks of
         one size the one with the lower address is taken.
         """
@@ -193,7 +193,7 @@ class CachingAllocator:
         # By stream, (kernels issued there when the block was freed, block).
         self._pending: dict[int, deque[tuple[int, Block]]] = {}
         self._issued: Counter[int] = Counter()  # by stream, kernels
-        self._place = place
+        self._choose_address = choose_address
         self._next_address = _FIRST_ADDRESS
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
@@ -338,7 +338,7 @@ class CachingAllocator:
             return None
         if settings.expandable:
             return self._expand(pool, size)
-        address = self._place(segment, pool.stream) if self._place else None
+        address = self._choose_address(segment, pool.stream) if self._choose_address else None
         if address is None:
             address = self._next_address
             self._next_address += segment

@@ -262,7 +262,7 @@ def dispatch_attention(
         query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
         scale = scale if scale is not None else width**-0.5
         output = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale
         )[0]
         return output[..., :width]
     # The memory-efficient kernel does not share keys among query heads.
@@ -272,9 +272,9 @@ def dispatch_attention(
             query,
             key,
             value,
-            attn_mask,
-            dropout_p,
-            is_causal,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
         )
@@ -284,7 +284,14 @@ def dispatch_attention(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
+        query,
+        key,
+        value,
+        attn_bias=attn_mask,
+        compute_log_sumexp=needs_gradient,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
     )[0]
 
 

@@ -91,27 +91,27 @@ class VectorClocks:
         self.last[stream] = self._num_issued
         return self._num_issued
 
-    def is_before(self, stream: int, work: int, other: int) -> bool:
-        """Return whether a work of `stream` is done before what `other` does next."""
+    def is_before(self, stream: int, work: int, waiter: int) -> bool:
+        """Return whether a work of `stream` is done before what `waiter` does next."""
         # The host has done its works before it issues the next one.
-        return stream == HOST or self.find_last_done(stream, other) >= work
+        return stream == HOST or self.find_last_done(stream, waiter) >= work
 
-    def find_last_done(self, stream: int, other: int) -> int:
-        """Return the last work of `stream` that is done before what `other` does next; 0: none."""
-        if stream == other:
+    def find_last_done(self, stream: int, waiter: int) -> int:
+        """Return the last work of `stream` that is done before what `waiter` does next; 0: none."""
+        if stream == waiter:
             return self.last.get(stream, 0)
         # Whatever the host has waited for comes before all that it issues later.
-        return max(self._known[HOST].get(stream, 0), self._known[other].get(stream, 0))
+        return max(self._known[HOST].get(stream, 0), self._known[waiter].get(stream, 0))
 
-    def take_snapshot(self, stream: int) -> Clock:
+    def take_snapshot(self, waiter: int) -> Clock:
         """Return what is done when all that a stream has so far is."""
-        return {other: self.find_last_done(other, stream) for other in self.last if other != HOST}
+        return {by: self.find_last_done(by, waiter) for by in self.last if by != HOST}
 
-    def wait(self, stream: int, clock: Clock) -> None:
+    def wait(self, waiter: int, clock: Clock) -> None:
         """Let what a stream (or the host) does next come after what a snapshot holds."""
-        known = self._known[stream]
-        for other, work in clock.items():
-            known[other] = max(work, known.get(other, 0))
+        known = self._known[waiter]
+        for stream, work in clock.items():
+            known[stream] = max(work, known.get(stream, 0))
 
 
 _COMMUNICATORS = 10_000  # numbers of their streams begin here
@@ -127,7 +127,7 @@ class Access:
     work: int  # its number among the works of the clocks
     does: str  # `reads`, `writes`, or `has`: its owner had the memory before
     op: Op
-    place: Line
+    line: Line
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class _Work:
     clock: Clock  # what is done when it is
     storages: list[int]  # numbers of those that it holds until somebody waits for it
     operator: str
-    place: Line
+    line: Line
     on_host: bool  # its tensors are on the host, which then waits for it
 
 
@@ -191,7 +191,7 @@ class StreamChecker:
 
     @contextmanager
     def follow_step(self) -> Iterator[None]:
-        """Count the waits of a step in the block, then read what it leaves, as for a saved state."""
+        """Count a step's waits inside the block, then read what it leaves, as for a saved state."""
         self.waits = []
         self.counts_waits = True
         yield
@@ -208,14 +208,14 @@ class StreamChecker:
                         work=self._clocks.issue(stream),
                         does="reads",
                         op=Op("saving a state"),
-                        place=find_code_line(),
+                        line=find_code_line(),
                     ),
                 )
 
     def list_faults(self) -> list[str]:
         """Return all that was found but waits of the host, in words."""
         works = dict.fromkeys(
-            (work.operator, work.place) for work in (*self._works.values(), *self._results.values())
+            (work.operator, work.line) for work in (*self._works.values(), *self._results.values())
         )
         never = [f"{name} at {format_line(line)} is never waited for" for name, line in works]
         passed = [
@@ -240,7 +240,7 @@ class StreamChecker:
                     work=self._clocks.last.get(pool, 0),
                     does="has",
                     op=Op("what was issued before", part=storage.part),
-                    place=find_code_line(),
+                    line=find_code_line(),
                 )
             )
             unfinished = [
@@ -307,7 +307,7 @@ class StreamChecker:
             clock = dict(self._clocks.last)
         # It does not wait for what is behind something that it has waited for already.
         is_held_up = any(
-            self._clocks.find_last_done(other, HOST) < work for other, work in clock.items()
+            self._clocks.find_last_done(done_by, HOST) < work for done_by, work in clock.items()
         )
         if is_held_up or (stream, event) == (None, None):
             self._note_host_wait(call, clock)
@@ -360,7 +360,7 @@ class StreamChecker:
         if op.collective is not None and on_device:
             self._note_call(op, stream, work, line)
         for does, numbers in (("reads", read), ("writes", written)):
-            access = Access(stream=stream, work=work, does=does, op=op, place=line)
+            access = Access(stream=stream, work=work, does=does, op=op, line=line)
             for number in numbers:
                 memory = self._memory.get(number)
                 # The host gives a kernel the value of a tensor of its own when it issues it.
@@ -374,7 +374,7 @@ class StreamChecker:
                 clock=self._clocks.take_snapshot(stream),
                 storages=sent,
                 operator=op.name,
-                place=line,
+                line=line,
                 on_host=not on_device,
             )
             if op.name.startswith("_c10d_functional"):
@@ -440,9 +440,9 @@ class StreamChecker:
         second = self._describe(access)
         key: tuple[Any, ...] = (
             earlier.op.name,
-            earlier.place,
+            earlier.line,
             access.op.name,
-            access.place,
+            access.line,
             reused,
         )
         if reused:
@@ -451,7 +451,7 @@ class StreamChecker:
                 f" {access.does} it"
             )
             if earlier.does != "has":  # whoever is given the memory next
-                key = (earlier.op.name, earlier.place, earlier.does)
+                key = (earlier.op.name, earlier.line, earlier.does)
         else:
             words = (
                 f"{memory.storage.label or memory.storage.kind}"
@@ -463,7 +463,7 @@ class StreamChecker:
     def _describe(self, access: Access) -> str:
         """Return `aten::copy_ on stream 2 (backward, model.layers.0, memory/x.py:12)`."""
         part = "" if access.op.part == "other" else access.op.part
-        details = ", ".join(filter(None, [part, access.op.module, format_line(access.place)]))
+        details = ", ".join(filter(None, [part, access.op.module, format_line(access.line)]))
         stream = self._stream_names.get(access.stream, f"on stream {access.stream}")
         return f"{access.op.name} {stream} ({details})"
 
@@ -492,7 +492,7 @@ class StreamChecker:
             group=("" if is_exchange else collective.dim, collective.ranks, is_exchange),
             bytes=collective.bytes,
             dtype=collective.dtype,
-            place=format_line(line),
+            line=format_line(line),
             after=self._list_done_calls(stream),
             host_after=self._list_done_calls(HOST),
         )
@@ -502,8 +502,8 @@ class StreamChecker:
     def _list_done_calls(self, stream: int) -> tuple[int, ...]:
         """Return the last call of each stream that is done before what `stream` does next."""
         last_calls = []
-        for other, calls in self._issued.items():
-            last_done = self._clocks.find_last_done(other, stream)
+        for issued_on, calls in self._issued.items():
+            last_done = self._clocks.find_last_done(issued_on, stream)
             count = bisect_right(calls, last_done, key=lambda call: call[0])
             if count:
                 last_calls.append(calls[count - 1][1])

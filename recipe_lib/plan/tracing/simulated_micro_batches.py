@@ -137,9 +137,7 @@ def compare_micro_batches(
         alike = alike and len(set(bytes_left)) <= 1 and all(items == work[0] for items in work[1:])
         if len(bytes_left) > 1:
             growth = max(growth, bytes_left[-1] - bytes_left[-2])
-    events = average_events
-    if is_one_by_one:
-        events = sum(_count_longest(positions) for positions in marks.passes)
+    events = sum(map(_count_longest, marks.passes)) if is_one_by_one else average_events
     return MicroBatchComparison(alike, growth, events)
 
 
@@ -208,8 +206,7 @@ def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different
             for (_, before), (index, part) in itertools.pairwise(parts)
             if (before, part) == ("backward", "forward")
         ]
-        backwards = [index for index, part in parts if part == "backward"]
-        begins += [index + 1 for index in backwards[-1:]]
+        begins.append(max((index + 1 for index, part in parts if part == "backward"), default=0))
         if len(begins) > 1 + num_different:
             for op in ops[begins[-2 - num_different] : begins[-1 - num_different]]:
                 op.repeats *= count - traced + 1

@@ -202,17 +202,17 @@ class Trace:
         number, in a dict that goes on changing.
         """
         phase = ""
-        held = 0
+        live_bytes = 0
         alive: dict[int, Storage] = {}
         for index, (kind, number) in enumerate(self.events):
             if kind == PHASE:
                 phase = self.phases[number]
             elif kind == ALLOC and self.storages[number].device == device:
                 alive[number] = self.storages[number]
-                held += alive[number].bytes
+                live_bytes += alive[number].bytes
             elif kind == FREE and number in alive:
-                held -= alive.pop(number).bytes
-            yield index, kind, number, phase, held, alive
+                live_bytes -= alive.pop(number).bytes
+            yield index, kind, number, phase, live_bytes, alive
 
     def iterate_action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
         """Yield (what a rank of a pipeline does meanwhile, number, operator) of one phase."""
@@ -230,26 +230,26 @@ class Trace:
         event was before the phase.
         """
         peaks: dict[str, tuple[int, int]] = {}
-        for index, kind, _, phase, held, _ in self.walk(device):
+        for index, kind, _, phase, live_bytes, _ in self.walk(device):
             if kind == PHASE:
-                peaks[phase] = (held, -1)
-            elif phase and held > peaks[phase][0]:
-                peaks[phase] = (held, index)
+                peaks[phase] = (live_bytes, -1)
+            elif phase and live_bytes > peaks[phase][0]:
+                peaks[phase] = (live_bytes, index)
         return peaks
 
     def find_active_peaks(self, device: bool = True) -> dict[str, int]:
         """Return by phase the most bytes live at a time."""
         return {phase: most for phase, (most, _) in self.find_peaks(device).items()}
 
-    def list_alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
+    def list_alive_at_peak(self, phase: str) -> list[int]:
         """Return the numbers of the storages that are live when the most bytes of a phase are.
 
         KeyError if the phase is not there.
         """
-        peak = self.find_peaks(device)[phase][1]
+        peak = self.find_peaks()[phase][1]
         if peak < 0:  # where the phase begins
             peak = self.events.index((PHASE, self.phases.index(phase)))
-        return next(list(alive) for index, *_, alive in self.walk(device) if index == peak)
+        return next(list(alive) for index, *_, alive in self.walk() if index == peak)
 
 
 # The modules that activations belong to.

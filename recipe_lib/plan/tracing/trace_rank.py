@@ -144,11 +144,8 @@ def simulate(
                 checker=checker,
             )
             connect_streams(tracer)
-            patches = [
-                *follow_actions(tracer),
-                *patch_document_search(cfg, sequence.documents),
-                *follow_works(tracer),
-            ]
+            patches = follow_actions(tracer) + follow_works(tracer)
+            patches += patch_document_search(cfg, sequence.documents)
             with (
                 nf4.make_tables_anew(has_values=False),
                 pause_collector(),
@@ -196,9 +193,8 @@ def trace_real_run(
     cfg: FullFinetuneConfig,
     world: World,
     sequence: PlannedSequence,
-    phases: Sequence[str] = (),
 ) -> Simulated:
-    """Trace the same phases run for real on a CPU, which a simulation is compared with."""
+    """Trace set-up and two steps run for real on a CPU, which a simulation is compared with."""
     tracer = Tracer(world.device.type)
     with nf4.make_tables_anew(), pause_collector(), tracer.activate():
         return _run_phases(
@@ -207,7 +203,7 @@ def trace_real_run(
             world,
             sequence=sequence,
             tracer=tracer,
-            phases=phases,
+            phases=(),
             steps=(FIRST, STEADY),
         )
 

@@ -241,10 +241,7 @@ class Tracer(TorchDispatchMode):
                 self._note_resize(storage, size)
             return result
 
-        patches = [
-            (torch.UntypedStorage, "resize_", resize_and_note),
-            *hide_propagation(self),
-        ]
+        patches = [(torch.UntypedStorage, "resize_", resize_and_note), *hide_propagation(self)]
         with apply_patches(patches), self._running.follow(self.label_optimizer), self:
             yield
         self._storages.clear()  # what is released afterwards is no part of the run
@@ -514,17 +511,15 @@ class Tracer(TorchDispatchMode):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 # A parameter without a name is some rows of one that has one.
-                name = self.parameter_names.get(id(parameter)) or self._find_label(parameter)
+                number = self.find_number(parameter)
+                label = self.trace.storages[number].label if number >= 0 else ""
+                name = self.parameter_names.get(id(parameter), label)
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
                 # States that are offloaded may be on the device for this step alone.
                 for value in optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor):
                         self.label(value, "optimizer", name)
-
-    def _find_label(self, tensor: Tensor) -> str:
-        number = self.find_number(tensor)
-        return self.trace.storages[number].label if number >= 0 else ""
 
     def label(self, tensor: Tensor, kind: str, label: str) -> None:
         """Set the kind and the label of a tensor's memory, now and in every size it had."""
