@@ -177,9 +177,9 @@ class CachingAllocator:
     ):
         """Make an allocator that has reserved nothing.
 
-        choose_address: `fn(bytes, stream)` returns the address at which the device puts a segment, or
-        None, where it does not know; they then ascend. It can matter, since of two free blocks of
-        one size the one with the lower address is taken.
+        choose_address: `fn(bytes, stream)` returns the address at which the device puts a segment,
+        or None, where it does not know; they then ascend. It can matter, since of two free blocks
+        of one size the one with the lower address is taken.
         """
         self.settings = settings or AllocatorSettings()
         # Bytes now, as `MemoryPeaks` has them, and their peaks since the last `reset_peaks`.
