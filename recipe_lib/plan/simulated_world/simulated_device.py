@@ -23,7 +23,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from recipe_lib.config.compute_capability import VARLEN_CAPABILITY
+from recipe_lib.config.precision import VARLEN_CAPABILITY
 
 NAME = "sim"
 
