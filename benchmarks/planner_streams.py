@@ -49,7 +49,7 @@ class _MarkingTracer(Tracer):
 
 
 @contextmanager
-def marking() -> Iterator[None]:
+def mark_traces() -> Iterator[None]:
     """Plans made in here leave `MarkedTrace`s. FSDP1 asks what only a real device has: marks on
     memory, addresses.
     """
@@ -107,7 +107,7 @@ class Held:
     seconds: float
 
 
-def held_with_marks(
+def replay_with_marks(
     trace: MarkedTrace,
     phase: str,
     hardware: Hardware,
@@ -160,7 +160,9 @@ def held_with_marks(
             clock.wait_for_all()
             take_back(clock.host)
             if current == phase:
-                found = Held(allocator.peak_allocated, allocator.peak_reserved, clock.host - begin)
+                found = Held(
+                    allocator.peaks.allocated, allocator.peaks.reserved, clock.host - begin
+                )
             current, begin = trace.phases[number], clock.host
             allocator.reset_peaks()
     return found
