@@ -16,7 +16,7 @@ from recipe_lib.plan.simulated_world.simulated_device import NAME, Event, Stream
 from recipe_lib.plan.streams.code_line import Line
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.trace_rank import simulate
-from tests.plan.apart import settings
+from tests.plan.apart import build_settings
 
 _SMALL = ("device=auto", "max_seq_len=128")
 _BETWEEN = ("patches.py", "transport.py")  # calls between a wait and what asked for it
@@ -199,7 +199,7 @@ def without(line: Line | None, seen: Waits) -> Iterator[None]:
 
 def follow(case: Case) -> StreamChecker:
     """Two steps of a run's first rank."""
-    recipe, cfg, wanted = settings(case.config, case.ranks, *case.overrides, *_SMALL)
+    recipe, cfg, wanted = build_settings(case.config, case.ranks, *case.overrides, *_SMALL)
     checker = StreamChecker(NAME)
     kernels = make_kernel_memory("sm89")  # whose scratch comes and goes unused
     simulate(
