@@ -59,9 +59,20 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def words(base: Path, output: Path, recipe: str) -> list[str]:
     config = "demo/full" if recipe == FULL else "demo/lora"
-    return [*build_arguments(output, config), "~model.preset", f"model.path={base}",
-            "model.implementation=transformers", "dtype=fp32", "device=cpu", "max_steps=2", "batch_size=2", "data.packing=false", "optimizer.lr=1e-2",
-            "log.every_n_steps=1000", f"tokenizer.path={base}"]  # fmt: skip
+    return [
+        *build_arguments(output, config),
+        "~model.preset",
+        f"model.path={base}",
+        "model.implementation=transformers",
+        "dtype=fp32",
+        "device=cpu",
+        "max_steps=2",
+        "batch_size=2",
+        "data.packing=false",
+        "optimizer.lr=1e-2",
+        "log.every_n_steps=1000",
+        f"tokenizer.path={base}",
+    ]
 
 
 def said_by(model: Any, folder: Path, count: int = 20) -> str:

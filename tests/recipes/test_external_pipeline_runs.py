@@ -41,10 +41,20 @@ def probe() -> torch.Tensor:
 
 def words(folder: Path, name: str, config: str, *more: str) -> list[str]:
     return keep_latest(
-        *build_arguments(folder / name, config), f"model.preset={folder}/config.json",
-        "model.implementation=transformers", "dtype=fp32", "device=cpu", f"max_steps={STEPS}", "batch_size=2", "gradient_accumulation_steps=4",
-        "log.every_n_steps=1000", "lr_scheduler.type=constant", "data.packing=false", "epochs=2", *more,
-    )  # fmt: skip
+        *build_arguments(folder / name, config),
+        f"model.preset={folder}/config.json",
+        "model.implementation=transformers",
+        "dtype=fp32",
+        "device=cpu",
+        f"max_steps={STEPS}",
+        "batch_size=2",
+        "gradient_accumulation_steps=4",
+        "log.every_n_steps=1000",
+        "lr_scheduler.type=constant",
+        "data.packing=false",
+        "epochs=2",
+        *more,
+    )
 
 
 def full(folder: Path, name: str, *more: str) -> Any:
