@@ -32,7 +32,9 @@ def name_of(case: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", mark_slow_but(sorted(path.parent for path in CASES.glob("*/*/command")), 80), ids=name_of
+    "case",
+    mark_slow_but(sorted(path.parent for path in CASES.glob("*/*/command")), 80),
+    ids=name_of,
 )
 def test_one_clean_line(
     case: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
