@@ -5,7 +5,7 @@ is gathered and streamed to the disk, as for a whole model.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recipe_lib.adapters.layers import AdaptedModule
-from recipe_lib.adapters.lora import is_adapter
+from recipe_lib.adapters.lora import get_adapter_parameters, is_adapter
 from recipe_lib.adapters.peft_names import (
     EMBEDDING_A,
     EMBEDDING_B,
@@ -103,72 +103,40 @@ def export_adapter(
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards
     model.state_dict()
+    source_config = source_config or {}
     modules = find_adapted_modules(spec, cfg)
-    ranks = {module.name: cfg.rank * len(_list_targets(module, cfg)) for module in modules}
     # Of Gemma 3 we train the language model, which is a part of the files' multimodal one.
-    is_multimodal = (
-        isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
-    )
+    is_multimodal = isinstance(spec, DecoderSpec) and source_config.get("model_type") == "gemma3"
     holders = find_holders(model, world)
-    adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     # Of all ranks: one of a pipeline may have no adapter.
-    dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype
-    plan: list[PlannedTensor] = []
-    for module in modules:
-        prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
-        for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items():
-            plan.append(PlannedTensor(f"{prefix}.{suffix}", dtype, shape))
-    whole_tensors = find_fully_saved_tensors(
-        model
-    )  # a score head among them, which is trained whole
+    adapters = plan_tensors(get_adapter_parameters(model), holders, world)
+    # A score head is among these: it is trained whole.
+    whole_tensors = find_fully_saved_tensors(model)
     extras = plan_tensors(whole_tensors, holders, world)
     recipe_extras = [name for name in extras if name != SCORE]
     if recipe_extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(recipe_extras)}")
+    plan = _plan_adapters(modules, cfg, next(iter(adapters.values())).dtype, is_multimodal)
     plan += [
         replace(extra, name=f"{PREFIX}{get_file_name(name, is_multimodal)}")
         for name, extra in extras.items()
     ]
-    # A dict keeps the model's order and has each name once.
-    saved_modules: dict[str, None] = {}
-    for group_modules in holders.gather(find_extra_modules(model), world):
-        saved_modules |= dict.fromkeys(group_modules)
-    if has_score_head(spec):
-        saved_modules[SCORE.removesuffix(".weight")] = None
-    fields = make_config_fields(
-        cfg,
-        base,
-        ranks=ranks,
-        target_modules=_choose_target_modules(modules, spec, is_multimodal),
-        parameters=[module.parameter for module in modules if module.parameter],
-        saved=[get_file_name(name, is_multimodal) for name in saved_modules],
+    extra_modules = chain.from_iterable(holders.gather(find_extra_modules(model), world))
+    fields = _make_fields(
+        model, spec, cfg, base, modules=modules, saved=extra_modules, is_multimodal=is_multimodal
     )
-    if has_score_head(spec):
-        fields["task_type"] = "SEQ_CLS"
-    is_transposed = [
-        module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
-    ]
-    # The bool is for a stage of a pipeline without adapters.
-    fields["fan_in_fan_out"] = bool(is_transposed) and all(is_transposed)
     metadata = run_on_all_ranks(
         world,
         lambda: _make_metadata(
-            model, spec, cfg=cfg, base_folder=base_folder, source_config=source_config or {}
+            model, spec, cfg=cfg, base_folder=base_folder, source_config=source_config
         ),
-    )
-    metadata |= make_extra_metadata(recipe_extras)
-    side_files = SideFiles(
-        tokenizer_folder,
-        chat_template=chat_template,
-        stop_ids=stop_ids,
-        card=card,
-        pad_id=(source_config or {}).get("pad_token_id") if has_score_head(spec) else None,
     )
     staging = stage_folder(
         out,
         shards={TENSOR_FILE: plan},
         contents={CONFIG_FILE: fields},
-        side_files=side_files,
+        side_files=SideFiles(tokenizer_folder, chat_template, stop_ids, card),
+        pad_id=source_config.get("pad_token_id") if has_score_head(spec) else None,
         world=world,
     )
     with staging as temporary:
@@ -179,7 +147,7 @@ def export_adapter(
             temporary / TENSOR_FILE,
             plan,
             pieces=chain.from_iterable(chain(adapter_pieces, extra_pieces)),
-            metadata=metadata,
+            metadata=metadata | make_extra_metadata(recipe_extras),
             world=world,
         )
 
@@ -189,13 +157,60 @@ def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
 
     It is larger than `cfg.rank` where adapters of fused projections are stacked.
     """
-    return max(
-        cfg.rank * len(_list_targets(module, cfg)) for module in find_adapted_modules(spec, cfg)
+    return max(_compute_rank(module, cfg) for module in find_adapted_modules(spec, cfg))
+
+
+def _compute_rank(module: FileModule, cfg: LoraConfig) -> int:
+    return cfg.rank * sum(is_target(part, cfg) for part in module.parts)
+
+
+def _plan_adapters(
+    modules: list[FileModule], cfg: LoraConfig, dtype: torch.dtype, is_multimodal: bool
+) -> list[PlannedTensor]:
+    """Return the adapters' tensors of a file, in the order of the modules."""
+    plan: list[PlannedTensor] = []
+    for module in modules:
+        prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
+        shapes = module.shapes(_compute_rank(module, cfg), cfg.dora)
+        plan += [PlannedTensor(f"{prefix}.{end}", dtype, shape) for end, shape in shapes.items()]
+    return plan
+
+
+def _make_fields(
+    model: nn.Module,
+    spec: ModelSpec,
+    cfg: LoraConfig,
+    base: str,
+    *,
+    modules: list[FileModule],
+    saved: Iterable[str],
+    is_multimodal: bool,
+) -> dict[str, Any]:
+    """Return the contents of adapter_config.json.
+
+    saved: the modules with extra parameters, of all ranks.
+    """
+    is_scored = has_score_head(spec)
+    # A dict keeps the model's order and has each name once.
+    saved_modules = dict.fromkeys(saved)
+    if is_scored:
+        saved_modules[SCORE.removesuffix(".weight")] = None
+    fields = make_config_fields(
+        cfg,
+        base,
+        ranks={module.name: _compute_rank(module, cfg) for module in modules},
+        target_modules=_choose_target_modules(modules, spec, is_multimodal),
+        parameters=[module.parameter for module in modules if module.parameter],
+        saved=[get_file_name(name, is_multimodal) for name in saved_modules],
     )
-
-
-def _list_targets(module: FileModule, cfg: LoraConfig) -> list[str]:
-    return [part.target for part in module.parts if is_target(part, cfg)]
+    if is_scored:
+        fields["task_type"] = "SEQ_CLS"
+    is_transposed = [
+        module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
+    ]
+    # The bool is for a stage of a pipeline without adapters.
+    fields["fan_in_fan_out"] = bool(is_transposed) and all(is_transposed)
+    return fields
 
 
 def _choose_target_modules(
