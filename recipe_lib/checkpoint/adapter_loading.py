@@ -117,12 +117,9 @@ def _fill_module(
     module's adapted parts it is, and how many there are.
     """
     settings = target.settings
-    if is_stacked(adapter, module, parts=num_parts, rank=settings.rank):
-        first = number * settings.rank  # of the stack's ranks, those of this part
-        rank = settings.rank
-    else:
-        first = 0
-        rank = adapter.config.get_rank(module)
+    is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
+    first = number * settings.rank if is_stack else 0  # of the stack's ranks, those of this part
+    rank = settings.rank if is_stack else adapter.config.get_rank(module)
     if rank > settings.rank:
         raise CheckpointError(
             f"{adapter.folder}: has rank {rank}, found lora.rank={settings.rank}; set"

@@ -33,7 +33,9 @@ from recipe_lib.errors import CheckpointError
 # Given an optimizer's state on the device, returns memory without values where it waits instead.
 PlaceState = Callable[[torch.Tensor], torch.Tensor] | None
 
-MODEL, OPTIMIZER = "model", "optimizer"  # first parts of the names of saved tensors
+# First parts of the names of saved tensors.
+MODEL = "model"
+OPTIMIZER = "optimizer"
 # How a step is computed belongs to the machine it runs on, not to the state.
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
 
@@ -79,10 +81,9 @@ def _map_parameter_names(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise ValueError("the optimizer holds a tensor that is no parameter of the model")
+    optimized = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    if any(parameter not in names for parameter in optimized):
+        raise ValueError("the optimizer holds a tensor that is no parameter of the model")
     return names
 
 

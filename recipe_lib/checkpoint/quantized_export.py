@@ -151,9 +151,9 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
 
     Raises CheckpointError for a model that torchao would leave as it is, or fail at.
     """
-    config = read_config(folder)
-    spec = read_trained_spec(config, str(folder))
-    extras = [name for name, tensor in read_headers(folder).items() if tensor.extra]
+    spec = read_trained_spec(read_config(folder), str(folder))
+    tensors = read_headers(folder)
+    extras = [name for name, tensor in tensors.items() if tensor.extra]
     if extras:
         raise make_unknown_extras_error(
             folder, extras
@@ -165,7 +165,7 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
         )
     if kind != "int4":
         return spec
-    for name, tensor in read_headers(folder).items():
+    for name, tensor in tensors.items():
         shape = tensor.entry.shape
         is_linear = ".layers." in name and name.endswith("proj.weight") and len(shape) == 2
         if is_linear and shape[1] % group_size:

@@ -117,16 +117,15 @@ def save_state(
     holders = find_holders(model, world)
     # Before the optimizer's: FSDP frees gathered parameters in it.
     tensors = list_model_tensors(model, holders)
+    optimizer_settings = None
     if optimizer is not None:
         tensors |= run_on_all_ranks(world, lambda: list_optimizer_tensors(model, optimizer))
+        optimizer_settings = gather_optimizer_settings(model, optimizer, world, holders)
     tensors = {
         full_name: tensor
         for full_name, tensor in tensors.items()
         if holders.is_ours(get_parameter_name(full_name))
     }
-    optimizer_settings = None
-    if optimizer is not None:
-        optimizer_settings = gather_optimizer_settings(model, optimizer, world, holders)
     settings: dict[str, Any] = {
         "extra": extra,
         "optimizer": optimizer_settings,

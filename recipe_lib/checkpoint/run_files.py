@@ -20,6 +20,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,9 +260,8 @@ def find_unlisted_file(folder: Path, listings: list[Listing]) -> Path | None:
     if folder.is_symlink() or not folder.is_dir():
         return folder if folder.is_symlink() or folder.exists() else None
     for path in sorted(folder.iterdir()):
-        if path.is_symlink() or not path.is_file():
-            return path
-        if not any(is_as_listed(path, listing) for listing in listings):
+        is_plain = path.is_file() and not path.is_symlink()
+        if not (is_plain and any(is_as_listed(path, listing) for listing in listings)):
             return path
     return None
 
@@ -311,10 +311,12 @@ def find_unrecorded_in_state(state: Path) -> Path | None:
         names = {record.name for record in read_manifest(state).files} | {MANIFEST}
     except DamagedState:
         names = {path.name for path in state.iterdir() if _STATE_FILE.fullmatch(path.name)}
-    for path in sorted(state.iterdir()):
-        if path.name not in names or path.is_symlink() or not path.is_file():
-            return path
-    return None
+    unrecorded = (
+        path
+        for path in sorted(state.iterdir())
+        if path.name not in names or path.is_symlink() or not path.is_file()
+    )
+    return next(unrecorded, None)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -389,10 +391,8 @@ def list_readable_states(root: Path) -> list[tuple[Path, Manifest]]:
     """Return the folders of states with a readable manifest, newest first, and the manifests."""
     states = []
     for path in list_state_folders(root):
-        try:
+        with suppress(DamagedState):
             states.append((path, read_manifest(path)))
-        except DamagedState:
-            continue
     return sorted(states, key=lambda item: item[1].sequence, reverse=True)
 
 
@@ -414,15 +414,13 @@ def prune_states(root: Path, keep: int) -> None:
     """Remove the states older than the newest `keep`."""
     num_whole = 0
     for path, _ in list_readable_states(root):
-        try:
-            if num_whole >= keep:
-                _remove_state(path)
-            else:
-                # A state that lacks a file does not count, so that one to resume from is left.
-                check_presence(path)
-                num_whole += 1
-        except DamagedState:
+        if num_whole >= keep:
+            _remove_state(path)
             continue
+        # A state that lacks a file does not count, so that one to resume from is left.
+        with suppress(DamagedState):
+            check_presence(path)
+            num_whole += 1
 
 
 def _remove_state(path: Path) -> None:
@@ -464,8 +462,7 @@ def read_best_name(state: Path) -> str | None:
     None if the run kept none, or the state is damaged.
     """
     try:
-        record = read_state_json(state)["extra"].get(BEST_RECORD) or {}
-        name = record.get("folder")
+        name = (read_state_json(state)["extra"].get(BEST_RECORD) or {}).get("folder")
     except (CheckpointError, KeyError, TypeError, AttributeError):
         return None
     return name if isinstance(name, str) and STATE_NAME.fullmatch(name) else None

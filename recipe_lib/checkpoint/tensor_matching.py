@@ -443,11 +443,10 @@ def describe_foreign_tensors(
             f"{folder}: {name_first(missing_names, 'is', 'are')} missing; download the folder"
             f" again{remedy}"
         )
-    for remedy, names in names_by_remedy.items():
-        lines.append(
-            f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{remedy}"
-        )
-    return lines
+    return lines + [
+        f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{remedy}"
+        for remedy, names in names_by_remedy.items()
+    ]
 
 
 def _describe_foreign(spec: ModelSpec, name: str) -> str:

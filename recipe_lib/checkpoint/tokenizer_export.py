@@ -236,7 +236,8 @@ def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+            left = piece[:cut]
+            right = piece[cut:]
             if left in ids and right in ids:
                 merges.append((-score, ids[left], ids[right], left, right))
     merges.sort(key=lambda merge: merge[:3])
@@ -269,10 +270,14 @@ def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
         )
     else:
         built.normalizer = tokenizers.normalizers.Sequence(spaces)
-    replaced = tokenizers.decoders.Replace(_SPACE, " ")
-    fallback = tokenizers.decoders.ByteFallback()
-    fused = tokenizers.decoders.Fuse()
-    built.decoder = tokenizers.decoders.Sequence([replaced, fallback, fused, *stripped])
+    built.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace(_SPACE, " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            *stripped,
+        ]
+    )
 
 
 def _convert_added_token(token: AddedToken) -> Any:
@@ -296,10 +301,9 @@ def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
         # Alone without spaces around it: models that drop them do so at the ends of a whole text.
         texts = [sample.strip()]
         texts += [f"{special}{sample}{special}{sample}" for special in specials]
-        for text in texts:
-            ids = built.encode(text, add_special_tokens=False).ids
-            if ids != tokenizer.encode(text, allow_special=True):
-                return False
+        ids = [built.encode(text, add_special_tokens=False).ids for text in texts]
+        if ids != [tokenizer.encode(text, allow_special=True) for text in texts]:
+            return False
     return True
 
 

@@ -81,17 +81,14 @@ def make_adapter_settings(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     """
     modules = adapter.list_modules(spec)
     rank = max(adapter.config.get_rank(module) for module in modules)
-    if isinstance(spec, ExternalSpec):
-        target_modules = [module.name for module in modules]
-    else:
-        target_modules = list_targets(modules)
+    names = [module.name for module in modules]
     return LoraConfig(
         rank=rank,
         # What the scaling is divided by is the same for all alphas.
         alpha=find_usual_scaling(adapter, spec) / compute_scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
-        target_modules=target_modules,
+        target_modules=names if isinstance(spec, ExternalSpec) else list_targets(modules),
         quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
 
@@ -236,11 +233,11 @@ def check_with_peft(
     trained_base = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare_logits(trained[0], logits, trained_base)
     steady = _compare_steady(trained[0], logits, trained_base, dtype)
-    is_missed = False
-    if steady.change is not None:
-        # An adapter that changes little must not pass by rounding alone: logits must be closer than
-        # half of its change, or as close as the libraries are without it.
-        is_missed = steady.difference > max(steady.change / 2, 2 * alone.difference)
+    # An adapter that changes little must not pass by rounding alone: logits must be closer than
+    # half of its change, or as close as the libraries are without it.
+    is_missed = steady.change is not None and (
+        steady.difference > max(steady.change / 2, 2 * alone.difference)
+    )
     reader = f"PEFT {version('peft')} on transformers {version('transformers')}"
     if is_missed or not steady.is_within_rounding(dtype):
         raise CheckpointError(

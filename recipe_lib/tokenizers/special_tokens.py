@@ -101,8 +101,10 @@ def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settin
     config_file = folder / "tokenizer_config.json"
     config = _read_object(config_file)
     list_file = folder / "added_tokens.json"
-    for content, id in _read_object(list_file).items():
-        settings.listed[content] = AddedToken.read({"content": content}, str(list_file), id)
+    settings.listed = {
+        content: AddedToken.read({"content": content}, str(list_file), id)
+        for content, id in _read_object(list_file).items()
+    }
     for key, entry in (config.get("added_tokens_decoder") or {}).items():
         # JSON has the ids as texts; what is none is refused with the entry.
         id = int(key) if str(key).isdigit() else None

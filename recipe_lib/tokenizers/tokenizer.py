@@ -81,11 +81,8 @@ def find_turn_end(
     if not isinstance(followed, DataError) and _ANSWER in followed:
         pieces_before_turn = _list_pieces_after_answer(split, followed)
     # What comes after an answer in both cases belongs to the answer.
-    shared = []
-    for piece, other_piece in zip(pieces_at_end, pieces_before_turn, strict=False):
-        if piece != other_piece:
-            break
-        shared.append(piece)
+    pairs = zip(pieces_at_end, pieces_before_turn, strict=False)
+    shared = [piece for piece, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     first = next((at for at, (_, is_special) in enumerate(shared) if is_special), None)
     if first is not None:
         run = [text for text, _ in takewhile(lambda piece: piece[1], shared[first:])]

@@ -525,15 +525,15 @@ def _list_adapter_tensors(
             adapter, module, spec=spec, architecture=architecture, factor=factor
         )
         name = names[f"{module.name}.weight"]
-        for suffix, matrix in zip(("lora_a", "lora_b"), matrices, strict=True):
-            tensors.append(
-                GgufTensor(
-                    name=f"{name}.{suffix}",
-                    shape=tuple(matrix.shape),
-                    kind=kind.upper(),
-                    read=matrix.contiguous,
-                )
+        tensors += [
+            GgufTensor(
+                name=f"{name}.{suffix}",
+                shape=tuple(matrix.shape),
+                kind=kind.upper(),
+                read=matrix.contiguous,
             )
+            for suffix, matrix in zip(("lora_a", "lora_b"), matrices, strict=True)
+        ]
     return tensors
 
 
