@@ -30,7 +30,6 @@ from recipe_lib.adapters.peft_names import (
     list_targets,
     split_name,
 )
-from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.adapter_base_weights import (
     VOCABULARY,
     FileTensorName,
@@ -43,7 +42,9 @@ from recipe_lib.checkpoint.adapter_config import (
     PATTERN_REMEDY,
     TENSOR_FILE,
     AdapterConfig,
+    PatternError,
     compute_scaling,
+    find_first_matches,
     list_saved_names,
     read_adapter_config,
 )

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
-from recipe_lib.checkpoint.model_card import CARD
 from recipe_lib.checkpoint.model_folders import INDEX, SINGLE
 from recipe_lib.checkpoint.rank_groups import (
     Holders,
@@ -36,8 +35,8 @@ from recipe_lib.checkpoint.safetensors_files import (
     PlannedTensor,
     write_tensor_file,
 )
+from recipe_lib.checkpoint.side_files import CARD, copy_tokenizer, list_tokenizer_files
 from recipe_lib.checkpoint.tensor_matching import EXTRA, compute_file_shapes
-from recipe_lib.checkpoint.tokenizer_export import copy_tokenizer, list_tokenizer_files
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.config_spelling import spell_native

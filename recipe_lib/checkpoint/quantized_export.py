@@ -19,11 +19,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from recipe_lib import files
-from recipe_lib.checkpoint.model_card import CARD
 from recipe_lib.checkpoint.model_export import SideFiles, spell_config, stage_folder
 from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.side_files import CARD, GENERATION, list_tokenizer_files
 from recipe_lib.checkpoint.tensor_matching import read_headers
-from recipe_lib.checkpoint.tokenizer_export import GENERATION, list_tokenizer_files
 from recipe_lib.checkpoint.verify import compute_logits, open_model, silence_transformers
 from recipe_lib.checkpoint.weight_loading import make_unknown_extras_error
 from recipe_lib.config.local_files import format_install_line

@@ -18,8 +18,13 @@ from torch import Tensor, nn
 
 from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
 from recipe_lib.adapters.peft_names import list_targets
-from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
-from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig, compute_scaling
+from recipe_lib.checkpoint.adapter_config import (
+    PATTERN_REMEDY,
+    AdapterConfig,
+    PatternError,
+    compute_scaling,
+    find_first_matches,
+)
 from recipe_lib.checkpoint.adapter_files import (
     BASE_STORAGE,
     AdapterFile,
@@ -27,7 +32,7 @@ from recipe_lib.checkpoint.adapter_files import (
     find_usual_scaling,
     read_adapter,
 )
-from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.checkpoint.tensor_matching import read_headers
 from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.local_files import format_install_line, has_package

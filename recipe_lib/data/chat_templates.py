@@ -18,7 +18,7 @@ from recipe_lib.data.samples import Conversation, Message, SampleFault
 from recipe_lib.data.thinking import TemplateFeatures, probe_template
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
-from recipe_lib.tokenizers.tokenizer import TurnEnd
+from recipe_lib.tokenizers.chat_template import TurnEnd
 
 Tools = Sequence[Mapping[str, Any]] | None
 

@@ -17,6 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,46 @@ from sentencepiece import SentencePieceProcessor
 
 from recipe_lib.errors import DataError, get_first_line
 from recipe_lib.reading import parse_json
-from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
+
+MAX_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token added to the vocabulary. The fields are named as in tokenizer.json."""
+
+    # Its text.
+    content: str
+    id: int
+    # Text never turns into it unless asked to.
+    special: bool = True
+    # It swallows the white space before it.
+    lstrip: bool = False
+    # It swallows the white space after it.
+    rstrip: bool = False
+
+    @staticmethod
+    def read(entry: Any, where: str, id: int | None = None) -> "AddedToken":
+        """Return the token of an object as tokenizer.json and tokenizer_config.json have them.
+
+        where: file, named in errors. id: where the object has none. Raises DataError.
+        """
+        try:
+            number = entry["id"] if id is None else id
+            flags = {
+                name: bool(entry.get(name, name == "special"))
+                for name in ("special", "lstrip", "rstrip")
+            }
+            # `type`, since JSON's true is an int to isinstance.
+            is_id = type(number) is int and 0 <= number < MAX_VOCABULARY
+            if not isinstance(entry["content"], str) or not entry["content"] or not is_id:
+                raise TypeError
+        except (KeyError, TypeError, AttributeError):
+            raise DataError(
+                f"{where}: found the added token {str(entry)[:80]}, expected an object with"
+                " `content` and an id; copy the file again"
+            ) from None
+        return AddedToken(entry["content"], number, **flags)
 
 
 class TextPosition(Enum):

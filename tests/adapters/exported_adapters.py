@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipe_lib.adapters import get_adapter_parameters
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.verify import load_model
 from recipe_lib.config.schema import LoraConfig

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.adapter_export import export_adapter
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.resumable_state import save_state
 from recipe_lib.checkpoint.verify import compare_logits

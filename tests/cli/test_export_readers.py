@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.adapters import peft_patterns
-from recipe_lib.checkpoint import verify
+from recipe_lib.checkpoint import adapter_config, verify
 from recipe_lib.checkpoint.verify import compute_prompt_logits, load_model, load_model_with_adapter
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
@@ -215,7 +214,7 @@ def test_a_pattern_without_end_does_not_reach_peft(
     change_config(
         adapter, target_modules=r"model\.layers\.\d\.self_attn\.q_proj|model\.layers\.0\.([\w.]+)+!"
     )
-    monkeypatch.setattr(peft_patterns, "SECONDS", 0.5)
+    monkeypatch.setattr(adapter_config, "PATTERN_SECONDS", 0.5)
     code, _, err = export(capsys, adapter, "--adapter")
     assert code == 2 and "a pattern takes more than" in err and err.count("\n") == 1, err
 
