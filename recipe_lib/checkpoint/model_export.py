@@ -203,15 +203,11 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
 
     def require() -> None:
         folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-        leftover_bytes = 0
-        if folder == out.parent:
-            # What a killed export left is removed before the next one is written.
-            leftover_bytes = sum(
-                map(files.count_folder_bytes, files.list_leftovers(folder, out.name))
-            )
+        # What a killed export left is removed before the next one is written.
+        leftovers = files.list_leftovers(folder, out.name) if folder == out.parent else []
         files.require_space(
             folder,
-            num_bytes - leftover_bytes,
+            num_bytes - sum(map(files.count_folder_bytes, leftovers)),
             f"the model at the end of the run{_describe_second_copy(out)}",
         )
 

@@ -85,7 +85,6 @@ from recipe_lib.checkpoint.safetensors_files import (
 )
 from recipe_lib.config.local_files import describe_damaged_state
 from recipe_lib.errors import CheckpointError
-from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
 from recipe_lib.models.language_model import get_runs, list_local_parts, restore_file_order
 from recipe_lib.reading import parse_json
@@ -143,7 +142,7 @@ def save_state(
     temporary = root / names["temporary"]
     final = root / names["final"]
 
-    def publish(records: list[FileRecord]) -> None:
+    def publish(records: list[files.FileRecord]) -> None:
         records.append(files.write_json(temporary / STATE, settings))
         # Last: a folder without a manifest was never finished.
         write_manifest(
@@ -163,7 +162,7 @@ def save_state(
                 run_on_all_ranks(world, lambda: save_rng(temporary, world.rank, world.device))
             )
         gathered = world.gather_json([asdict(record) for record in records])
-        all_records = [FileRecord(**fields) for fields in chain.from_iterable(gathered)]
+        all_records = [files.FileRecord(**fields) for fields in chain.from_iterable(gathered)]
         run_on_rank_0(world, lambda: publish(all_records))
     except BaseException:
         if world.rank == 0:
@@ -240,7 +239,7 @@ def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
     return _Shard(planned, sharding, (planner.resolve_data(item) for item in items))
 
 
-def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[FileRecord]:
+def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[files.FileRecord]:
     """Write this rank's tensor file and flush it; a rank with nothing to write has none."""
     if not shard.planned:
         return []
@@ -532,7 +531,7 @@ def _get_rng_file_name(rank: int) -> str:
     return f"rng-{rank + 1:05d}.safetensors"
 
 
-def save_rng(folder: Path, rank: int, device: torch.device) -> FileRecord:
+def save_rng(folder: Path, rank: int, device: torch.device) -> files.FileRecord:
     """Write the states of this rank's generators, uint8: the host's, and that of its device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":

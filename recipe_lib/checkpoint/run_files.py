@@ -32,7 +32,6 @@ from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.files import FileRecord, compute_sha256, is_plain_name, write_json
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import describe_fault, open_regular, read_json, read_object
 from recipe_lib.report.phases import phase
@@ -60,13 +59,13 @@ class Manifest:
     sequence: int
     # Ranks that saved it.
     world_size: int
-    files: tuple[FileRecord, ...]
+    files: tuple[files.FileRecord, ...]
     # Of torch and Python, for people.
     versions: dict[str, str]
 
 
 def write_manifest(
-    folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]
+    folder: Path, step: int, sequence: int, world_size: int, files: Sequence[files.FileRecord]
 ) -> None:
     """Write the manifest into a folder whose files are already flushed."""
     fields: dict[str, Any] = {
@@ -77,7 +76,7 @@ def write_manifest(
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "files": [asdict(record) for record in sorted(files, key=lambda record: record.name)],
     }
-    write_json(folder / MANIFEST, fields | {_SEAL: _compute_seal(fields)})
+    files.write_json(folder / MANIFEST, fields | {_SEAL: _compute_seal(fields)})
 
 
 def _compute_seal(fields: dict[str, Any]) -> str:
@@ -117,7 +116,8 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
             sequence=fields["sequence"],
             world_size=fields["world_size"],
             files=tuple(
-                FileRecord(file["name"], file["size"], file["sha256"]) for file in fields["files"]
+                files.FileRecord(file["name"], file["size"], file["sha256"])
+                for file in fields["files"]
             ),
             versions=fields["versions"],
         )
@@ -129,7 +129,7 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
         raise DamagedState(f"{MANIFEST} holds an invalid count")
     for record in manifest.files:
         # A state may come from elsewhere: no name in it may lead out of its folder.
-        if not is_plain_name(record.name):
+        if not files.is_plain_name(record.name):
             raise DamagedState(
                 f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name"
             )
@@ -164,7 +164,7 @@ def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -
     with phase(f"checking {folder.name}", num_bytes, "bytes") as progress:
         for record in records:
             try:
-                sha256 = compute_sha256(folder / record.name)
+                sha256 = files.compute_sha256(folder / record.name)
             except OSError as error:
                 return f"{record.name} cannot be read: {error.strerror}"
             if sha256 != record.sha256:
