@@ -25,6 +25,16 @@ from recipe_lib.checkpoint.adapter_files import (
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint
 from recipe_lib.checkpoint.model_export import export_model
+from recipe_lib.checkpoint.open_exports import (
+    Comparison,
+    check_with_peft,
+    check_with_transformers,
+    compare_logits,
+    compute_prompt_logits,
+    load_model,
+    load_model_with_adapter,
+    make_adapter_settings,
+)
 from recipe_lib.checkpoint.peft_folders import compute_file_rank, export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.resumable_state import find_state, has_adapters, load_state
@@ -41,16 +51,6 @@ from recipe_lib.checkpoint.side_files import (
     make_model_card,
 )
 from recipe_lib.checkpoint.tensor_matching import log_left_out
-from recipe_lib.checkpoint.verify import (
-    Comparison,
-    check_with_peft,
-    check_with_transformers,
-    compare_logits,
-    compute_prompt_logits,
-    load_model,
-    load_model_with_adapter,
-    make_adapter_settings,
-)
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import (
