@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings
 
 import torch
 from safetensors import SafetensorError
@@ -86,9 +86,9 @@ class Comparison:
         return self.difference <= _TOLERANCE[dtype] * max(self.largest, 1e-3)
 
     def __str__(self) -> str:
-        change = ""
-        if self.change is not None:
-            change = f"; the adapter changes them by up to {self.change:.2g}"
+        change = (
+            "" if self.change is None else f"; the adapter changes them by up to {self.change:.2g}"
+        )
         return (
             f"logits differ by {self.difference:.2g} at most (the largest is"
             f" {self.largest:.3g}{change})"
@@ -331,8 +331,7 @@ def silence_transformers() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        with catch_warnings():
-            simplefilter("ignore")
+        with catch_warnings(action="ignore"):
             yield
     finally:
         logging.set_verbosity(verbosity)

@@ -121,9 +121,8 @@ def gather_optimizer_settings(
     parts = holders.gather(run_on_all_ranks(world, lambda: _list_settings(model, optimizer)), world)
     if not holders.is_divided:
         return parts[0]
-    states: dict[str, dict[str, Any]] = {}
-    for part in reversed(parts):  # of a parameter that two of them have, the first one's counts
-        states |= part["states"]
+    # Of a parameter that two of them have, the first one's counts.
+    states = dict(chain.from_iterable(part["states"].items() for part in reversed(parts)))
     groups = []
     for groups_at_place in zip_longest(*(part["groups"] for part in parts)):
         same_groups = [group for group in groups_at_place if group is not None]
@@ -375,11 +374,8 @@ def hash_frozen_parameters(
     for leader, sums in zip(holders.leaders, sums_by_rank, strict=True):
         for name, number in zip(frozen_names[leader], sums, strict=True):
             totals[name] = (totals[name] + number) % 2**64
-    types: dict[str, str] = {}
-    for group_types in holders.gather(
-        {name: str(parameters[name].dtype) for name in names_here}, world
-    ):
-        types |= group_types
+    types_here = [(name, str(parameters[name].dtype)) for name in names_here]
+    types = dict(chain.from_iterable(holders.gather(types_here, world)))
     text = " ".join(f"{name}:{types[name]}:{total}" for name, total in totals.items())
     return hashlib.sha256(text.encode()).hexdigest()
 

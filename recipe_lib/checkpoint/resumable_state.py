@@ -131,10 +131,8 @@ def save_state(
         "adapters": gather_adapter_use(model, world, holders),
         "frozen": hash_frozen_parameters(model, world, holders),
         # The order of the rows of fused matrices, which depends on the tensor parallel size.
-        "runs": {},
+        "runs": dict(chain.from_iterable(map(dict.items, world.gather_json(get_runs(model))))),
     }
-    for rank_runs in world.gather_json(get_runs(model)):
-        settings["runs"] |= rank_runs
     shard = _plan_shard(tensors, world)
     num_bytes = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned)))
     num_bytes += MIB * (world.size + 1)  # headers, generators, state.json, manifest
@@ -150,7 +148,7 @@ def save_state(
             step=step,
             sequence=names["sequence"],
             world_size=world.size,
-            files=records,
+            records=records,
         )
         files.publish_folder(temporary, final)
 

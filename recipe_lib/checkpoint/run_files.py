@@ -65,7 +65,7 @@ class Manifest:
 
 
 def write_manifest(
-    folder: Path, step: int, sequence: int, world_size: int, files: Sequence[files.FileRecord]
+    folder: Path, step: int, sequence: int, world_size: int, records: Sequence[files.FileRecord]
 ) -> None:
     """Write the manifest into a folder whose files are already flushed."""
     fields: dict[str, Any] = {
@@ -74,7 +74,7 @@ def write_manifest(
         "sequence": sequence,
         "world_size": world_size,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "files": [asdict(record) for record in sorted(files, key=lambda record: record.name)],
+        "files": [asdict(record) for record in sorted(records, key=lambda record: record.name)],
     }
     files.write_json(folder / MANIFEST, fields | {_SEAL: _compute_seal(fields)})
 

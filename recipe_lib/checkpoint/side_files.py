@@ -70,14 +70,13 @@ def list_tokenizer_files(source: Path | None) -> list[Path]:
         return []
     folder = source.parent if source.is_file() else source
     names = SETTINGS_FILES if source.is_file() else (*TOKENIZER_FILES, *SETTINGS_FILES)
+    paths = [source] if source.is_file() else []
     # lexists, so that a link that leads nowhere is told and not passed over.
-    paths = [
+    paths += [
         folder / name
         for name in names
         if os.path.lexists(folder / name) and folder / name != source
     ]
-    if source.is_file():
-        paths.insert(0, source)
     for path in paths:
         try:
             with open_regular(path) as file:
@@ -177,10 +176,12 @@ def _write_settings(
     if tokenizer is not None and config != source_config:
         # BOS and EOS as they are written, where the tokenizer's own files do not name them.
         named_roles = find_object(temporary / TOKENS_MAP)
-        role_texts: dict[str, Any] = {}
-        for role, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-            if token is not None and role not in named_roles:
-                role_texts[role] = tokenizer.get_token_bytes(token).decode()
+        roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        role_texts: dict[str, Any] = {
+            role: tokenizer.get_token_bytes(token).decode()
+            for role, token in roles.items()
+            if token is not None and role not in named_roles
+        }
         config = role_texts | config
     is_written = source is not None or config != source_config
     if is_written and tokenizer is not None and pad_id is not None and pad_id != tokenizer.pad_id:
@@ -356,7 +357,6 @@ def make_model_card(
     commands: what to do with it, in a folder that they call FOLDER, and a base that they call BASE.
     plan, results: rows of the tables of how it was trained and what came of it.
     """
-    shown_base = get_public_name(base, base_folder)
     sources = [] if cfg is None else [source.source for source in resolve_sources(cfg.data)]
     # A hub's data set, without the subset or file that follows its id.
     datasets = {name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}
@@ -373,10 +373,9 @@ def make_model_card(
     parts += _write_sections(
         cfg, base=base, base_folder=base_folder, lora=lora, is_adapter=is_adapter
     )
-    for title, rows in (("Plan", plan), ("Results", results)):
-        if rows:
-            parts.append(f"## {title}\n\n{_format_table(rows)}")
-    adapter_base = shown_base if is_adapter else None
+    tables = {"Plan": plan, "Results": results}
+    parts += [f"## {title}\n\n{_format_table(rows)}" for title, rows in tables.items() if rows]
+    adapter_base = get_public_name(base, base_folder) if is_adapter else None
     use = _describe_use(adapter_base, commands, has_base=base_folder is not None)
     parts.append(f"## Use\n\n{use}")
     # A setting may hold a token, though none should.
@@ -423,9 +422,8 @@ def _write_sections(
     if lora is not None:
         kind = "DoRA" if lora.dora else "LoRA"
     product = f"{kind} adapter for" if is_adapter else f"Trained by {kind} from"
-    origin = ""
-    if cfg is not None and not cfg.model.path:
-        origin = "random weights of the architecture "
+    has_random_start = cfg is not None and not cfg.model.path
+    origin = "random weights of the architecture " if has_random_start else ""
     yield f"# {Path(base).name or 'model'}, fine-tuned"
     name = base if get_public_name(base, base_folder) == base else Path(base).name
     yield f"{product} {origin}`{name}`, made with tune-recipes."
@@ -437,9 +435,8 @@ def _write_sections(
 
 
 def _format_table(rows: Mapping[str, str]) -> str:
-    lines = ["| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    return "\n".join(lines)
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def _list_data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
@@ -487,18 +484,20 @@ def _describe_use(base: str | None, commands: Sequence[str], *, has_base: bool) 
             f"The adapter is of use with the random weights of `{base}` alone that it was"
             " trained on."
         )
+    imports = ""
     load = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
     if base is not None:
+        imports = "from peft import PeftModel\n"
         load = (
             f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}),"
             ' "FOLDER")'
         )
     names = "FOLDER and BASE" if base == BASE else "FOLDER"
-    text = f"In the place of {names}, a path or a name on the hub:\n\n```python\n"
-    if base is not None:
-        text += "from peft import PeftModel\n"
-    text += "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-    text += f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n{load}\n{_ASK}```'
+    text = (
+        f"In the place of {names}, a path or a name on the hub:\n\n```python\n{imports}"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n{load}\n{_ASK}```'
+    )
     if commands:
         lines = "".join(f"{command}\n" for command in commands)
         text += f"\n\n```bash\n{lines}```"

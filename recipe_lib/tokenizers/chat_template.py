@@ -293,15 +293,16 @@ class ChatTemplate:
         more that the template sees. Raises DataError if the template took too long or had to be
         stopped.
         """
-        request = {
-            "name": self._template["name"],
-            "messages": list(messages),
-            "wanted": list(requests),
-            "tools": tools,
-            "options": options,
-            "seconds": (1 + len(requests)) * TIMEOUT_SECONDS,
-        }
-        pairs = self._ask(request)
+        pairs = self._ask(
+            {
+                "name": self._template["name"],
+                "messages": list(messages),
+                "wanted": list(requests),
+                "tools": tools,
+                "options": options,
+                "seconds": (1 + len(requests)) * TIMEOUT_SECONDS,
+            }
+        )
         return [
             DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs
         ]

@@ -97,14 +97,13 @@ class Tokenizer:
         self.vocab_size = max([vocabulary.size, *(i + 1 for i in self._by_id)])
         ordinary_ids = [token.id for token in self._added.values() if not token.special]
         self.ordinary_size = max([vocabulary.size, *(i + 1 for i in ordinary_ids)])
-        self.add_bos_by_default = False
-        if self.bos_id is not None:
-            self.add_bos_by_default = (
-                settings.add_bos
-                if isinstance(settings.add_bos, bool)
-                else vocabulary.puts_bos_first(self.bos_id)
-            )
-        self._declared_stops = frozenset(settings.stop_ids)
+        self.add_bos_by_default = self.bos_id is not None and (
+            settings.add_bos
+            if isinstance(settings.add_bos, bool)
+            else vocabulary.puts_bos_first(self.bos_id)
+        )
+        eos_ids = set() if self.eos_id is None else {self.eos_id}
+        self._known_stops = frozenset(settings.stop_ids | eos_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
         # Added tokens that are not special are found in any text: by the vocabulary, or here.
         found_by_vocabulary = declared if vocabulary.matches_added else {}
@@ -122,10 +121,12 @@ class Tokenizer:
         self._split_special = (compile_alternation(always_or_special), always_or_special)
         self._template: ChatTemplate | None = None
         if settings.chat_template is not None:
-            role_texts = dict(settings.roles)
-            for role, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-                if token_id is not None:
-                    role_texts[role] = self.get_token_bytes(token_id).decode()
+            role_ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+            role_texts = settings.roles | {
+                role: self.get_token_bytes(token_id).decode()
+                for role, token_id in role_ids.items()
+                if token_id is not None
+            }
             self._template = ChatTemplate(
                 settings.chat_template,
                 settings.chat_template_place,
@@ -183,10 +184,6 @@ class Tokenizer:
         return find_turn_end(
             self._template.render_many, lambda text: _split(text, self._split_special), stops, bos
         )
-
-    @property
-    def _known_stops(self) -> frozenset[int]:
-        return self._declared_stops | (frozenset() if self.eos_id is None else {self.eos_id})
 
     def is_special(self, token: int) -> bool:
         """Return True if an id is one of the special tokens."""
