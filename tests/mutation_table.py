@@ -340,9 +340,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="scores_of_one_rank",
-        path="recipe_lib/evaluation/results.py",
-        old="for rows in world.gather_json(own) for row in rows)",
-        new="for rows in [own] for row in rows)",
+        path="recipe_lib/evaluation/held_out.py",
+        old="for rows in world.gather_json(own_scores) for row in rows)",
+        new="for rows in [own_scores] for row in rows)",
         harm="several: tune eval on two ranks counts half of the samples",
         tests=(
             "tests/evaluation/test_eval.py",

@@ -38,8 +38,7 @@ def step_parameter(
     try:
         for group, parameters in zip(groups, group_parameters, strict=True):
             # `in` would compare values.
-            has_parameter = any(member is parameter for member in parameters)
-            group["params"] = [stepped] if has_parameter else []
+            group["params"] = [stepped] if any(member is parameter for member in parameters) else []
         (step or optimizer.step)()
     finally:
         for group, parameters in zip(groups, group_parameters, strict=True):
