@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="planned_steps_of_one_rank",
-        path="recipe_lib/plan/simulated_world/sequence_lengths.py",
+        path="recipe_lib/plan/simulated_world/planned_data.py",
         old="per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks",
         new="per_step = cfg.batch_size * cfg.gradient_accumulation_steps",
         harm="a run on two ranks is planned with twice its steps, and so its hours",

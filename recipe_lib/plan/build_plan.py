@@ -29,7 +29,7 @@ from recipe_lib.plan.plan_schema import (
     RankPlan,
 )
 from recipe_lib.plan.simulated_world.compiled_code import NotCompiled
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.summary.assumptions import (
     list_assumptions,

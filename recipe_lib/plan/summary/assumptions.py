@@ -10,7 +10,7 @@ from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.summary.fit_verdict import judge_host
 from recipe_lib.plan.summary.step_time import list_first_ranks
-from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace
+from recipe_lib.plan.tracing.simulated_micro_batches import count_micro_batches_to_trace
 from recipe_lib.plan.tracing.trace import ALLOC, Trace
 from recipe_lib.plan.tracing.trace_rank import Simulated
 from recipe_lib.units import format_bytes

@@ -18,7 +18,7 @@ from recipe_lib.plan.timing.cost import (
     compute_launch_seconds,
 )
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
-from recipe_lib.plan.tracing.pipeline_actions import find_stand_ins, get_orders
+from recipe_lib.plan.tracing.simulated_micro_batches import find_stand_ins, get_orders
 from recipe_lib.plan.tracing.trace import Trace
 
 _Seconds = dict[Action, float]
