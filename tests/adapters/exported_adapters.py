@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipe_lib.adapters import get_adapter_parameters
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.open_exports import load_model
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
-from recipe_lib.checkpoint.verify import load_model
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import read_config, read_trained_spec
 from tests.adapters.hugging_face import load_theirs

@@ -12,11 +12,10 @@ import torch
 from recipe_lib.adapters import add_adapters, describe_adapters, disable_adapters
 from recipe_lib.adapters.layers import QuantizedExperts
 from recipe_lib.adapters.quantized import fake_quantize_weight
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
+from recipe_lib.checkpoint.peft_folders import export_adapter, load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from recipe_lib import files
 from recipe_lib.checkpoint import adapter_merging as merged
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_merging import Update, merge_adapter, merge_rows
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError

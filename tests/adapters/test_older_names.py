@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, build_file_modules
 from recipe_lib.checkpoint.adapter_config import AdapterConfig
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.peft_folders import export_adapter, load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.models import build_spec, read_config

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.adapters import peft_patterns
-from recipe_lib.adapters.peft_patterns import MAX_CHARACTERS, find_first_matches
+from recipe_lib.checkpoint import adapter_config
+from recipe_lib.checkpoint.adapter_config import MAX_PATTERN_CHARACTERS, find_first_matches
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.errors import CheckpointError
 from tests.adapters.hugging_face import build_config, load_ours, save_with_peft
 from tests.adapters.peft_folders import (
@@ -40,7 +40,7 @@ PATTERNS = [
     "model.layers.1", "layers.1.*", r"(?:q|k)_proj", r"(?i:Q_PROJ)", r"(?<!self_attn\.)\w+_proj", r"q_proj$", "lm_head",
     r"a)|(lm_head", r"(?P<x>q)_proj", r"[^k]_proj", r".*?\.1\..*?", "embed.tokens", r"\bq_proj\b", "Q_proj", "q_proj ",
 ]  # fmt: skip
-ENDLESS = ["(.+.*)+!", "q" * (MAX_CHARACTERS + 1)]
+ENDLESS = ["(.+.*)+!", "q" * (MAX_PATTERN_CHARACTERS + 1)]
 
 
 def test_each_pattern_matches_what_peft_matches() -> None:
@@ -88,7 +88,7 @@ def test_what_is_no_regular_expression(key: str, pattern: str, tmp_path: Path, c
 def test_a_pattern_without_end_is_refused_by_name(
     key: str, pattern: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peft_patterns, "SECONDS", 0.2)
+    monkeypatch.setattr(adapter_config, "PATTERN_SECONDS", 0.2)
     base = make_base(tmp_path / "base", "llama")
     adapter = train_with_peft(base, tmp_path / "adapter")
     change_config(adapter, **{key: {pattern: 4} if key.endswith("pattern") else pattern})

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipe_lib.adapters import disable_adapters
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.open_exports import load_model, load_model_with_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
-from recipe_lib.checkpoint.verify import load_model, load_model_with_adapter
 from recipe_lib.config.registry import register
 from recipe_lib.models import read_config, read_spec
 from tests.adapters.hugging_face import SHAPE, compute_logits

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib import files
 from recipe_lib.checkpoint import model_export, rank_groups, safetensors_files
-from recipe_lib.checkpoint.adapter_export import export_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, export_model, load_weights
+from recipe_lib.checkpoint.peft_folders import export_adapter, load_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder

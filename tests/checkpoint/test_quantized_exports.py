@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter, check_base, read_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.weight_loading import (
     check_copies,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.adapter_export import export_adapter
+from recipe_lib.checkpoint import open_exports
+from recipe_lib.checkpoint.open_exports import compare_logits
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.resumable_state import save_state
-from recipe_lib.checkpoint.verify import compare_logits
 from recipe_lib.cli import export_trained, main
 from recipe_lib.config.describe import format_config
 from recipe_lib.config.schema import (
@@ -209,7 +209,7 @@ def test_an_export_that_differs_is_an_error(
 ) -> None:
     """The file is changed between writing and loading it again: the check has to see one number."""
     make_run(tmp_path / "run", base)
-    real = verify.load_model_with_adapter
+    real = open_exports.load_model_with_adapter
 
     def changed(folder: Path, *args: Any) -> Any:
         tensors = load_file(folder / "adapter_model.safetensors")

@@ -30,7 +30,7 @@ ALLOWED = {
     ),
     ("recipe_lib/data/cache.py", "rename"): (1, "a folder of the cache gets its name"),
     ("recipe_lib/data/sources.py", "open"): (1, "the temporary name of `write_aside`"),
-    ("recipe_lib/checkpoint/quantized_export.py", "save_pretrained"): (
+    ("recipe_lib/checkpoint/open_exports.py", "save_pretrained"): (
         1,
         "a temporary folder; the format is torchao's",
     ),

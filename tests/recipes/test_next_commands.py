@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from recipe_lib.checkpoint.model_card import make_model_card
 from recipe_lib.checkpoint.run_files import read_record
+from recipe_lib.checkpoint.side_files import make_model_card
 from recipe_lib.cli.main import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.training.next_commands import adapter_commands, merge_command, model_commands
