@@ -42,15 +42,13 @@ from recipe_lib.plan.summary.communication import (
     build_dimension_plans,
     list_group_sizes,
 )
-from recipe_lib.plan.summary.fit_verdict import (
+from recipe_lib.plan.summary.rank_memory import (
+    build_layer_rows,
+    build_rank_plan,
     decide_verdict,
     estimate_not_simulated,
     judge_host,
     lower_verdict,
-)
-from recipe_lib.plan.summary.rank_memory import (
-    build_layer_rows,
-    build_rank_plan,
     merge_layer_rows,
 )
 from recipe_lib.plan.summary.step_time import (
@@ -58,6 +56,7 @@ from recipe_lib.plan.summary.step_time import (
     add_router_choices,
     build_simulated_step,
     build_time_plan,
+    find_rank_of_each_place,
     list_first_ranks,
 )
 from recipe_lib.plan.timing.cost import Calibration
@@ -131,11 +130,12 @@ def make_plan(
     heaviest = planned.heaviest
     heaviest_simulated = simulated[heaviest.rank]
     trace = heaviest_simulated.trace
+    places = find_rank_of_each_place(simulated)
     outside = settings.outside or _find_largest_outside(hardware, simulated)
     usable = hardware.memory - outside.total
-    run_steps = settings.steps or settings.sequence.steps
     more, estimate = max(
-        estimate_not_simulated(simulation, run_steps) for simulation in simulated.values()
+        estimate_not_simulated(simulation, settings.steps or settings.sequence.steps)
+        for simulation in simulated.values()
     )
     verdict = decide_verdict(trace, heaviest, usable=usable, hardware=hardware)
     verdict = lower_verdict(verdict, more, heaviest=heaviest, usable=usable)
@@ -176,7 +176,7 @@ def make_plan(
         ranks_per_node=hardware.ranks_per_node,
         dimensions=build_dimension_plans(
             heaviest_simulated.mesh,
-            _list_traces_by_place(simulated),
+            {place: simulated[rank].trace for place, rank in places.items()},
             phase=STEADY,
             micro_batches=compute_micro_batches(cfg)[1],
             once=list_collectives_once_a_step(cfg.parallel),
@@ -199,10 +199,13 @@ def make_plan(
 
 def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -> OutsideTorch:
     """Return the memory outside of torch of the rank that has the most: in most communicators."""
-    parts = [
-        estimate_outside_torch(hardware, list_group_sizes(one.trace)) for one in simulated.values()
-    ]
-    return max(parts, key=lambda outside: outside.total)
+    return max(
+        (
+            estimate_outside_torch(hardware, list_group_sizes(one.trace))
+            for one in simulated.values()
+        ),
+        key=lambda outside: outside.total,
+    )
 
 
 def _build_layers(planned: PlannedRanks) -> list[LayerRow]:
@@ -210,13 +213,6 @@ def _build_layers(planned: PlannedRanks) -> list[LayerRow]:
     if planned.step.pipeline:
         return merge_layer_rows([build_layer_rows(one) for one in planned.simulated.values()])
     return build_layer_rows(planned.simulated[planned.heaviest.rank])
-
-
-def _list_traces_by_place(simulated: dict[int, Simulated]) -> dict[int, Trace]:
-    """Return the trace of the first simulated rank of each place in the pipeline, in order."""
-    # Reversed, so that of a place's ranks the first one stays.
-    traces = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
-    return dict(sorted(traces.items()))
 
 
 def plan_ranks(

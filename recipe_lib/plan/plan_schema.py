@@ -8,7 +8,7 @@ import itertools
 import math
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -50,8 +50,9 @@ class Volume:
 
     def divide(self, count: int) -> "Volume":
         """Return one of `count` equal parts of it; whole numbers stay whole where they can."""
-        sizes = (self.operations, self.bytes, self.wire_bytes)
-        return Volume(*(size // count if size % count == 0 else size / count for size in sizes))
+        return Volume(
+            *(size // count if size % count == 0 else size / count for size in astuple(self))
+        )
 
 
 @dataclass
@@ -84,9 +85,12 @@ def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinates in enumerate(itertools.product(*map(range, mesh.values()))):
-        named = zip(mesh, coordinates, strict=True)
         # What all ranks of a group have in common.
-        key = tuple(coordinate for name, coordinate in named if name not in along)
+        key = tuple(
+            coordinate
+            for name, coordinate in zip(mesh, coordinates, strict=True)
+            if name not in along
+        )
         groups.setdefault(key, []).append(rank)
     return list(groups.values())
 

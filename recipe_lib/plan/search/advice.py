@@ -38,8 +38,7 @@ from recipe_lib.plan.search.trials import (
     run_in_processes,
     try_estimate,
 )
-from recipe_lib.plan.summary.fit_verdict import has_room
-from recipe_lib.plan.summary.rank_memory import build_rank_plan
+from recipe_lib.plan.summary.rank_memory import build_rank_plan, has_room
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.plan.views.verdict_text import compute_planned_reserved
 from recipe_lib.report.phases import phase

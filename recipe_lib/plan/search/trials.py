@@ -30,6 +30,7 @@ from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.summary.module_paths import list_outermost
+from recipe_lib.plan.summary.step_time import find_rank_of_each_place
 from recipe_lib.plan.timing.cost import compute_least_op_seconds, count_wire_bytes
 from recipe_lib.plan.tracing.pipeline_actions import list_peers
 from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
@@ -112,11 +113,12 @@ def estimate_run(
     is_whole = cfg.parallel.pipeline == 1
     sent, copied = sum_transfers(trace)
     # One rank of each place in the pipeline: together they have each module once.
-    rows_by_place = {
-        simulated.coordinates.get("pipeline", 0): simulated.modules
-        for simulated in planned.simulated.values()
-    }
-    modules = list(chain.from_iterable(map(list_outermost, rows_by_place.values())))
+    first_ranks = find_rank_of_each_place(planned.simulated).values()
+    modules = list(
+        chain.from_iterable(
+            list_outermost(planned.simulated[first].modules) for first in first_ranks
+        )
+    )
     return Estimate(
         active=rank.peak.active,
         reserved=rank.reserved,

@@ -8,7 +8,7 @@ from recipe_lib.config.mesh import compute_micro_batches
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.summary.fit_verdict import judge_host
+from recipe_lib.plan.summary.rank_memory import judge_host
 from recipe_lib.plan.summary.step_time import list_first_ranks
 from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace
 from recipe_lib.plan.tracing.trace import ALLOC, Trace
@@ -30,9 +30,8 @@ def list_assumptions(cfg: Any, settings: "PlanSettings", simulated: Simulated) -
     """Return the assumptions of a plan, and the notes of the rank that was simulated."""
     sequence = settings.sequence
     multiple = cfg.data.pad_to_multiple_of
-    padded = ""
-    if multiple > 1:
-        padded = f", padded to {-(-sequence.tokens // multiple) * multiple}"
+    padding = -sequence.tokens % multiple
+    padded = f", padded to {sequence.tokens + padding}" if multiple > 1 else ""
     # Why the length is that one, the run's own lines say.
     source = sequence.source.partition(":")[0]
     lines = [

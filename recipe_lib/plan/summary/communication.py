@@ -39,9 +39,9 @@ def build_communication_rows(trace: Trace, settings: "PlanSettings") -> list[Com
     """Return the collectives of the steady step; alike ones are one row, layers' numbers a `*`."""
     rows: dict[tuple[Any, ...], CommunicationRow] = {}
     for op in trace.iterate_ops(STEADY):
-        if op.collective is None:
-            continue
         collective = op.collective
+        if collective is None:
+            continue
         module = _LAYER_NUMBER.sub("*", op.module)
         key = (
             collective.operation,
@@ -55,11 +55,6 @@ def build_communication_rows(trace: Trace, settings: "PlanSettings") -> list[Com
         if key in rows:
             rows[key].count += op.repeats
             continue
-        seconds = 0.0
-        if settings.timed:
-            seconds = compute_collective_seconds(
-                collective, settings.hardware, settings.calibration
-            )
         rows[key] = CommunicationRow(
             operation=collective.operation,
             dim=collective.dim,
@@ -73,7 +68,9 @@ def build_communication_rows(trace: Trace, settings: "PlanSettings") -> list[Com
                 collective.operation, collective.bytes, len(collective.ranks)
             ),
             count=op.repeats,
-            seconds=seconds,
+            seconds=compute_collective_seconds(collective, settings.hardware, settings.calibration)
+            if settings.timed
+            else 0.0,
         )
     return [row for row in rows.values() if len(row.ranks) > 1]
 
@@ -114,7 +111,6 @@ def build_dimension_plans(
     keys = [*dimension_keys, *((name, (name,)) for name in silent)]
     keys.sort(key=lambda key: order.get(key[0], len(mesh)))
     layers = sum(len(place.layers) for place in counted)
-    has_all_places = len(traces) == mesh.get("pipeline", 1)
     plans = []
     for dim, along in keys:
         key = (dim, along)
@@ -127,7 +123,7 @@ def build_dimension_plans(
             rank_step=steps,
             rank_micro_batch=per_micro_batch,
         )
-        if has_all_places:
+        if len(traces) == mesh.get("pipeline", 1):  # each place was simulated
             ranks_of_place = math.prod(mesh.values()) // len(traces)
             plan.cluster_step = sum(steps, Volume()).multiply(ranks_of_place)
             plan.cluster_micro_batch = sum(per_micro_batch, Volume()).multiply(ranks_of_place)

@@ -3,8 +3,8 @@
 The host issues operators one after the other; an operator starts when it has been issued, when its
 stream is free and, for a collective, when its link is. Kernels on different streams do not slow
 each other, and the other ranks are taken to be as fast as this one: a stage of a pipeline never
-waits for its neighbor here, and what they exchange is left out (`pipeline_time.py` puts the ranks
-together). No torch in here.
+waits for its neighbor here, and what they exchange is left out (`summary/step_time.py`
+puts the ranks together). No torch in here.
 """
 
 from collections import defaultdict, deque

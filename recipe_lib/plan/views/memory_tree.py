@@ -103,12 +103,14 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
     small = [child for child in children if not any(child is shown for shown in large)]
     if len(small) < 2:
         return children
-    rest = Node(
-        f"{len(small)} smaller",
-        sum(node.bytes for node in small),
-        sum(node.count for node in small),
-    )
-    return [*large, rest]
+    return [
+        *large,
+        Node(
+            f"{len(small)} smaller",
+            bytes=sum(node.bytes for node in small),
+            count=sum(node.count for node in small),
+        ),
+    ]
 
 
 def _split_path(alive: Alive) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Words of a plan: its verdict and what to do about it, what was planned, its time.
 
-The verdict itself is decided by `summary/fit_verdict.py`; here it gets its sentence. No torch in
+The verdict itself is decided by `summary/rank_memory.py`; here it gets its sentence. No torch in
 here.
 """
 
@@ -91,14 +91,14 @@ def explain_verdict(plan: Plan) -> str:
             " nor with retries"
         )
     if plan.verdict == DOES_NOT_FIT:
-        usable = format_bytes(plan.device.usable)
         return (
-            f"the tensors alone take {format_bytes(requested)} of the {usable} that torch can have"
+            f"the tensors alone take {format_bytes(requested)} of the"
+            f" {format_bytes(plan.device.usable)} that torch can have"
         )
     if heaviest.reserved_expandable <= plan.device.usable:
-        reserved = format_bytes(heaviest.reserved_expandable)
         return (
-            f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
+            "needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which"
+            f" {format_bytes(heaviest.reserved_expandable)} are reserved"
         )
     return "fits only after retries of the allocator, which gives unused memory back and takes time"
 
@@ -236,13 +236,18 @@ def list_time_facts(plan: Plan) -> Facts:
     shares = (
         ", ".join(f"{name} {value / total:.0%}" for name, value in kinds.items()) if total else ""
     )
+    error = f"{'calibrated; error: ' if time.calibrated else ''}{time.error or 'not stated'}"
     facts = {
-        "step": f"{format_duration(time.step)}, {time.error or 'not stated'}",
+        "step": f"{format_duration(time.step)}, {error}",
         "pipeline": _format_pipeline(plan.pipeline) if plan.pipeline else "",
         "kernels": format_duration(time.compute) + (f": {shares}" if shares else ""),
         "communication": _format_exposed(time.communication, time.exposed),
-        "optimizer on the CPU": "",
-        "copies to and from the host": "",
+        "optimizer on the CPU": (
+            format_duration(time.on_host) if time.on_host > _FEW_SECONDS else ""
+        ),
+        "copies to and from the host": (
+            _format_exposed(time.copies, time.copies_exposed) if time.copies > _FEW_SECONDS else ""
+        ),
         "kernel launches (CPU)": format_duration(time.launch),
         "idle": f"{format_duration(time.idle)} in which nothing runs",
         "bound by": find_bound(plan),
@@ -253,13 +258,6 @@ def list_time_facts(plan: Plan) -> Facts:
         ),
         "run": "" if time.steps is None else f"{time.steps:,} steps",
     }
-    if time.calibrated:
-        error = f"calibrated; error: {time.error or 'not stated'}"
-        facts["step"] = f"{format_duration(time.step)}, {error}"
-    if time.on_host > _FEW_SECONDS:
-        facts["optimizer on the CPU"] = format_duration(time.on_host)
-    if time.copies > _FEW_SECONDS:
-        facts["copies to and from the host"] = _format_exposed(time.copies, time.copies_exposed)
     if time.operators:
         facts["kernel launches (CPU)"] += f", {time.operators:,} operators"
     if facts["run"] and time.total is not None:
@@ -276,8 +274,10 @@ def list_step_facts(plan: Plan) -> Facts:
     time = plan.time
     if time is None:
         return []
-    speed = f"{format_count(time.tokens_per_second)} tokens a second"
-    text = f"{format_duration(time.step)}, {speed}, bound by {find_bound(plan)}"
+    text = (
+        f"{format_duration(time.step)}, {format_count(time.tokens_per_second)} tokens a second,"
+        f" bound by {find_bound(plan)}"
+    )
     if time.steps:
         text += f"; {time.steps:,} steps"
         text += f" in {format_seconds(time.total)}" if time.total else ""
@@ -286,11 +286,15 @@ def list_step_facts(plan: Plan) -> Facts:
 
 def _format_pipeline(pipeline: PipelinePlan) -> str:
     """Return its schedule, and how much of it is waiting."""
-    sequences = pluralize(pipeline.micro_batch_size, "sequence")
-    text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
+    text = (
+        f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of"
+        f" {pluralize(pipeline.micro_batch_size, 'sequence')}"
+    )
     if pipeline.bubble is not None and pipeline.seconds is not None:
-        step = format_duration(pipeline.seconds)
-        text += f"; bubble {pipeline.bubble:.1%} of {step} on {len(pipeline.places)} pipeline ranks"
+        text += (
+            f"; bubble {pipeline.bubble:.1%} of {format_duration(pipeline.seconds)} on"
+            f" {len(pipeline.places)} pipeline ranks"
+        )
     if pipeline.ideal is not None:
         text += f" (equal stages without communication time: {pipeline.ideal:.1%})"
     return text
