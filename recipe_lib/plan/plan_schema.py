@@ -5,7 +5,6 @@ write it and read it again. docs/plan_json.md describes the keys. No torch in he
 """
 
 import itertools
-import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, astuple, dataclass, field, fields, is_dataclass
@@ -93,13 +92,6 @@ def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list
         )
         groups.setdefault(key, []).append(rank)
     return list(groups.values())
-
-
-def list_stage_ranks(mesh: Mapping[str, int], place: int) -> list[int]:
-    """Return the ranks at one place of their pipelines."""
-    # The pipeline is the outermost dimension.
-    count = math.prod(mesh.values()) // mesh.get("pipeline", 1)
-    return list(range(place * count, (place + 1) * count))
 
 
 @dataclass

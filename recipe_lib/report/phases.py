@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -105,10 +106,8 @@ class _Screen:
     def draw(self) -> None:
         """Draw all rows anew."""
         width = shutil.get_terminal_size((80, 24)).columns - 1
-        rows = list[Text]()
-        if width >= NARROWEST:
-            for make_rows in self.rows:
-                rows += make_rows(width)
+        made = chain.from_iterable(make_rows(width) for make_rows in self.rows)
+        rows = list(made) if width >= NARROWEST else []
         if not rows:
             self.erase()
             return
@@ -247,21 +246,12 @@ class Phase:
 
     def describe_progress(self) -> str:
         """Return how much is done, to stand after its name."""
-        parts = []
+        show = format_bytes if self.unit == "bytes" else "{:,}".format
+        unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
         if self.total:
-            show = format_bytes if self.unit == "bytes" else "{:,}".format
-            unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
-            parts.append(
-                f"{show(self.done)} of {show(self.total)}{unit},"
-                f" {min(self.done / self.total, 1):.0%}"
-            )
-        elif self.done:
-            parts.append(
-                format_bytes(self.done)
-                if self.unit == "bytes"
-                else f"{self.done:,} {self.unit}".strip()
-            )
-        return "".join(f": {part}" for part in parts)
+            share = min(self.done / self.total, 1)
+            return f": {show(self.done)} of {show(self.total)}{unit}, {share:.0%}"
+        return f": {show(self.done)}{unit}" if self.done else ""
 
     def describe_time(self, seconds: float) -> str:
         """Return the seconds so far, and those left where the total is known."""

@@ -137,10 +137,8 @@ def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
 
 def _put_told_rows(console: Console, table: Table) -> None:
     """Print a table whose last column stands below the rest of its row."""
-    rows = [row[:-1] for row in table.rows]
-    header, *lines = format_table_lines(
-        replace(table, header=table.header[:-1], rows=rows), console.width
-    )
+    cut_table = replace(table, header=table.header[:-1], rows=[row[:-1] for row in table.rows])
+    header, *lines = format_table_lines(cut_table, console.width)
     put(console, header, SOFT)
     for line, row in zip(lines, table.rows, strict=True):
         put(console, line)

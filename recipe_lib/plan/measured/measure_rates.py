@@ -34,9 +34,11 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     bandwidth = _measure_bandwidth(device)
-    matmul = {name: _measure_matmuls(dtype, device) for name, dtype in dtypes.items()}
+    matmul = {
+        "bf16": _measure_matmuls(torch.bfloat16, device),
+        "fp32": _measure_matmuls(torch.float32, device),
+    }
     result: dict[str, Any] = {
         "version": VERSION,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -256,10 +258,9 @@ def list_collective_steps(
         if on_gpu:
             torch.get_device_module(device).set_device(device)
         backend = "nccl" if on_gpu else "gloo"
-        store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group(
             backend,
-            store=store,
+            store=dist.FileStore(str(folder / "store"), ranks),
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=max(1.0, seconds)),

@@ -57,8 +57,7 @@ def add_links(
     points: dict[str, list[dict[str, Any]]] = {operation: [] for operation in OPERATIONS}
     for point in links["points"]:
         if point["operation"] in points:
-            times = {"bytes": point["bytes"], "seconds": point["seconds"]}
-            points[point["operation"]].append(times)
+            points[point["operation"]].append({name: point[name] for name in ("bytes", "seconds")})
     largest = max(points["all_gather"], key=lambda point: point["bytes"])
     return result | {
         "link_bandwidth": (
@@ -117,8 +116,7 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(values, dict) or values.get("version") != VERSION:
         raise ConfigError(f"{place} is no calibration of version {VERSION}; {remedy}")
     values = {**dict.fromkeys(_OPTIONAL), **values}
-    missing = [field.name for field in fields(Calibration) if field.name not in values]
-    if missing:
+    if missing := [field.name for field in fields(Calibration) if field.name not in values]:
         raise ConfigError(f"{place} lacks {', '.join(missing)}; {remedy}")
     for name in ("device", "torch", "date"):
         if not isinstance(values[name], str):

@@ -71,13 +71,14 @@ def try_levers(
         changes = {key: value for key, value in lever.changes.items() if key != RANKS_KEY}
         changed_cfg = apply_changes(cfg, changes)
         if changed_cfg is not None:
-            changed_settings = _apply_to_settings(settings, lever.changes, changed_cfg)
-            jobs.append((lever, changed_cfg, changed_settings))
+            jobs.append(
+                (lever, changed_cfg, _apply_to_settings(settings, lever.changes, changed_cfg))
+            )
     base, *estimates = run_in_processes(
         lambda job: try_estimate(recipe_class, job[1], job[2]), jobs, "trying levers"
     )
-    levers = [lever for lever, _, _ in jobs[1:]]
-    return base, [(lever, one) for lever, one in zip(levers, estimates, strict=True) if one]
+    tried = zip(jobs[1:], estimates, strict=True)
+    return base, [(lever, estimate) for (lever, _, _), estimate in tried if estimate]
 
 
 def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
@@ -137,9 +138,8 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
         if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
             continue
         texts = [lever.note, *_describe_traffic(lever, estimate, base)]
-        override = format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} ")
         row = Advice(
-            override=override,
+            override=format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} "),
             bytes=gained,
             seconds=seconds if is_timed else None,
             fits=fits,
@@ -175,8 +175,8 @@ def _is_fitting(plan: Plan, base: Estimate, estimate: Estimate) -> bool:
     # Estimates lack what loading and the first step leave, so that only their difference counts.
     planned = max(of_steps, default=0) + estimate.reserved_expandable - base.reserved_expandable
     # Other phases take as much beyond what is alive between steps, which the lever may change.
-    beyond = max((active - base.held for active in of_others), default=0)
-    return max(planned, estimate.held + max(beyond, 0)) <= estimate.usable
+    beyond = max([0, *(active - base.held for active in of_others)])
+    return max(planned, estimate.held + beyond) <= estimate.usable
 
 
 def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
@@ -191,8 +191,10 @@ def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
             plan, cfg, settings=settings, effect="would make more room"
         )
     if plan.margin < 0 and plan.heaviest.reserved_expandable <= plan.device.usable:
-        reserved = format_bytes(plan.heaviest.reserved_expandable)
-        return f"{EXPANDABLE} in the environment: {reserved} are reserved then, which fit"
+        return (
+            f"{EXPANDABLE} in the environment: {format_bytes(plan.heaviest.reserved_expandable)}"
+            " are reserved then, which fit"
+        )
     return _name_lever(plan, cfg, settings=settings, effect="lowers what takes the most")
 
 
@@ -384,21 +386,21 @@ def decide_strategy(
     copied_fits = copied_bytes <= limit
     share = f"of the {format_bytes(copied.usable)} that {where} can give each rank"
     if not sharded_fits and not copied_fits:
-        reason = f"it takes least, about {format_bytes(sharded_bytes)} {share}, which is tight"
-        return SHARDS, reason
+        return (
+            SHARDS,
+            f"it takes least, about {format_bytes(sharded_bytes)} {share}, which is tight",
+        )
     if not copied_fits:
         return SHARDS, f"{COPIES} would take about {format_bytes(copied_bytes)} {share}"
     sharded_step = format_duration(sharded.seconds)
     copied_step = format_duration(copied.seconds)
     # Copies gather nothing, and sum the trained gradients once a step: they are often the faster.
     if sharded_fits and sharded.seconds <= copied.seconds:
-        reason = (
+        return SHARDS, (
             f"a step is estimated at {sharded_step}, with {COPIES} at {copied_step}; about"
             f" {format_bytes(sharded_bytes)} {share}"
         )
-        return SHARDS, reason
-    reason = (
+    return COPIES, (
         f"a step is estimated at {copied_step}, with {SHARDS} at {sharded_step}; about"
         f" {format_bytes(copied_bytes)} {share}"
     )
-    return COPIES, reason

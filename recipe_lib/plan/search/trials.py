@@ -189,11 +189,6 @@ OUTSIDE_SHARE = 0.1  # of the device's memory: what these settings may make up f
 RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
 ACTIVE_TOLERANCE = 0.01  # of active memory, which estimates say within 0.5 %
 
-_KILLED = (
-    "tune plan: one of the processes that try settings was killed (out of memory?); free some"
-    " memory"
-)
-
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
@@ -252,8 +247,7 @@ def apply_changes(cfg: Any, changes: Changes) -> Any | None:
     It is None where the config's class lacks a key, or the values do not go together.
     """
     schema: type = type(cfg)
-    keys = read_schema(schema).keys
-    if any(key not in keys for key in changes):
+    if not changes.keys() <= read_schema(schema).keys.keys():
         return None
     changed_cfg = copy.deepcopy(cfg)
     for key, value in changes.items():
@@ -261,8 +255,7 @@ def apply_changes(cfg: Any, changes: Changes) -> Any | None:
         owner = functools.reduce(getattr, section.split(".") if section else [], changed_cfg)
         setattr(owner, name, value)
     # What the config itself breaks is none of the changes' doing.
-    is_refused = _list_refusals(changed_cfg) - _list_refusals(cfg)
-    return None if is_refused else changed_cfg
+    return None if _list_refusals(changed_cfg) - _list_refusals(cfg) else changed_cfg
 
 
 def _list_refusals(cfg: Any) -> set[Any]:
@@ -288,13 +281,15 @@ def set_checkpointing(cfg: Any, kind: str) -> Changes:
 
 def step_in_backward(cfg: Any) -> Changes:
     """Return what steps parameters in backward."""
-    changes = {
-        "memory.optimizer_in_backward": True,
-        # Nothing is clipped there, and nothing accumulated.
-        "clip_grad_norm": None,
-        "gradient_accumulation_steps": 1,
-    }
-    return find_differing(cfg, changes)
+    return find_differing(
+        cfg,
+        {
+            "memory.optimizer_in_backward": True,
+            # Nothing is clipped there, and nothing accumulated.
+            "clip_grad_norm": None,
+            "gradient_accumulation_steps": 1,
+        },
+    )
 
 
 def stream_layers(cfg: Any) -> Changes:
@@ -338,10 +333,9 @@ def try_estimate(
     """Return `estimate_run`, or None for what the recipe or the simulation refuses."""
     try:
         return estimate_run(recipe_class, cfg, settings=settings, limit=limit)
-    except UserError:
-        return None
-    # An operator without a simulation raises these. It is one change of many, which is left out.
-    except (AssertionError, NotImplementedError, AttributeError, RuntimeError):
+    # An operator without a simulation raises the others. It is one change of many, which is left
+    # out.
+    except (UserError, AssertionError, NotImplementedError, AttributeError, RuntimeError):
         return None
 
 
@@ -396,11 +390,13 @@ def run_in_processes(
     """
 
     # A fork has the pieces already: only their numbers and the results go through pipes.
-    def work_at(index: int) -> Result:
+    def work_on_piece(index: int) -> Result:
         return work(pieces[index])
 
-    waiting = phase(what, len(pieces), unit, leaves_line=False)
-    with open_workers(work_at) as (submit, _), waiting as progress:
+    with (
+        open_workers(work_on_piece) as (submit, _),
+        phase(what, len(pieces), unit, leaves_line=False) as progress,
+    ):
         results = []
         for future in [submit(index) for index in range(len(pieces))]:
             results.append(future.result())
@@ -427,7 +423,10 @@ def open_workers(
         with start_forks(work, workers) as submit:
             yield submit, workers
     except BrokenProcessPool as error:
-        raise SetupError(_KILLED) from error
+        raise SetupError(
+            "tune plan: one of the processes that try settings was killed (out of memory?); free"
+            " some memory"
+        ) from error
 
 
 def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:

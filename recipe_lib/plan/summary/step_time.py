@@ -7,6 +7,7 @@ a mixture of experts may take.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.config.mesh import compute_micro_batches, count_stages_per_rank
@@ -21,7 +22,7 @@ from recipe_lib.plan.plan_schema import (
     Plan,
     StagePlan,
     TimePlan,
-    list_stage_ranks,
+    list_rank_groups,
 )
 from recipe_lib.plan.simulated_world.shape_only_model import read_spec
 from recipe_lib.plan.summary.module_paths import list_outermost
@@ -185,7 +186,9 @@ def _build_stage_plan(
         idle=0.0,
         sends=sum(times for times, _ in sends),
         sent=sum(times * num_bytes for times, num_bytes in sends),
-        ranks=list_stage_ranks(simulated.mesh, place),
+        ranks=list_rank_groups(
+            simulated.mesh, along=[dim for dim in simulated.mesh if dim != "pipeline"]
+        )[place],
     )
 
 
@@ -295,9 +298,8 @@ def split_actions(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Se
     runs: list[_Seconds] = []
     ended = 0.0
     running = False
-    # An action lasts until the next one begins.
-    ends = [begin for _, begin in timing.actions[1:]]
-    for (number, begin), end in zip(timing.actions, [*ends, 0.0], strict=True):
+    # An action lasts until the next one begins; the last mark is the end of a run.
+    for (number, begin), (_, end) in pairwise([*timing.actions, (-1, 0.0)]):
         mark = trace.actions[number]
         if not mark.kind:  # the end of a run
             ended = begin
@@ -328,14 +330,13 @@ def time_messages(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
 ) -> dict[tuple[int, str], float]:
     """Return the seconds of each message by (stage, kind of sending)."""
-    seconds: dict[tuple[int, str], float] = {}
-    for action, _, op in trace.iterate_action_ops(phase):
-        collective = op.collective
-        if action.kind in ("SF", "SB") and collective and collective.operation == "send":
-            seconds[action.stage, action.kind] = compute_collective_seconds(
-                collective, hardware, calibration
-            )
-    return seconds
+    return {
+        (action.stage, action.kind): compute_collective_seconds(
+            op.collective, hardware, calibration
+        )
+        for action, _, op in trace.iterate_action_ops(phase)
+        if action.kind in ("SF", "SB") and op.collective and op.collective.operation == "send"
+    }
 
 
 def scale_to_step(

@@ -4,6 +4,7 @@ Layers that hold the same are one branch (`model.layers.0-31`). A node is the su
 to the byte. No torch in here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -43,8 +44,7 @@ def build_alive_tree(rank: RankPlan) -> Node:
     kinds = [_build_node(kind, inside, join=False) for kind, inside in entries.items() if inside]
     # Storages are as large as they were asked for. What the allocator's blocks take beyond them is
     # a branch of its own, so that the sum is the peak.
-    missing = rank.peak.active - sum(kind.bytes for kind in kinds)
-    if missing:
+    if missing := rank.peak.active - sum(kind.bytes for kind in kinds):
         kinds.append(Node("rounded up to blocks", missing, 0))
     return Node("active", rank.peak.active, count=sum(kind.count for kind in kinds), children=kinds)
 
@@ -115,9 +115,9 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
 
 def _split_path(alive: Alive) -> tuple[str, ...]:
     """Return the layer as one name, then what is inside it; outside of layers all as one name."""
-    name = alive.label  # a parameter's full name says where it belongs
-    if "." not in name:
-        name = ".".join(filter(None, (alive.module, alive.label)))
+    # A parameter's full name says where it belongs.
+    in_module = ".".join(filter(None, (alive.module, alive.label)))
+    name = alive.label if "." in alive.label else in_module
     inside_layer = split_number(name)[2]
     return (name.removesuffix(inside_layer) or "outside of modules", *inside_layer.split(".")[1:])
 
@@ -138,15 +138,17 @@ def _build_node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
     if join and len(children) == 1:
         only = children[0]
         return Node(f"{name}.{only.name}", only.bytes, count=only.count, children=only.children)
-    children.sort(key=lambda child: -child.bytes)
-    node = _sum_entries(name, entries)
-    node.children = children
-    return node
+    return _sum_entries(name, entries, sorted(children, key=lambda child: -child.bytes))
 
 
-def _sum_entries(name: str, entries: list[_Entry]) -> Node:
-    """Return a leaf with the sums of entries."""
-    return Node(name, sum(entry[1] for entry in entries), sum(entry[2] for entry in entries))
+def _sum_entries(name: str, entries: list[_Entry], children: Sequence[Node] = ()) -> Node:
+    """Return a branch with the sums of entries."""
+    return Node(
+        name,
+        bytes=sum(num_bytes for _, num_bytes, _ in entries),
+        count=sum(count for _, _, count in entries),
+        children=list(children),
+    )
 
 
 def _join_alike(branches: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:

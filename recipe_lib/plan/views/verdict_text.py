@@ -248,7 +248,10 @@ def list_time_facts(plan: Plan) -> Facts:
         "copies to and from the host": (
             _format_exposed(time.copies, time.copies_exposed) if time.copies > _FEW_SECONDS else ""
         ),
-        "kernel launches (CPU)": format_duration(time.launch),
+        "kernel launches (CPU)": (
+            format_duration(time.launch)
+            + (f", {time.operators:,} operators" if time.operators else "")
+        ),
         "idle": f"{format_duration(time.idle)} in which nothing runs",
         "bound by": find_bound(plan),
         "tokens": (
@@ -258,8 +261,6 @@ def list_time_facts(plan: Plan) -> Facts:
         ),
         "run": "" if time.steps is None else f"{time.steps:,} steps",
     }
-    if time.operators:
-        facts["kernel launches (CPU)"] += f", {time.operators:,} operators"
     if facts["run"] and time.total is not None:
         facts["run"] += f", {format_seconds(time.total)}"
     return [(name, text) for name, text in facts.items() if text]
