@@ -306,9 +306,11 @@ def importing(what: str) -> Iterator[None]:
         sys.stderr.write(f"{ERASE if can_draw() else ''}interrupted\n")
         end_process(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    # Only where nobody else handles it.
-    catches = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # Only where nobody else handles it, and in the main thread, which alone may set a handler.
+    catches = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
     if catches:
         signal.signal(signal.SIGINT, end)
     try:
@@ -322,15 +324,11 @@ def importing(what: str) -> Iterator[None]:
 def _log_progress(current: Phase, end: threading.Event) -> None:
     """Write a line every LINE_SECONDS, where there is no terminal to draw on."""
     while not end.wait(LINE_SECONDS):
-        progress = (
-            f"{current.describe_progress()}: {current.text}"
-            if current.text
-            else current.describe_progress()
-        )
         get_logger().info(
-            "%s%s, %s",
+            "%s%s%s, %s",
             current.what,
-            progress,
+            current.describe_progress(),
+            f": {current.text}" if current.text else "",
             current.describe_time(time.monotonic() - current.began),
         )
 

@@ -164,9 +164,9 @@ def measure_optimizer_rate(device: str) -> float:
     weights = [torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(tensors)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.AdamW(weights, fused=True)
+    seconds = _measure_seconds(torch.optim.AdamW(weights, fused=True).step, device)
     # Weights, gradients and two states are read, all but gradients written.
-    return 7 * 2 * tensors * elements / _measure_seconds(optimizer.step, device)
+    return 7 * 2 * tensors * elements / seconds
 
 
 def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
@@ -271,8 +271,10 @@ def list_collective_steps(
     yield "meet", meet
     for size in sizes:
         for operation in OPERATIONS:
-            work = partial(measure_collective, operation, size, rank, ranks, device)
-            yield f"{operation} of {format_bytes(size)}", work
+            yield (
+                f"{operation} of {format_bytes(size)}",
+                partial(measure_collective, operation, size, rank, ranks, device),
+            )
 
 
 def measure_collective(

@@ -139,13 +139,12 @@ def _read_links(place: str, values: Any) -> Links | None:
         ranks = values["ranks"]
         backend = str(values["backend"])
         for operation in OPERATIONS:
-            sent = [
+            sent = sorted(
                 (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
-            ]
+            )
             if not sent or not all(map(_is_positive, chain.from_iterable(sent))):
                 raise ValueError(operation)
-            sent.sort()
             # Where one does by noise: no message takes less than a smaller one.
             slowest = accumulate((seconds for _, seconds in sent), max)
             points[operation] = tuple(zip((size for size, _ in sent), slowest, strict=True))
@@ -165,14 +164,14 @@ def _read_matmuls(
     try:
         for dtype, points in matmul.items():
             pairs = [(tuple(point["shape"]), point["rate"]) for point in points]
-            pairs.sort(key=lambda pair: math.prod(pair[0]))
-            rates[dtype] = tuple(pairs)
+            rates[dtype] = tuple(sorted(pairs, key=lambda pair: math.prod(pair[0])))
     except (AttributeError, KeyError, TypeError):
         rates = {}
-    is_complete = bool(rates) and all(rates.values())
-    for shape, rate in chain.from_iterable(rates.values()):
-        is_complete &= len(shape) == 3 and all(map(_is_positive, (*shape, rate)))
-    if not is_complete:
+    are_positive = all(
+        len(shape) == 3 and all(map(_is_positive, (*shape, rate)))
+        for shape, rate in chain.from_iterable(rates.values())
+    )
+    if not rates or not all(rates.values()) or not are_positive:
         raise ConfigError(
             f"{place}: matmul is no list of shapes and rates by dtype; measure again with"
             " --calibrate"

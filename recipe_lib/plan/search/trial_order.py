@@ -200,12 +200,9 @@ def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | N
     if candidate is None:
         get_logger().info(f"refused: {state.format_changes(changes)}")
         return
+    outcome = "fits" if candidate.shortfall <= 0 else "may fit"
     if not candidate.may_fit:
         outcome = "too large"
-    elif candidate.shortfall <= 0:
-        outcome = "fits"
-    else:
-        outcome = "may fit"
     speed = f", {format_count(candidate.speed)} tokens/s" if candidate.speed else ""
     get_logger().info(
         f"estimated: {state.format_changes(candidate.changes)}:"
@@ -214,8 +211,8 @@ def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | N
     best = next(iter(state.list_fitting()), None)
     if best is not None and best.speed > state.best_reported:
         state.best_reported = best.speed
-        speed = f"{format_count(best.speed)} tokens/s"
-        line = f"best so far: {speed}: {state.format_changes(best.changes)}"
+        changes_typed = state.format_changes(best.changes)
+        line = f"best so far: {format_count(best.speed)} tokens/s: {changes_typed}"
         state.progress.say(line)
         get_logger().info(line)
 

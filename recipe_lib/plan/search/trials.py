@@ -143,17 +143,18 @@ def estimate_run(
 
 def sum_transfers(trace: Trace) -> tuple[int, int]:
     """Return the bytes of a step that a rank sends, and those copied to and from its host."""
-    sent = 0
-    copied = 0
-    for op in trace.iterate_ops(STEADY):
-        collective = op.collective
-        if collective is not None and collective.operation != "recv":
-            sent += op.repeats * count_wire_bytes(
-                collective.operation, collective.bytes, len(collective.ranks)
-            )
-        if op.transfer:  # its bytes are counted where they are read and where they are written
-            copied += op.repeats * op.bytes // 2
-    return sent, copied
+    ops = list(trace.iterate_ops(STEADY))
+    sends = [
+        (op.repeats, op.collective)
+        for op in ops
+        if op.collective is not None and op.collective.operation != "recv"
+    ]
+    sent = sum(
+        times * count_wire_bytes(send.operation, send.bytes, len(send.ranks))
+        for times, send in sends
+    )
+    # The bytes of a copy are counted where they are read and where they are written.
+    return sent, sum(op.repeats * op.bytes // 2 for op in ops if op.transfer)
 
 
 def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:

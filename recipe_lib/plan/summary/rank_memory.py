@@ -9,7 +9,7 @@ what its modules keep for backward, and `merge_layer_rows` those rows over a pip
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
@@ -28,9 +28,6 @@ from recipe_lib.plan.summary.module_paths import split_number
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import MAKING_STATES, STEADY, Simulated
 from recipe_lib.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from recipe_lib.plan.build_plan import PlanSettings
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is
 # as large.
@@ -209,7 +206,7 @@ def lower_verdict(verdict: str, more: int, heaviest: RankPlan, usable: int) -> s
     return RISKY if more and verdict == FITS else verdict
 
 
-def judge_host(cfg: Any, settings: "PlanSettings", trace: Trace) -> tuple[bool, list[str]]:
+def judge_host(cfg: Any, hardware: Hardware, trace: Trace) -> tuple[bool, list[str]]:
     """Return whether a config allows the ranks of a machine their host memory, and that in words.
 
     Nothing is said where it allows everything.
@@ -217,11 +214,11 @@ def judge_host(cfg: Any, settings: "PlanSettings", trace: Trace) -> tuple[bool, 
     allowed = cfg.memory.host_memory_limit_gib
     if allowed is None:
         return True, []
-    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
+    ranks = hardware.ranks_here
     most = ranks * max(trace.find_active_peaks(device=False).values(), default=0)
     is_enough = most <= allowed * GIB
-    verdict = "enough" if is_enough else "too little, a run is refused"
     return is_enough, [
         f"{HOST_ALLOWS} {allowed:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine,"
-        f" which take {format_bytes(most)}: {verdict}"
+        f" which take {format_bytes(most)}:"
+        f" {'enough' if is_enough else 'too little, a run is refused'}"
     ]

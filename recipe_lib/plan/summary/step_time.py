@@ -8,7 +8,7 @@ a mixture of experts may take.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipe_lib.config.mesh import compute_micro_batches, count_stages_per_rank
 from recipe_lib.config.schema import ParallelConfig
@@ -49,9 +49,6 @@ from recipe_lib.plan.tracing.pipeline_actions import find_stand_ins, get_orders
 from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, Simulated
 from recipe_lib.units import format_duration
-
-if TYPE_CHECKING:
-    from recipe_lib.plan.build_plan import PlanSettings
 
 
 @dataclass(frozen=True)
@@ -193,24 +190,27 @@ def _build_stage_plan(
 
 
 def build_time_plan(
-    step: SimulatedStep, simulated: Mapping[int, Simulated], settings: "PlanSettings", dtype: str
+    step: SimulatedStep,
+    simulated: Mapping[int, Simulated],
+    *,
+    steps: int | None,
+    hardware: Hardware,
+    calibration: Calibration | None,
+    dtype: str,
 ) -> TimePlan | None:
     """Return the times of the heaviest rank, in a pipeline of the one that computes the longest.
 
     It is None where no time is planned, or the places of a pipeline are not all known. simulated:
-    by rank. dtype: of the run, whose dense rate the MFU is a share of.
+    by rank. steps: of the run, if known. dtype: of the run, whose dense rate the MFU is a share of.
     """
     sums = step.sums
     seconds = step.seconds
     if sums is None or step.trace is None or seconds is None:
         return None
-    steps = settings.steps or settings.sequence.steps
     # A mean over places is one over ranks: each place has as many.
     flops = [count_model_flops(simulation.trace, STEADY) for simulation in simulated.values()]
     tokens = next(iter(simulated.values())).tokens
-    kinds = sum_time_by_kind(
-        step.trace, STEADY, hardware=settings.hardware, calibration=settings.calibration
-    )
+    kinds = sum_time_by_kind(step.trace, STEADY, hardware=hardware, calibration=calibration)
     return TimePlan(
         compute=sums.compute,
         communication=sums.communication,
@@ -220,12 +220,12 @@ def build_time_plan(
         tokens_per_step=tokens,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         mfu=compute_model_flops_utilization(
-            sum(flops) / len(flops), seconds, hardware=settings.hardware, dtype=dtype
+            sum(flops) / len(flops), seconds, hardware=hardware, dtype=dtype
         ),
         steps=steps,
         total=steps * seconds if steps else None,
-        calibrated=settings.calibration is not None,
-        error=describe_error(settings.hardware, settings.calibration),
+        calibrated=calibration is not None,
+        error=describe_error(hardware, calibration),
         copies=sums.copies,
         copies_exposed=sums.copies_exposed,
         on_host=sums.on_host,

@@ -474,8 +474,8 @@ def build_stage_ranks_table(plan: Plan) -> Table | None:
     for place in plan.pipeline.places:
         for stage, (first, last) in zip(place.stages, place.layers, strict=False):
             layers = format_ranges(range(first, last + 1))
-            gpus = _format_ranges(plan, place.ranks)
-            rows.append([stage, layers, gpus, format_ranges(place.ranks)])
+            ranks = format_ranges(place.ranks)
+            rows.append([stage, layers, _format_ranges(plan, place.ranks), ranks])
     rows.sort(key=lambda row: row[0])
     return Table(
         title="stages and the ranks that have them",
