@@ -107,9 +107,12 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         """Tell the device how many ranks share its machine."""
-        ranks_here = min(self.ranks, self.hardware.ranks_per_node)
         # The class is frozen.
-        object.__setattr__(self, "hardware", replace(self.hardware, ranks_here=ranks_here))
+        object.__setattr__(
+            self,
+            "hardware",
+            replace(self.hardware, ranks_here=min(self.ranks, self.hardware.ranks_per_node)),
+        )
 
 
 @dataclass(frozen=True)

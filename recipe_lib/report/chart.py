@@ -137,9 +137,15 @@ def _draw_axes(chart: Chart) -> list[Element]:
                     text_anchor="middle",
                 )
             )
-        middle = (chart.left + end) / 2
         shapes.append(
-            _make_shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle")
+            _make_shape(
+                "text",
+                "name",
+                chart.x.name,
+                x=(chart.left + end) / 2,
+                y=base + 32,
+                text_anchor="middle",
+            )
         )
     if chart.y is not None:
         for value, text in chart.y.ticks:
@@ -165,8 +171,10 @@ def compute_ticks(low: float, high: float, max_steps: int) -> list[float]:
     gap = next(
         factor * power for factor in (1, 2, 5, 10) if factor * power >= least_gap * (1 - 1e-9)
     )
-    first = math.ceil(low / gap - 1e-9)
-    return [number * gap for number in range(first, math.floor(high / gap + 1e-9) + 1)]
+    return [
+        number * gap
+        for number in range(math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9) + 1)
+    ]
 
 
 def format_short(value: float, digits: int = 3) -> str:
@@ -235,9 +243,11 @@ def draw_line_figure(
     group = max(1, math.ceil(max(len(curve.points) for curve in curves) / _MAX_POINTS))
     for number, curve in enumerate(curves):
         _draw_curve(chart, _find_runs(curve, group), number % COLORS)
-    keys = [(f"k{number % COLORS}", end) for number, end in enumerate(ends)]
     return Figure(
-        render_svg(chart), keys, f"Line: mean of {group} steps." if group > 1 else "", title=title
+        render_svg(chart),
+        keys=[(f"k{number % COLORS}", end) for number, end in enumerate(ends)],
+        note=f"Line: mean of {group} steps." if group > 1 else "",
+        title=title,
     )
 
 

@@ -249,8 +249,10 @@ class Phase:
         show = format_bytes if self.unit == "bytes" else "{:,}".format
         unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
         if self.total:
-            share = min(self.done / self.total, 1)
-            return f": {show(self.done)} of {show(self.total)}{unit}, {share:.0%}"
+            return (
+                f": {show(self.done)} of {show(self.total)}{unit},"
+                f" {min(self.done / self.total, 1):.0%}"
+            )
         return f": {show(self.done)}{unit}" if self.done else ""
 
     def describe_time(self, seconds: float) -> str:

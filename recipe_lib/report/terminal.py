@@ -169,8 +169,12 @@ def put_table(console: Console, table: Table) -> None:
         )
     overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
     for row in table.rows:
-        texts = [escape_invisible(str(row[at])) for at in shown]
-        grid.add_row(*(Text(text, no_wrap=not table.fold, overflow=overflow) for text in texts))
+        grid.add_row(
+            *(
+                Text(escape_invisible(str(row[at])), no_wrap=not table.fold, overflow=overflow)
+                for at in shown
+            )
+        )
     console.print(_indent(grid, 2))
     for note in table.notes:
         put(console, note, indent=2)

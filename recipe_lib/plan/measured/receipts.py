@@ -215,14 +215,14 @@ def quote_line(receipt: Receipt) -> str:
     `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved,
     measured 15.43 GiB (-1.4%); ...`, with the speed where it is known.
     """
-    planned = receipt.planned
-    measured = receipt.measured
     line = (
         f"{receipt.time[:10]}, {receipt.run.card}, {receipt.run.recipe} {receipt.run.config}:"
-        f" planned {format_bytes(planned['reserved'])} reserved, measured"
-        f" {format_bytes(measured['reserved'])} ({receipt.errors['reserved']:+.1%})"
+        f" planned {format_bytes(receipt.planned['reserved'])} reserved, measured"
+        f" {format_bytes(receipt.measured['reserved'])} ({receipt.errors['reserved']:+.1%})"
     )
     if "tokens_per_second" in receipt.errors:
-        rates = [format_count(figures["tokens_per_second"]) for figures in (planned, measured)]
-        line += f"; {rates[0]} tokens/s planned, {rates[1]} measured"
+        line += (
+            f"; {format_count(receipt.planned['tokens_per_second'])} tokens/s planned,"
+            f" {format_count(receipt.measured['tokens_per_second'])} measured"
+        )
     return line

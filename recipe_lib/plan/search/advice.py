@@ -87,12 +87,13 @@ def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> Pl
     if RANKS_KEY in changes:
         settings = replace(settings, ranks=changes[RANKS_KEY], traced_ranks=())
     if LENGTH_KEY in changes:
-        pack = max(1.0, sequence.pack * cfg.max_seq_len / sequence.tokens)
-        settings = replace(settings, sequence=replace(sequence, tokens=cfg.max_seq_len, pack=pack))
-    if PACKING_KEY in changes and sequence.histogram:
-        pack = max(1.0, cfg.max_seq_len / sequence.histogram["p50"])
-        settings = replace(settings, sequence=replace(sequence, tokens=cfg.max_seq_len, pack=pack))
-    return settings
+        pack = sequence.pack * cfg.max_seq_len / sequence.tokens
+    elif PACKING_KEY in changes and sequence.histogram:
+        pack = cfg.max_seq_len / sequence.histogram["p50"]
+    else:
+        return settings
+    sequence = replace(sequence, tokens=cfg.max_seq_len, pack=max(1.0, pack))
+    return replace(settings, sequence=sequence)
 
 
 def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
@@ -137,13 +138,12 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
         )
         if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
             continue
-        texts = [lever.note, *_describe_traffic(lever, estimate, base)]
         row = Advice(
             override=format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} "),
             bytes=gained,
             seconds=seconds if is_timed else None,
             fits=fits,
-            note="; ".join(filter(None, texts)),
+            note="; ".join(filter(None, [lever.note, *_describe_traffic(lever, estimate, base)])),
         )
         by_time = is_faster or (lever.sends and fits)
         ranked.append(((not fits, not by_time, seconds if by_time else gained), row))
@@ -171,11 +171,11 @@ def _is_fitting(plan: Plan, base: Estimate, estimate: Estimate) -> bool:
     """
     peaks = plan.heaviest.peaks
     of_steps = [peak.reserved_expandable for peak in peaks if peak.phase in (FIRST, STEADY)]
-    of_others = [peak.active for peak in peaks if peak.phase not in (FIRST, STEADY)]
+    of_others = [peak for peak in peaks if peak.phase not in (FIRST, STEADY)]
     # Estimates lack what loading and the first step leave, so that only their difference counts.
     planned = max(of_steps, default=0) + estimate.reserved_expandable - base.reserved_expandable
     # Other phases take as much beyond what is alive between steps, which the lever may change.
-    beyond = max([0, *(active - base.held for active in of_others)])
+    beyond = max([0, *(peak.active - base.held for peak in of_others)])
     return max(planned, estimate.held + beyond) <= estimate.usable
 
 
@@ -342,9 +342,13 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
         pipeline_microbatches=None,
         **sizes,
     )
-    alone_settings = replace(settings, ranks=1, traced_ranks=(), phases=())
     with phase("simulating the full model on one device", leaves_line=False):
-        simulated = simulate_rank(recipe_class, alone_cfg, alone_settings, rank=0)
+        simulated = simulate_rank(
+            recipe_class,
+            alone_cfg,
+            settings=replace(settings, ranks=1, traced_ranks=(), phases=()),
+            rank=0,
+        )
     plan.alone = build_rank_plan(0, simulated)
 
 

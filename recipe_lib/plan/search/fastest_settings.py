@@ -218,8 +218,10 @@ def _plan_candidate(
     plan, _ = make_plan(recipe_class, changed_cfg, replace(settings, timed=False))
     rank = plan.heaviest
     changes = find_differing(cfg, candidate.changes)
-    implementation = changes.get("optimizer.implementation")
-    if implementation == "auto" and cfg.optimizer.implementation == "fused":
+    if (
+        changes.get("optimizer.implementation") == "auto"
+        and cfg.optimizer.implementation == "fused"
+    ):
         del changes["optimizer.implementation"]
     return Candidate(
         changes=changes,
@@ -273,8 +275,11 @@ def render_search(result: SearchResult) -> str:
                 optional=("expandable", "step"),
             ),
         )
-    is_several = len(result.fitting) > 1
-    others = "; after the first: the fastest of those that were estimated" if is_several else ""
+    others = (
+        "; after the first: the fastest of those that were estimated"
+        if len(result.fitting) > 1
+        else ""
+    )
     console.print()
     put(
         console,

@@ -144,8 +144,9 @@ class SearchState:
         """Make the whole plans of candidates, all at a time."""
         # All are submitted before the first is waited for.
         submitted = [(candidate, self.submit(candidate)) for candidate in candidates]
-        for candidate, future in submitted:
-            self.plans[make_key(candidate.changes)] = future.result()
+        self.plans |= {
+            make_key(candidate.changes): future.result() for candidate, future in submitted
+        }
 
     def list_confirmed(self) -> list[Candidate]:
         """Return the candidates that fit by their whole plan, fastest first."""

@@ -259,14 +259,12 @@ def compute_pipeline_time(
     traces, timings: of a rank for each place in the pipeline, of one phase. The time line has
     places as its ranks.
     """
-    gaps: dict[int, list[float]] = {}
-    runs: dict[int, list[_Seconds]] = {}
+    parts = [split_actions(traces[place], timing) for place, timing in timings.items()]
+    runs = {place: place_runs for place, (_, place_runs) in zip(timings, parts, strict=True)}
     messages: dict[tuple[int, str], float] = {}
-    for place, timing in timings.items():
-        gaps[place], runs[place] = split_actions(traces[place], timing)
     for trace in traces.values():
         messages |= time_messages(trace, phase, hardware=hardware, calibration=calibration)
-    step = sum(max(waits) for waits in zip(*gaps.values(), strict=True))
+    step = sum(max(waits) for waits in zip(*(gaps for gaps, _ in parts), strict=True))
     trained: Timeline | None = None
     # All places have as many runs; one without a backward trains nothing.
     for index, run in enumerate(next(iter(runs.values()))):

@@ -105,11 +105,10 @@ def schedule(
                 continue
             # Matmuls that are issued one by one: the first starts while the others are issued.
             issued = host - issuing * matmuls / (1 + matmuls) if matmuls else host
-            start = max(issued, streams[op.stream])
+            occupied = _list_links(op, hardware)
+            start = max([issued, streams[op.stream], *(links[link] for link in occupied)])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
-            occupied = _list_links(op, hardware)
-            start = max([start, *(links[link] for link in occupied)])
             end = start + seconds
             timeline.append((number, start, end))
             links.update(dict.fromkeys(occupied, end))

@@ -5,7 +5,7 @@ to the byte. No torch in here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from recipe_lib.plan.plan_schema import Alive, RankPlan
@@ -82,9 +82,12 @@ def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[T
             return
         children = node.children
         if level:  # the root's are the kinds, which all have a line
-            # A branch of less than half of the last digit has none.
-            least = max(node.bytes * smallest, unit[0] / 200 if smallest else 0)
-            children = fold_small(children, smallest=least, most=most)
+            children = fold_small(
+                children,
+                # A branch of less than half of the last digit has none.
+                smallest=max(node.bytes * smallest, unit[0] / 200 if smallest else 0),
+                most=most,
+            )
         parts = share_out(hundredths, [child.bytes for child in children])
         for child, part in zip(children, parts, strict=True):
             grow(child, part, level + 1)
@@ -136,8 +139,7 @@ def _build_node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
     if own_entries and children:
         children.append(_sum_entries("itself", own_entries))
     if join and len(children) == 1:
-        only = children[0]
-        return Node(f"{name}.{only.name}", only.bytes, count=only.count, children=only.children)
+        return replace(children[0], name=f"{name}.{children[0].name}")
     return _sum_entries(name, entries, sorted(children, key=lambda child: -child.bytes))
 
 

@@ -431,8 +431,8 @@ def build_groups_table(plan: Plan) -> Table | None:
             " ".join(texts), _COLUMNS, break_long_words=False, break_on_hyphens=False
         )
         rows += [[f"  {line.replace(_NO_BREAK, ' ')}"] for line in lines]
-    each = plan.ranks_per_node or plan.ranks
-    note = f"n0_g1: machine 0, its GPU 1; rank r is GPU r % {each} of machine r // {each}."
+    per_node = plan.ranks_per_node or plan.ranks
+    note = f"n0_g1: machine 0, its GPU 1; rank r is GPU r % {per_node} of machine r // {per_node}."
     if any(len(dimension.groups) > _MOST_GROUPS for dimension in plan.dimensions):
         note += " --json has all groups."
     return Table(

@@ -139,8 +139,10 @@ def list_run_facts(plan: Plan) -> Facts:
         speeds += f", {device.link} {format_bytes(device.link_bandwidth)}/s"
     card = "" if device.architecture == "cpu" else "none of the known cards has room for this peak"
     if plan.smallest_cards:
-        memory = format_bytes(HARDWARE[plan.smallest_cards[0]].memory)
-        card = f"{' or '.join(plan.smallest_cards)} ({memory}) has room for this peak"
+        card = (
+            f"{' or '.join(plan.smallest_cards)}"
+            f" ({format_bytes(HARDWARE[plan.smallest_cards[0]].memory)}) has room for this peak"
+        )
     fewest = "" if plan.fewest_ranks is None else str(plan.fewest_ranks)
     if plan.tried_ranks:
         fewest = (
