@@ -158,16 +158,7 @@ def make_plan(
         model=str(cfg.model.preset or cfg.model.path),
         ranks=settings.ranks,
         mesh=heaviest_simulated.mesh,
-        device=DeviceFacts(
-            name=hardware.name,
-            memory=hardware.memory,
-            usable=usable,
-            architecture=hardware.architecture,
-            flops=hardware.rate(cfg.dtype),
-            bandwidth=hardware.bandwidth,
-            link=hardware.link.kind,
-            link_bandwidth=hardware.link.bandwidth,
-        ),
+        device=_describe_device(hardware, cfg.dtype, usable=usable),
         sequence={name: getattr(settings.sequence, name) for name in _SEQUENCE_FACTS},
         verdict=verdict,
         margin=usable - heaviest.reserved - more,
@@ -216,12 +207,26 @@ def make_plan(
     return plan, trace
 
 
+def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts:
+    """Return what a plan says of its device. usable: bytes that the allocator may take."""
+    return DeviceFacts(
+        name=hardware.name,
+        memory=hardware.memory,
+        usable=usable,
+        architecture=hardware.architecture,
+        flops=hardware.rate(dtype),
+        bandwidth=hardware.bandwidth,
+        link=hardware.link.kind,
+        link_bandwidth=hardware.link.bandwidth,
+    )
+
+
 def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -> OutsideTorch:
     """Return the memory outside of torch of the rank that has the most: in most communicators."""
     return max(
         (
-            estimate_outside_torch(hardware, list_group_sizes(one.trace))
-            for one in simulated.values()
+            estimate_outside_torch(hardware, list_group_sizes(simulation.trace))
+            for simulation in simulated.values()
         ),
         key=lambda outside: outside.total,
     )
@@ -230,7 +235,7 @@ def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -
 def _build_layers(planned: PlannedRanks) -> list[LayerRow]:
     """Return the rows of the model's modules; in a pipeline each rank has some of them."""
     if planned.step.pipeline:
-        return merge_layer_rows([build_layer_rows(one) for one in planned.simulated.values()])
+        return merge_layer_rows(list(map(build_layer_rows, planned.simulated.values())))
     return build_layer_rows(planned.simulated[planned.heaviest.rank])
 
 

@@ -84,7 +84,7 @@ class Hardware:
     aliases: tuple[str, ...] = ()
     # Ranks that share `link`.
     ranks_per_node: int = 8
-    # The device that the rates are taken from, where only a size of memory was given.
+    # The device that the rates are taken from, where only a size of memory is known; else empty.
     rates_of: str = ""
     # Ranks of the run on one machine.
     ranks_here: int = 1
@@ -109,11 +109,6 @@ class Hardware:
     def host_memory_bandwidth(self) -> float:
         """Return the bytes a second of a rank's optimizer on the CPU, beside those of all ranks."""
         return min(HOST_MEMORY_OF_ONE, HOST_MEMORY / self.ranks_here)
-
-    @property
-    def generic(self) -> bool:
-        """Return True if only a size of memory is known."""
-        return bool(self.rates_of)
 
     def rate(self, dtype: str) -> float:
         """Return dense operations a second in `dtype`; of fp32 for a dtype that is not listed."""

@@ -106,8 +106,8 @@ class _Screen:
     def draw(self) -> None:
         """Draw all rows anew."""
         width = shutil.get_terminal_size((80, 24)).columns - 1
-        made = chain.from_iterable(make_rows(width) for make_rows in self.rows)
-        rows = list(made) if width >= NARROWEST else []
+        all_rows = chain.from_iterable(make_rows(width) for make_rows in self.rows)
+        rows = list(all_rows) if width >= NARROWEST else []
         if not rows:
             self.erase()
             return

@@ -273,7 +273,7 @@ def list_collective_steps(
         for operation in OPERATIONS:
             yield (
                 f"{operation} of {format_bytes(size)}",
-                partial(measure_collective, operation, size, rank, ranks, device),
+                partial(measure_collective, operation, size, rank=rank, ranks=ranks, device=device),
             )
 
 

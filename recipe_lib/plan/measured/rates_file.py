@@ -199,7 +199,7 @@ def _check_device(place: str, device: str, memory: float | None, hardware: Hardw
         pass  # a card that the table lacks: its rates serve for a size of memory only
     # A size is that of cards without error correction; with it they report 6 % less.
     of_its_size = memory is None or 0.9 < hardware.memory / memory < 1.1
-    if name != hardware.name and not (hardware.generic and name != "cpu" and of_its_size):
+    if name != hardware.name and not (hardware.rates_of and name != "cpu" and of_its_size):
         raise ConfigError(
             f"{place} was measured on {quote(device)}, the plan is for {hardware.name}; "
             "leave --device out to plan for what was measured, or leave the file out"

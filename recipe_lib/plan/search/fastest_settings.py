@@ -160,11 +160,11 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
     A group that was tried before goes on where what was the fastest has turned out not to fit.
     """
     cfg = state.cfg
-    fixed = state.fixed
     ranks = state.settings.ranks
     # The least memory of each variant comes first: all lower bounds are taken from it.
     least_sharing = [
-        make_leanest(state, variant | next(list_sharings(cfg, ranks, fixed))) for variant in group
+        make_leanest(state, variant | next(list_sharings(cfg, ranks, state.fixed)))
+        for variant in group
     ]
     run_trials(state, map(yield_one, least_sharing))
     possible_variants = []
@@ -174,13 +174,13 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
             possible_variants.append((variant, changes))
             state.leanest_by_variant[make_variant_key(cfg, changes)] = candidate
     # What each other kind of checkpointing keeps and computes bounds what follows.
-    if possible_variants and CHECKPOINTING_KEY not in fixed:
+    if possible_variants and CHECKPOINTING_KEY not in state.fixed:
         _, changes = possible_variants[0]
         kinds = [changes | set_checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
         run_trials(state, map(yield_one, kinds))
     sharings = [
-        *list_sharings(cfg, ranks, fixed),
-        *list_pipelines(cfg, state.settings, fixed, splits=splits),
+        *list_sharings(cfg, ranks, state.fixed),
+        *list_pipelines(cfg, state.settings, state.fixed, splits=splits),
     ]
     sequences = []
     for (variant, _), sharing in product(possible_variants, sharings):

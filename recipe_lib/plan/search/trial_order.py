@@ -495,8 +495,8 @@ def _list_copies(cfg: Any, data_ranks: int) -> list[int]:
     """
     if cfg.parallel.data_shard != -1:
         return [cfg.parallel.data_replicate]
-    numbers = {1, 2, data_ranks // 8, data_ranks} - {0}
-    return sorted(copies for copies in numbers if data_ranks % copies == 0)
+    candidates = {1, 2, data_ranks // 8, data_ranks} - {0}
+    return sorted(copies for copies in candidates if data_ranks % copies == 0)
 
 
 def list_pipelines(

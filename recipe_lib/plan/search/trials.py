@@ -98,10 +98,10 @@ def estimate_run(
     rank = planned.heaviest
     simulation = planned.simulated[rank.rank]
     trace = simulation.trace
-    held, kept = _list_alive(trace)
+    held_storages, kept_storages = _list_alive(trace)
     activations = sum(
         storage.bytes
-        for storage in kept
+        for storage in kept_storages
         if storage.kind == "activations" and IN_LAYERS in storage.label + storage.module
     )
     # However they are divided into micro-batches, and among the ranks, the operations are the same.
@@ -126,7 +126,7 @@ def estimate_run(
         host=max(plan.host for plan in planned.plans),
         seconds=planned.step.seconds or 0.0,
         tokens=simulation.tokens,
-        held=sum(round_size(storage.bytes) for storage in held),
+        held=sum(round_size(storage.bytes) for storage in held_storages),
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),

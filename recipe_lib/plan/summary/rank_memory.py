@@ -76,16 +76,16 @@ def find_most_by_kind(trace: Trace, phase: str) -> dict[str, int]:
 
     It is empty for a phase that was not traced.
     """
-    held: dict[str, int] = defaultdict(int)
+    live_bytes: dict[str, int] = defaultdict(int)
     most: dict[str, int] = {}
     for _, kind, number, current, *_ in trace.walk():
         if kind == PHASE and current == phase:
-            most |= held
+            most |= live_bytes
         elif kind in (ALLOC, FREE) and trace.storages[number].device:
             storage = trace.storages[number]
-            held[storage.kind] += storage.bytes if kind == ALLOC else -storage.bytes
+            live_bytes[storage.kind] += storage.bytes if kind == ALLOC else -storage.bytes
             if current == phase:
-                most[storage.kind] = max(most.get(storage.kind, 0), held[storage.kind])
+                most[storage.kind] = max(most.get(storage.kind, 0), live_bytes[storage.kind])
     return {kind: size for kind in STORAGE_KINDS if (size := most.get(kind, 0))}
 
 

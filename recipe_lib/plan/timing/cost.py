@@ -357,7 +357,7 @@ def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:
             "not calibrated: of published speeds of such cards, nine in ten were planned within"
             " 25 %"
         )
-    rates = f"rates of {hardware.rates_of}; " if hardware.generic else ""
+    rates = f"rates of {hardware.rates_of}; " if hardware.rates_of else ""
     return (
         f"{rates}not calibrated, no published speed to compare with: tens of percent, good for"
         " ranking only"

@@ -119,8 +119,9 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
 def _split_path(alive: Alive) -> tuple[str, ...]:
     """Return the layer as one name, then what is inside it; outside of layers all as one name."""
     # A parameter's full name says where it belongs.
-    in_module = ".".join(filter(None, (alive.module, alive.label)))
-    name = alive.label if "." in alive.label else in_module
+    name = (
+        alive.label if "." in alive.label else ".".join(filter(None, (alive.module, alive.label)))
+    )
     inside_layer = split_number(name)[2]
     return (name.removesuffix(inside_layer) or "outside of modules", *inside_layer.split(".")[1:])
 

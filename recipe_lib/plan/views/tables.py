@@ -95,10 +95,10 @@ def build_outside_table(plan: Plan) -> Table:
     unit = choose_unit(outside.total)
     total = count_hundredths(outside.total, unit)
     # The parts as printed add up to the sum as printed.
-    numbers = share_out(total, [num_bytes for _, num_bytes, _ in parts])
+    shares = share_out(total, [num_bytes for _, num_bytes, _ in parts])
     rows = [
-        [f"  {name}", format_hundredths(number, unit), f"{option} X replaces it"]
-        for (name, _, option), number in zip(parts, numbers, strict=True)
+        [f"  {name}", format_hundredths(share, unit), f"{option} X replaces it"]
+        for (name, _, option), share in zip(parts, shares, strict=True)
     ]
     return Table(
         title="outside PyTorch's allocator",
