@@ -279,6 +279,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     usable = max(0, plan.device.usable)
     on_axis = usable <= _LIMIT_ABOVE * highest.total
     unit = choose_unit(highest.total)
+    # With a little room above the highest line.
     top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
     last = shown[-1].at
     counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
@@ -457,7 +458,7 @@ def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
         title=title,
         x=x,
         y=top,
-        width=max(width, 0.1),
+        width=max(width, 0.1),  # one without width would not be seen
         height=_ROW - (top - y),
     )
     number = str(span.micro_batch)

@@ -146,7 +146,7 @@ def build_stage_table(plan: Plan) -> Table | None:
     rows = [
         _build_stage_row(plan, place, ranks[place.rank])
         for place in plan.pipeline.places
-        if place.rank in ranks
+        if place.rank in ranks  # --rank may leave places out
     ]
     columns = "rank, layers, parameters, in flight, active, states, activations, other, reserved"
     optional = "parameters, sends, other, computes, reserved, layers, states, activations, idle"
@@ -232,7 +232,7 @@ def _format_shapes(row: LayerRow) -> str:
 def _indent_names(names: list[str]) -> list[str]:
     """Return dotted names; one inside another that stands above it is shortened, and indented."""
     lines: list[str] = []
-    outer: list[str] = []
+    outer: list[str] = []  # the names that the last one lies in, and itself
     for name in names:
         while outer and not name.startswith(f"{outer[-1]}."):
             outer.pop()
@@ -265,7 +265,7 @@ def sum_traffic(rows: Iterable[CommunicationRow]) -> tuple[int, Bytes, Bytes, Se
 
     Seconds are those of one after another.
     """
-    rows = list(rows)
+    rows = list(rows)  # an iterator could be summed once
     return (
         sum(row.count for row in rows),
         Bytes(sum(row.count * row.bytes for row in rows)),
@@ -353,7 +353,7 @@ def build_volume_table(plan: Plan) -> Table | None:
         for scope, volume in scopes:
             if volume is not None and volume.operations:
                 rows.append([name, scope, *_format_volume(volume)])
-                name = ""
+                name = ""  # each dimension is named once
     steps = [dimension.cluster_step for dimension in plan.dimensions]
     if None not in steps:  # every place of a pipeline was planned
         total = sum((volume for volume in steps if volume), Volume())

@@ -137,6 +137,7 @@ def list_run_facts(plan: Plan) -> Facts:
     speeds = f"{format_count(device.flops)} FLOP/s, memory {format_bytes(device.bandwidth)}/s"
     if plan.ranks > 1:
         speeds += f", {device.link} {format_bytes(device.link_bandwidth)}/s"
+    # A plan for a CPU says nothing of cards.
     card = "" if device.architecture == "cpu" else "none of the known cards has room for this peak"
     if plan.smallest_cards:
         card = (
@@ -306,6 +307,7 @@ def _format_pipeline(pipeline: PipelinePlan) -> str:
 def find_bound(plan: Plan) -> str:
     """Return what bounds the time of a step: kernels, collectives, copies, or the host."""
     assert plan.time is not None
+    # They run beside each other, so that the longest is the bound.
     parts = {
         "kernels": plan.time.compute,
         "communication": plan.time.communication,
