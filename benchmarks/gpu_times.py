@@ -26,7 +26,7 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.measured.measure_rates import calibrate
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, read_calibration
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from recipe_lib.plan.timing.stream_schedule import ATTENTION, KINDS, schedule, sum_time_by_kind
 from recipe_lib.plan.tracing.trace_rank import STEADY
 from tests.plan.apart import apart

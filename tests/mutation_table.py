@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="planned_steps_of_one_rank",
-        path="recipe_lib/plan/simulated_world/sequence_lengths.py",
+        path="recipe_lib/plan/simulated_world/planned_data.py",
         old="per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks",
         new="per_step = cfg.batch_size * cfg.gradient_accumulation_steps",
         harm="a run on two ranks is planned with twice its steps, and so its hours",
@@ -340,9 +340,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="scores_of_one_rank",
-        path="recipe_lib/evaluation/results.py",
-        old="for rows in world.gather_json(own) for row in rows)",
-        new="for rows in [own] for row in rows)",
+        path="recipe_lib/evaluation/held_out.py",
+        old="for rows in world.gather_json(own_scores) for row in rows)",
+        new="for rows in [own_scores] for row in rows)",
         harm="several: tune eval on two ranks counts half of the samples",
         tests=(
             "tests/evaluation/test_eval.py",

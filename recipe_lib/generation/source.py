@@ -121,10 +121,15 @@ def load_source(
     storage: how the frozen weights beside an adapter are kept: `none`, `nf4` or `int8`.
     """
     if source.adapter is not None:
-        spec = source.base_spec or source.spec
-        return load_model_with_adapter(source.adapter, spec, source.folder, dtype, device, storage)[
-            0
-        ]
+        model, _ = load_model_with_adapter(
+            source.adapter,
+            spec=source.base_spec or source.spec,
+            base=source.folder,
+            dtype=dtype,
+            device=device,
+            storage=storage,
+        )
+        return model
     model = build_meta(source.spec, dtype)
     allocate(model, device)
     load_weights(model, source.spec, source.folder)

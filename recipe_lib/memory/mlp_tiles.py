@@ -50,8 +50,7 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
             " memory.mlp_tiles"
         )
     for mlp in mlps:
-        forward = cast(MethodType, mlp.forward).__func__
-        chunked = _make_chunked_forward(forward, chunks)
+        chunked = _make_chunked_forward(cast(MethodType, mlp.forward).__func__, chunks)
         mlp.forward = MethodType(chunked, mlp)  # type: ignore[method-assign]
 
 

@@ -33,7 +33,7 @@ from recipe_lib.plan.plan_schema import (
     RankPlan,
 )
 from recipe_lib.plan.simulated_world.compiled_code import NotCompiled
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.summary.communication import (
     build_communication_rows,
@@ -59,7 +59,7 @@ from recipe_lib.plan.summary.step_time import (
 )
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.tracing.pipeline_actions import count_micro_batches_to_trace
+from recipe_lib.plan.tracing.simulated_micro_batches import count_micro_batches_to_trace
 from recipe_lib.plan.tracing.trace import ALLOC, Trace
 from recipe_lib.plan.tracing.trace_deep_model import simulate_deep
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated, simulate

@@ -17,7 +17,7 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured.receipts import append_receipt, read_receipts
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from tests.cli.commands import ROOT, environment
 from tests.plan.made_receipts import left_by_a_run, made_receipt

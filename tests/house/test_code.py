@@ -12,7 +12,7 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 # Writes the one format that PyTorch's memory viewer reads; it may write pickles and read none.
 # What inductor wrote for a graph of ours, as inductor itself would run it.
 RUNS_WRITTEN_CODE = {"recipe_lib/plan/simulated_world/compiled_code.py"}
-WRITES_PICKLES = {"recipe_lib/plan/allocation/snapshot.py"}
+WRITES_PICKLES = {"recipe_lib/plan/allocation/replay.py"}
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 

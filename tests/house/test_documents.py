@@ -14,8 +14,8 @@ from recipe_lib.cli.recipes import read_recipe_name
 from recipe_lib.config import get_registered, load_config
 from recipe_lib.config.paths import list_presets, read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.data.chat_templates import TemplateFields
 from recipe_lib.data.samples import RenamedSample, Sample
-from recipe_lib.data.thinking import TemplateFields
 from recipe_lib.data.unread_names import UnreadNames, collect_texts
 from recipe_lib.methods.distill.config import DistillFinetuneConfig
 from recipe_lib.methods.dpo.config import UNPAIRED, DpoFinetuneConfig

@@ -38,7 +38,7 @@ def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tu
     from recipe_lib.config import load_config
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+    from recipe_lib.plan.simulated_world.planned_data import choose_sequence
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     recipe = find_config_recipe(name)

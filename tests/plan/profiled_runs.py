@@ -14,7 +14,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from recipe_lib.parallel import World, start_world
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from tests.plan.test_real_runs import collectives_let_go, collectives_within
 
 STEPS = 3

@@ -143,8 +143,11 @@ def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactl
             allocator.empty_cache()
     found = replay_events(read_snapshot_events(recorded_by(allocator), cap=cap))
     assert found.first_difference is None
-    assert (found.reserved, found.retries) == (allocator.peak_reserved, allocator.num_alloc_retries)
-    assert (found.allocated, found.active) == (allocator.peak_allocated, allocator.peak_active)
+    assert (found.reserved, found.retries) == (
+        allocator.peaks.reserved,
+        allocator.num_alloc_retries,
+    )
+    assert (found.allocated, found.active) == (allocator.peaks.allocated, allocator.peaks.active)
 
 
 @pytest.mark.parametrize("neighbor", [None, 8 * MIB])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.plan.plan_schema import LayerRow
-from recipe_lib.plan.tracing.activation_owners import give_to_children
-from recipe_lib.plan.tracing.trace import ALLOC, OP, Op, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, OP, Op, Storage, Trace, give_to_children
 from tests.plan.apart import apart, settings
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 

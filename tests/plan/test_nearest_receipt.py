@@ -9,7 +9,7 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured.receipts import ReceiptRun, describe_run, find_nearest, quote_line
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.views.report import render
 from tests.plan.made_receipts import made_receipt, made_run

@@ -14,7 +14,7 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 from recipe_lib.parallel.pipeline.simulation import add_transfers
 from recipe_lib.plan.plan_schema import Plan
-from recipe_lib.plan.tracing.pipeline_actions import (
+from recipe_lib.plan.tracing.simulated_micro_batches import (
     count_pipeline_micro_batches,
     find_stand_ins,
     get_orders,

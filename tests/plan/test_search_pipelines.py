@@ -92,7 +92,7 @@ def tried(
         set_micro_batch,
     )
     from recipe_lib.plan.search.trials import apply_changes, count_data_ranks
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     cfg = load("demo/full", "device=auto", *overrides)
     wanted = PlanSettings(

@@ -32,7 +32,7 @@ from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.summary.module_paths import list_outermost
 from recipe_lib.plan.summary.step_time import find_rank_of_each_place
 from recipe_lib.plan.timing.cost import compute_least_op_seconds, count_wire_bytes
-from recipe_lib.plan.tracing.pipeline_actions import list_peers
+from recipe_lib.plan.tracing.simulated_micro_batches import list_peers
 from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, list_short_steps
 from recipe_lib.report.phases import phase

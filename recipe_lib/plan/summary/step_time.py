@@ -45,7 +45,7 @@ from recipe_lib.plan.timing.stream_schedule import (
     schedule,
     sum_time_by_kind,
 )
-from recipe_lib.plan.tracing.pipeline_actions import find_stand_ins, get_orders
+from recipe_lib.plan.tracing.simulated_micro_batches import find_stand_ins, get_orders
 from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, Simulated
 from recipe_lib.units import format_duration

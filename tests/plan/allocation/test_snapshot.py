@@ -7,8 +7,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
-from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.allocation.snapshot import write_snapshot
+from recipe_lib.plan.allocation.replay import replay, write_snapshot
 from recipe_lib.plan.tracing.trace import ALLOC
 from recipe_lib.units import MIB
 from tests.plan.made_traces import Writer, steps_of_training

@@ -99,7 +99,7 @@ def test_levers_that_the_table_refuses_are_left_out():
     assert (other.batch_size, other.memory.loss_chunks, cfg.batch_size) == (2, 4, 32)
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     offered = {
         format_overrides(lever.changes)
@@ -115,7 +115,7 @@ def test_levers_that_the_table_refuses_are_left_out():
 def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import apply_changes, format_overrides
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
         4, PlannedSequence(100, "")
@@ -141,7 +141,7 @@ def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches(
 def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not() -> None:
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import apply_changes, format_overrides
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
         1, PlannedSequence(100, "")
@@ -172,7 +172,7 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     None
 ):
     from recipe_lib.plan.search.trial_order import list_groups
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
@@ -232,7 +232,7 @@ def mixture_config(folder: Path, *typed: str) -> Any:
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
     """Whichever the config has, the other is tried."""
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
         1, PlannedSequence(100, "")

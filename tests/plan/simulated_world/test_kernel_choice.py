@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.plan.simulated_world.simulated_device import register_device
-from recipe_lib.plan.simulated_world.simulated_ranks import pin_kernels
+from recipe_lib.plan.simulated_world.simulated_device import pin_kernels, register_device
 from tests.plan.apart import apart
 
 # Operators that torch takes apart on a device without a kernel of its own, and that autograd has a

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_streams
-from recipe_lib.plan.streams.code_line import format_line
+from recipe_lib.plan.streams.stream_checker import format_line
 from tests.plan.apart import apart
 from tests.plan.streams.mutations import CASES, check
 from tests.selection import slow_but
