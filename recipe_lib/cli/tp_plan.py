@@ -84,7 +84,7 @@ def run(words: list[str]) -> int:
             f"tune tp-plan: found no package transformers; {format_install_line('transformers')}"
         )
     silence_torchao()
-    from recipe_lib.checkpoint.verify import silence_transformers
+    from recipe_lib.checkpoint.open_exports import silence_transformers
 
     with silence_transformers():
         from recipe_lib.cli.tp_plan_report import (

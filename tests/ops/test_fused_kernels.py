@@ -17,7 +17,7 @@ from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
 from recipe_lib.ops import capped_attention, chunked_heads, fused_kernels, gated, rope
 from recipe_lib.ops.attention import make_attention_info
-from tests.distributed.ranks import in_a_fork
+from tests.distributed.ranks import run_in_fork
 from tests.ops.test_attention import definition
 from tests.ops.test_cross_entropy import linear_cross_entropy
 from tests.ops.test_projected_cross_entropy import projected_cross_entropy
@@ -154,7 +154,7 @@ def test_shapes_of_plans_are_those_of_results(call: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-@in_a_fork
+@run_in_fork
 def test_compiled_they_give_the_same_and_make_nothing_but_their_results() -> None:
     """By inductor for a CPU: other code than a GPU's, with memory for what the same rules do not
     fuse.
@@ -404,7 +404,7 @@ def test_threads_have_the_limit_of_compilations(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@in_a_fork
+@run_in_fork
 def test_the_probe_sees_whether_anything_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
     torch._dynamo.reset()
