@@ -154,10 +154,13 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
 
 def compute_document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
     """Return positions int64 `[b, s]` that start from 0 with each document; 0 in the padding."""
-    positions = torch.zeros(len(lengths), row_length, dtype=torch.int64)
+    positions = torch.arange(row_length).repeat(len(lengths), 1)
     for row, row_lengths in enumerate(lengths):
-        row_positions = torch.cat([torch.arange(0), *map(torch.arange, row_lengths)])
-        positions[row, : row_positions.shape[0]] = row_positions
+        start = 0
+        for length in row_lengths:
+            positions[row, start : start + length] -= start
+            start += length
+        positions[row, start:] = 0
     return positions
 
 
