@@ -372,7 +372,7 @@ def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:
 # these; else _grouped_mm_fallback of ATen/native/GroupedMMUtils.h, by which the host reads the
 # numbers of rows and issues a matmul for each expert.
 _ONE_KERNEL = ("sm90", "sm100")
-_OURS = "tune_recipes::"  # those of `recipe_lib.ops.grouped`, a loop everywhere
+_OURS = "tune_recipes::"  # those of `recipe_lib.ops.mlp`, a loop everywhere
 _FIELDS = 5  # of a grouped matmul's shape; attention has as many
 
 
