@@ -201,22 +201,7 @@ def _build_plan(
         for number, sharded in enumerate(chosen)
     )
     partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
-    pending: list[tuple[int, PendingBoundary]] = []
-    for number, sharded in enumerate(chosen):
-        pending += [(number, boundary) for boundary in sharded.boundaries]
-    for number, sharded in enumerate(chosen):
-        pending += [
-            (number, boundary)
-            for boundary in sharded.replicated_uses
-            if boundary.parameters & mixed
-        ]
-    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
-    for number, argument in sorted(shared.uses):
-        for place, tensor, _ in forward.calls[number].arguments:
-            if place == argument and tensor.parameters & mixed:
-                pending.append(
-                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
-                )
+    pending = _list_pending(forward, chosen, shared.uses, mixed)
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
     used = {
         name
@@ -340,6 +325,32 @@ def _find_partial_parameters(
             if is_parameter and (number, place) not in partial_uses:
                 full |= tensor.parameters
     return partial - full, partial & full
+
+
+def _list_pending(
+    forward: ForwardTrace, chosen: list[ShardedAxis], token_uses: set[Place], mixed: set[str]
+) -> list[tuple[int, PendingBoundary]]:
+    """Return the boundaries of the axes, each with the number of its axis, -1 for none.
+
+    token_uses, mixed: see `_find_partial_parameters`.
+    """
+    pending: list[tuple[int, PendingBoundary]] = []
+    for number, sharded in enumerate(chosen):
+        pending += [(number, boundary) for boundary in sharded.boundaries]
+    for number, sharded in enumerate(chosen):
+        pending += [
+            (number, boundary)
+            for boundary in sharded.replicated_uses
+            if boundary.parameters & mixed
+        ]
+    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
+    for number, argument in sorted(token_uses):
+        for place, tensor, _ in forward.calls[number].arguments:
+            if place == argument and tensor.parameters & mixed:
+                pending.append(
+                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
+                )
+    return pending
 
 
 def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
