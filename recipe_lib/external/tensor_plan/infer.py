@@ -203,12 +203,9 @@ def _build_plan(
     partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
     pending = _list_pending(forward, chosen, shared.uses, mixed)
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
-    used = {
-        name
-        for call in forward.calls
-        for _, tensor, _ in call.arguments
-        for name in tensor.parameters
-    }
+    used: set[str] = set()
+    for call in forward.calls:
+        used = used.union(*(tensor.parameters for _, tensor, _ in call.arguments))
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
     unused = dict.fromkeys(shapes.keys() - used, "the forward does not use it")
     parameters = [
@@ -242,13 +239,7 @@ def _build_plan(
         *_build_boundaries(forward, pending, shared),
         *_build_token_boundaries(forward, shared),
     )
-    # Of each module the last one stays.
-    last_calls = {each.module: each.call for each in sorted(boundaries, key=lambda each: each.call)}
-    legal = tuple(
-        size
-        for size in sizes
-        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
-    )
+    legal = _find_legal_sizes(forward, chosen, divisions, sizes=sizes, boundaries=boundaries)
     replicated_matrices = [
         name
         for name, shape in shapes.items()
@@ -269,6 +260,24 @@ def _build_plan(
         legal_sizes=legal,
         shared_tokens=round(shared.share, 4),
         local_outputs=shared.local,
+    )
+
+
+def _find_legal_sizes(
+    forward: ForwardTrace,
+    chosen: list[ShardedAxis],
+    divisions: dict[Attribute, AttributeDivision],
+    *,
+    sizes: list[int],
+    boundaries: tuple[Boundary, ...],
+) -> tuple[int, ...]:
+    """Return those of the sizes with which the forward goes the same way on a rank."""
+    # Of each module the last one stays.
+    last_calls = {each.module: each.call for each in sorted(boundaries, key=lambda each: each.call)}
+    return tuple(
+        size
+        for size in sizes
+        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
     )
 
 
