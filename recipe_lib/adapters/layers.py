@@ -94,8 +94,9 @@ class AdaptedModule(nn.Module):
     def _add_magnitude(self, width: int) -> None:
         self.lora_magnitude_vector = None
         if self.settings.dora:
-            empty = torch.empty(width, dtype=self.settings.dtype, device="meta")
-            self.lora_magnitude_vector = nn.Parameter(empty)
+            self.lora_magnitude_vector = nn.Parameter(
+                torch.empty(width, dtype=self.settings.dtype, device="meta")
+            )
 
 
 class AdaptedMatrix(AdaptedModule):
@@ -281,9 +282,8 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         width = base.embedding_dim
         with torch.device("meta"):
             lora_a = torch.empty(rank, base.num_embeddings, dtype=settings.dtype)
-            lora_b = torch.empty(width, rank, dtype=settings.dtype)
-        self.lora_embedding_A = nn.Parameter(lora_a)
-        self.lora_embedding_B = nn.Parameter(lora_b)
+            self.lora_embedding_A = nn.Parameter(lora_a)
+            self.lora_embedding_B = nn.Parameter(torch.empty(width, rank, dtype=settings.dtype))
         self._add_magnitude(width)
 
     @torch.no_grad()
@@ -337,9 +337,12 @@ class QuantizedExperts(QuantizedLinear):
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
         """base: what it replaces, on the meta device; its bias is taken over. kind: of KINDS."""
-        rows = base.num_experts * base.out_features
         matrix = nn.Linear(
-            base.in_features, rows, bias=False, device="meta", dtype=base.weight.dtype
+            base.in_features,
+            base.num_experts * base.out_features,
+            bias=False,
+            device="meta",
+            dtype=base.weight.dtype,
         )
         QuantizedLinear.__init__(self, matrix, kind)
         self.num_experts = base.num_experts

@@ -287,8 +287,10 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     if cfg.quantize_base != "none":
         rest = ""
         if _is_worth_naming(coverage.wide, coverage.numbers):
-            share = _describe_share(coverage.wide, coverage.numbers)
-            rest = f", but not {share}, which stay in {_describe_dtype(model)}"
+            rest = (
+                f", but not {_describe_share(coverage.wide, coverage.numbers)}, which stay in"
+                f" {_describe_dtype(model)}"
+            )
         parts.append(f"{coverage.quantized} linears of the layers in {cfg.quantize_base}{rest}")
     return "; ".join(parts)
 

@@ -106,9 +106,9 @@ class QuantizedLinear(nn.Module):
         nn.Module.__init__(self)
         is_possible = kind in KINDS and can_quantize(base.in_features, base.out_features, kind)
         if not is_possible or base.weight.dtype not in nf4.DTYPES:
-            shape = f"{base.out_features} x {base.in_features}"
             raise ValueError(
-                f"a weight of {shape} numbers of type {base.weight.dtype} cannot be kept as {kind}"
+                f"a weight of {base.out_features} x {base.in_features} numbers of type"
+                f" {base.weight.dtype} cannot be kept as {kind}"
             )
         self.in_features = base.in_features
         self.out_features = base.out_features
@@ -374,14 +374,13 @@ def dequantize(
     last = len(codes) * nf4.BLOCK if stop is None else stop * columns
     # Blocks need not begin and end with a row.
     first_block = first // nf4.BLOCK
-    last_block = -(-last // nf4.BLOCK)
     elements = nf4.dequantize(
         codes.view(torch.uint8),
         scales.view(torch.int8),
         factors,
         dtype,
         first=first_block,
-        last=last_block,
+        last=-(-last // nf4.BLOCK),
         place=place,
     ).flatten()
     offset = first_block * nf4.BLOCK

@@ -224,10 +224,11 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
         return SavedWeights(adapter.path, base)
     base_tensors = _list_base_tensors(base)
     saved = _drop_untrained(adapter, base_tensors)
-    can_resize = not isinstance(base, ExternalSpec)
     faults = [
         *_list_name_faults(adapter, base, base_tensors),
-        _find_misfit(adapter, saved, base_tensors=base_tensors, can_resize=can_resize),
+        _find_misfit(
+            adapter, saved, base_tensors=base_tensors, can_resize=not isinstance(base, ExternalSpec)
+        ),
         *_list_missing(adapter, saved, base_tensors),
     ]
     raise_faults(CheckpointError, faults)
@@ -242,8 +243,9 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
             if tensor.rows is not None:
                 token_rows[entry.our_name] = _find_token_rows(adapter, name)
             if tensor.added is not None:
-                module = modules[name.removesuffix(".bias")]
-                scalings[entry.our_name] = config.compute_scaling(module)
+                scalings[entry.our_name] = config.compute_scaling(
+                    modules[name.removesuffix(".bias")]
+                )
     return SavedWeights(
         path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings
     )
@@ -412,10 +414,9 @@ def _list_missing(
         name.removesuffix(".bias") for name, tensor in saved.items() if tensor.added is not None
     }
     if adapter.config.biases and adapter.tensors.keys() - biased:
-        first = min(adapter.tensors.keys() - biased)
         faults.append(
-            f"{adapter.path}: has no {first}.lora_B.bias, lora_bias is true in its config;"
-            f" {_DOWNLOAD}"
+            f"{adapter.path}: has no {min(adapter.tensors.keys() - biased)}.lora_B.bias, lora_bias"
+            f" is true in its config; {_DOWNLOAD}"
         )
     elif biased and not adapter.config.biases:
         faults.append(

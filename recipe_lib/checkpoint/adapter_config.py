@@ -347,8 +347,10 @@ def _find_key_fault(path: Path, key: str, value: Any) -> str | None:
     if any(value is empty or (value == empty and type(value) is type(empty)) for empty in _EMPTY):
         return None
     if key in REFUSED:
-        fault = "expected none: this feature of PEFT is not supported"
-        return f"{path}: {key}: found {_show(value)}, {fault}; {REFUSED[key]}"
+        return (
+            f"{path}: {key}: found {_show(value)}, expected none: this feature of PEFT is not"
+            f" supported; {REFUSED[key]}"
+        )
     return (
         f"{path}: {key}: found {_show(value)}, expected no such key: what it changes is not known;"
         f" {_UNKNOWN}"

@@ -123,11 +123,10 @@ def read_adapter(folder: Path) -> AdapterFile:
     config = read_adapter_config(folder)
     path = folder / TENSOR_FILE
     if not path.is_file():
-        pickled = folder / "adapter_model.bin"
         raise CheckpointError(
             f"{folder}: has adapter_model.bin but no {TENSOR_FILE}; pickled weights can run code"
             " and are not read: save the adapter with safe_serialization=True"
-            if pickled.is_file()
+            if (folder / "adapter_model.bin").is_file()
             else f"{folder}: has no {TENSOR_FILE}; export or download the adapter again"
         )
     header = read_header(path)
@@ -298,9 +297,9 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
         expected[BASE_WEIGHT] = (module.rows, module.columns)
     unknown_suffixes = tensors.keys() - expected.keys()
     if unknown_suffixes:
-        name = f"{module.name}.{min(unknown_suffixes)}"
         return (
-            f"{adapter.path}: {name} is no tensor of this kind of module; export the adapter again"
+            f"{adapter.path}: {module.name}.{min(unknown_suffixes)} is no tensor of this kind of"
+            " module; export the adapter again"
         )
     for suffix, expected_shape in expected.items():
         shape = tensors[suffix][1].shape

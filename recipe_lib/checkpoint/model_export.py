@@ -468,8 +468,10 @@ def list_model_files(
     file_names: dict[str, str] = {}
     for file_name, shard in shards.items():
         file_names |= {tensor.name: file_name for tensor in shard}
-    index = {"metadata": {"total_size": total_size}, "weight_map": file_names}
-    return {INDEX: index, "config.json": config}
+    return {
+        INDEX: {"metadata": {"total_size": total_size}, "weight_map": file_names},
+        "config.json": config,
+    }
 
 
 def export_config(

@@ -94,10 +94,10 @@ def find_exported_folder(folder: Path) -> Path:
     if written:
         # A model that was merged from the adapter is newer, unless the run was resumed since.
         return max(written, key=lambda path: path.stat().st_mtime_ns).parent
-    remedy = "write one from its states with `tune export` (--hf, or --adapter)"
     if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
         raise CheckpointError(
-            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; {remedy}"
+            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; write one"
+            " from its states with `tune export` (--hf, or --adapter)"
         )
     if (folder / _MANIFEST).is_file():
         raise CheckpointError(

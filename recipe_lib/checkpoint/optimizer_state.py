@@ -155,10 +155,9 @@ def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     ]
     states: dict[str, dict[str, Any]] = {}
     for parameter, name in names.items():
-        values = optimizer.state.get(parameter, {})
         plain = {
             key: _convert_to_json(value)
-            for key, value in values.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
             if not isinstance(value, torch.Tensor)
         }
         if plain:

@@ -314,7 +314,9 @@ def compute_base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     entries = [entry for entry in build_weight_map(spec, tensors) if entry.our_name != SCORE]
     with Reader(tensors) as reader:
         for entry in sorted(entries, key=lambda entry: entry.our_name):
-            digest.update(_format_sample(entry.our_name, _read_middle(reader, entry)))
+            sample = _read_middle(reader, entry).flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
+            digest.update(f"{entry.our_name} ".encode())
+            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -335,12 +337,6 @@ def _read_middle(reader: Reader, entry: WeightEntry) -> torch.Tensor:
         return source[rows]
     # Of stacked experts `[E, o, i]` one row of the middle expert.
     return source[(rows, *(slice(0, 1) for _ in shape[2:]))]
-
-
-def _format_sample(name: str, rows: torch.Tensor) -> bytes:
-    """Return a parameter's name and the first numbers of some of its rows, as bf16 bytes."""
-    sample = rows.flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
-    return f"{name} ".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: Path) -> None:

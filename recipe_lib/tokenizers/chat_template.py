@@ -240,8 +240,9 @@ def match_apart(
     A pattern of a stranger's file may take for ever to match. seconds: that it may take. Raises
     Stopped.
     """
-    request = {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
-    answer: list[int | None] | str = _process.ask(request)
+    answer: list[int | None] | str = _process.ask(
+        {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
+    )
     return answer
 
 

@@ -132,9 +132,9 @@ class SentencePieceVocabulary(Vocabulary):
             self.model = SentencePieceProcessor(model_proto=model)  # as the file has it
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
-            message = get_first_line(error, 160)
             raise DataError(
-                f"{path}: found no sentencepiece model ({message}); copy the file again"
+                f"{path}: found no sentencepiece model ({get_first_line(error, 160)}); copy the"
+                " file again"
             ) from None
         self.size = len(self.model)
         # The library says -1 for none.

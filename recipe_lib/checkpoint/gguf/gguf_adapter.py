@@ -90,8 +90,7 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
     where: the model's folder, named in errors. Raises CheckpointError if llama.cpp has no such
     architecture, or would compute something else.
     """
-    is_known = not isinstance(spec, ExternalSpec) and spec.family in ARCHITECTURES
-    if isinstance(spec, ExternalSpec) or not is_known or spec.mixture is not None:
+    if isinstance(spec, ExternalSpec) or spec.family not in ARCHITECTURES or spec.mixture:
         raise CheckpointError(
             f"{where}: model_type {spec.family!r} is not written as GGUF; expected one of"
             f" {', '.join(ARCHITECTURES)}; export it with --hf or --merge, and use llama.cpp's own"

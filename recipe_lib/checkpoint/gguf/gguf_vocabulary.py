@@ -161,8 +161,12 @@ def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: 
 
 def _make_empty(model: str, pre: str, size: int) -> GgufVocabulary:
     """Return a vocabulary of unused ids, under names that no text has, to be filled."""
-    tokens = [f"[PAD{at}]".encode() for at in range(size)]
-    return GgufVocabulary(model, pre, tokens=tokens, kinds=[PieceKind.UNUSED] * size)
+    return GgufVocabulary(
+        model,
+        pre,
+        tokens=[f"[PAD{at}]".encode() for at in range(size)],
+        kinds=[PieceKind.UNUSED] * size,
+    )
 
 
 def _convert_sentencepiece(
