@@ -33,8 +33,6 @@ _PIECE_BLOCKS = 2**17  # blocks dequantized at a time: indices of 16 MiB
 # For each type the integer that is as wide as two of its elements
 _PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
 DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept in fp32
-_TORCHAO_HOME = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
-_OLDER_HOME = "torchao.dtypes.nf4tensor"
 
 # False in a simulation, where tensors have sizes alone.
 _has_values: ContextVar[bool] = ContextVar("has_values", default=True)
@@ -237,6 +235,7 @@ def _import_nf4_tensor() -> Any:
     """Import torchao's class of NF4 tensors, which moved from one version to the next."""
     silence_torchao()
     try:
-        return importlib.import_module(_TORCHAO_HOME).NF4Tensor
-    except ModuleNotFoundError:
-        return importlib.import_module(_OLDER_HOME).NF4Tensor
+        module = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    except ModuleNotFoundError:  # where older versions have it
+        module = importlib.import_module("torchao.dtypes.nf4tensor")
+    return module.NF4Tensor

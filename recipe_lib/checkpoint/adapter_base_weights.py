@@ -29,10 +29,9 @@ from recipe_lib.adapters.peft_names import (
 from recipe_lib.checkpoint.safetensors_files import TensorEntry, have_same_numbers
 from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import find_stored_weights
-from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.models.weight_names import (
     WeightEntry,
     build_weight_map,

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, list_spellings
-from recipe_lib.checkpoint.safetensors_files import Header
-from recipe_lib.checkpoint.tensor_matching import list_extra_names
+from recipe_lib.checkpoint.safetensors_files import Header, list_extra_names
 from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults

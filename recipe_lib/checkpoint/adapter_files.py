@@ -48,8 +48,7 @@ from recipe_lib.checkpoint.adapter_config import (
     list_saved_names,
     read_adapter_config,
 )
-from recipe_lib.checkpoint.safetensors_files import Header, read_header
-from recipe_lib.checkpoint.tensor_matching import READABLE_TYPES
+from recipe_lib.checkpoint.safetensors_files import READABLE_TYPES, Header, read_header
 from recipe_lib.checkpoint.weight_loading import (
     check_copies,
     check_finite,
@@ -57,8 +56,7 @@ from recipe_lib.checkpoint.weight_loading import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.families import has_score_head
-from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.reading import parse_json
 from recipe_lib.units import name_first
 
@@ -70,7 +68,6 @@ BASE_STORAGE = "tune_base_storage"  # the value of lora.quantize_base
 BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not our own decoder
 SCORE_KEYS = "tune_score_head"  # keys of config.json that belong to a score head, as JSON
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
-_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -221,7 +218,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     known_modules = build_file_modules(saved.spec)
     unknown_names = adapter.tensors.keys() - known_modules.keys()
     faults: list[str | None] = []
-    single_experts = sorted(name for name in unknown_names if _SINGLE_EXPERT.search(name))
+    single_experts = sorted(name for name in unknown_names if re.search(r"\.experts\.\d+\.", name))
     modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
     has_experts = getattr(spec, "mixture", None) is not None or any(
         name.endswith(".experts") for name in modules
@@ -488,10 +485,6 @@ def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> 
     return None
 
 
-_ALL_LINEAR = "all-linear"  # PEFT's word for every linear but the head
-_NO_LINEARS = ("embed_tokens", "lm_head")
-
-
 def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, str] | None:
     """Return the first module whose adapter PEFT leaves out, and the key by which it does.
 
@@ -526,8 +519,9 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
 def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
     """Return for each name whether a key that takes ends of names or a pattern names it."""
     value: Any = config.selection.get(key)
-    if key == "target_modules" and isinstance(value, str) and value.lower() == _ALL_LINEAR:
-        return [not name.endswith(_NO_LINEARS) for name in names]
+    # PEFT's word for every linear but the head.
+    if key == "target_modules" and isinstance(value, str) and value.lower() == "all-linear":
+        return [not name.endswith(("embed_tokens", "lm_head")) for name in names]
     if isinstance(value, str) and value:
         try:
             matches = find_first_matches((value,), tuple(names), whole=True)

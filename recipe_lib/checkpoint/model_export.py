@@ -32,11 +32,12 @@ from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.safetensors_files import (
     DTYPE_NAMES,
     DTYPES,
+    EXTRA,
     PlannedTensor,
     write_tensor_file,
 )
 from recipe_lib.checkpoint.side_files import CARD, copy_tokenizer, list_tokenizer_files
-from recipe_lib.checkpoint.tensor_matching import EXTRA, compute_file_shapes
+from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.config_spelling import spell_native
@@ -44,11 +45,10 @@ from recipe_lib.models.families import (
     FAMILIES,
     get_score_architecture,
     get_text_config,
-    has_score_head,
 )
 from recipe_lib.models.language_model import get_runs, restore_file_order
 from recipe_lib.models.meta_init import list_persistent_buffers
-from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.models.weight_names import build_weight_map, build_written_layout
 from recipe_lib.ops.dtensor_shards import gather_full
 from recipe_lib.units import MIB, name_first

@@ -6,14 +6,13 @@ command line lists them without loading torch.
 """
 
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.spec import describe_other_weights, list_weight_files
+from recipe_lib.models.spec import describe_other_weights
 from recipe_lib.reading import read_json, suggest_remedy
 from recipe_lib.units import MIB
 
@@ -58,11 +57,6 @@ def find_weights(folder: Path) -> dict[str, str]:
                 " download`"
             )
     return index
-
-
-def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
-    """Return the names of the folder's files with weights, of any format, but for those `read`."""
-    return [name for name in list_weight_files(folder) if name not in read]
 
 
 def _read_index(path: Path) -> dict[str, str]:

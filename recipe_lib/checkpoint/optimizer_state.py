@@ -325,10 +325,8 @@ def restore_settings(
             current = group[key]
             if isinstance(current, torch.Tensor):
                 current.fill_(value)
-            elif isinstance(current, tuple):  # betas, of which JSON has made a list
-                group[key] = tuple(value)
-            else:
-                group[key] = value
+            else:  # of a tuple, as betas are, JSON has made a list
+                group[key] = tuple(value) if isinstance(current, tuple) else value
     parameters = {
         name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
     }

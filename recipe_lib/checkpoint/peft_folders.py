@@ -75,7 +75,6 @@ from recipe_lib.checkpoint.weight_loading import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import (
     LanguageModel,
     get_runs,
@@ -87,7 +86,7 @@ from recipe_lib.models.meta_init import (
     find_fully_saved_tensors,
     find_stored_weights,
 )
-from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, has_score_head
 
 
 @torch.no_grad()

@@ -27,8 +27,7 @@ from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import JSON_LIMIT, find_object, open_regular, read_object, suggest_remedy
 from recipe_lib.redaction import redact
-from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.tokenizer import read_json, read_template
+from recipe_lib.tokenizers.tokenizer import Tokenizer, load_tokenizer, read_json, read_template
 from recipe_lib.tokenizers.vocabulary import AddedToken, SentencePieceVocabulary
 from recipe_lib.units import format_bytes
 

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import torch
 
-from recipe_lib.checkpoint.model_folders import INDEX, SINGLE, find_weights, list_unread_weights
+from recipe_lib.checkpoint.model_folders import INDEX, SINGLE, find_weights
 from recipe_lib.checkpoint.safetensors_files import (
-    DTYPE_NAMES,
+    READABLE_TYPES,
     FileTensor,
-    Header,
     Reader,
     have_same_numbers,
+    list_extra_names,
     read_header,
 )
 from recipe_lib.config.suggest import show
@@ -27,7 +27,7 @@ from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
 from recipe_lib.models.families import count_head_labels
-from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec, list_weight_files
 from recipe_lib.models.weight_names import (
     WeightEntry,
     build_weight_map,
@@ -38,11 +38,6 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import format_bytes, name_first, pluralize
 
-# Key of a file's metadata: the names of those of its tensors that a recipe added to the model.
-EXTRA = "tune_extra_parameters"
-READABLE_TYPES = {
-    DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}
 _WRAPPER = (
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
     r"|^(module|base_model\.model)\."
@@ -107,11 +102,6 @@ def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool
         return False
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
         return have_same_numbers(first_file.slice(name), second_file.slice(name))
-
-
-def list_extra_names(header: Header) -> set[str]:
-    """Return the tensors of a file that its metadata names as extra parameters."""
-    return set(header.metadata.get(EXTRA, "").split())
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -246,7 +236,8 @@ def log_left_out(
         size = sum(tensors[name].entry.end - tensors[name].entry.start for name in names)
         named = f"{_shorten(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
         get_logger().info("%s: left out: %s: %s", what, named, reason)
-    unread = list_unread_weights(folder, {tensor.file.name for tensor in tensors.values()})
+    read_names = {tensor.file.name for tensor in tensors.values()}
+    unread = [name for name in list_weight_files(folder) if name not in read_names]
     if unread:
         get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
     missing_buffers = sorted(get_buffer_names(spec) - {entry.our_name for entry in entries})

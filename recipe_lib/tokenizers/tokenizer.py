@@ -21,9 +21,8 @@ from recipe_lib.config.local_files import (
     find_tokenizer,
 )
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers import template_process
 from recipe_lib.tokenizers.chat_template import ChatTemplate, TurnEnd, find_turn_end
-from recipe_lib.tokenizers.template_process import RenderRequest
+from recipe_lib.tokenizers.template_process import DATE, RenderRequest
 from recipe_lib.tokenizers.vocabulary import (
     AddedToken,
     JsonVocabulary,
@@ -147,9 +146,7 @@ class Tokenizer:
         text stays as it is.
         """
         source = self.chat_template
-        return source and _TODAY.sub(
-            lambda match: f'"{template_process.DATE.strftime(match[2])}"', source
-        )
+        return source and _TODAY.sub(lambda match: f'"{DATE.strftime(match[2])}"', source)
 
     @property
     def chat_template_place(self) -> str:

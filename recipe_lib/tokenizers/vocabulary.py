@@ -179,9 +179,8 @@ class SentencePieceVocabulary(Vocabulary):
         piece = self.model.id_to_piece(token)
         if self.model.is_byte(token):
             return bytes([int(piece[3:5], 16)])
-        if self.model.is_unknown(token):
-            return " ⁇ ".encode()
-        return piece.replace("▁", " ").encode()
+        text = " ⁇ " if self.model.is_unknown(token) else piece.replace("▁", " ")
+        return text.encode()
 
 
 class TiktokenVocabulary(Vocabulary):

@@ -473,7 +473,7 @@ def write_gguf_adapter(
         "general.name": name,
         "adapter.type": "lora",
         "adapter.lora.alpha": float(alpha),
-        "general.file_type": {"f32": 0, "f16": 1, "bf16": 32}[kind],
+        "general.file_type": _FILE_TYPES[kind],
     }
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)

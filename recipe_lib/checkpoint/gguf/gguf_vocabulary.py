@@ -19,8 +19,7 @@ from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import CheckpointError, DataError
-from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.tokenizer import read_json
+from recipe_lib.tokenizers.tokenizer import Tokenizer, load_tokenizer, read_json
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
 
 _PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}  # by which llama.cpp knows Phi 3's vocabulary
