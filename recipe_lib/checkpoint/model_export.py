@@ -257,8 +257,10 @@ def plan_shards(
         # The family's files have other tensors than our model has parameters.
         shapes = dict(layout.shapes)
         dtypes = {name: parameters[our_name].dtype for name, our_name in layout.renamed.items()}
-        for name, conversion in layout.made.items():
-            dtypes[name] = parameters[conversion.names()[0]].dtype
+        dtypes |= {
+            name: parameters[conversion.names()[0]].dtype
+            for name, conversion in layout.made.items()
+        }
     shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []

@@ -183,7 +183,6 @@ def _fill_module(
             adapter, module, name=part.module, rank=rank, ratio=ratio, target=target, model=model
         )
         return
-    start = part.start
 
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
@@ -203,14 +202,14 @@ def _fill_module(
         source = file.get_slice(entries[suffixes[1]][0])
         for local, (row, _) in get_local_parts(suffixes[1]):
             local.zero_()
-            rows = source[start + row : start + row + len(local)][:, first : first + rank]
+            rows = source[part.start + row : part.start + row + len(local)][:, first : first + rank]
             # Multiplied only where needed: an adapter is loaded to the bit where it can be.
             local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
             source = file.get_slice(entries[MAGNITUDE][0])
             for local, (row,) in get_local_parts(MAGNITUDE):
-                local.copy_(source[start + row : start + row + len(local)])
+                local.copy_(source[part.start + row : part.start + row + len(local)])
 
 
 def _fill_experts(

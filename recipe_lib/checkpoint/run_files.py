@@ -217,9 +217,8 @@ def read_record(root: Path) -> OutputRecord | None:
         fields = read_object(path, _MAX_RECORD_BYTES)
         fields.setdefault("records", {})  # of a run of an earlier version
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
-        names = [*record.folders, *record.earlier, *record.kept]
-        for listing in (*itertools.chain.from_iterable(record.folders.values()), record.records):
-            names += listing
+        listings = [*itertools.chain.from_iterable(record.folders.values()), record.records]
+        names = [*record.folders, *record.earlier, *record.kept, *itertools.chain(*listings)]
         are_texts = all(isinstance(text, str) for text in (*names, *record.trackers))
         # No name may lead out of the folder: what is listed may be removed.
         if are_texts and all(map(files.is_plain_name, names)):

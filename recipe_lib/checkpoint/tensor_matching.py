@@ -8,6 +8,7 @@ that none of them is dropped without a word.
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,12 +131,10 @@ def match_tensors(
     plain_entries = [entry for entry in entries if entry.made is None and entry.view is None]
     expected = compute_file_shapes(plain_entries, shapes)
     # Of tensors that are no plain weights (codes, scales), the types that they may have.
-    readable: dict[str, Collection[str]] = {}
-    for entry in entries:
-        if entry.view is not None:
-            for name, form in entry.view.tensors().items():
-                expected[name] = form.shape
-                readable[name] = form.dtypes
+    views = [entry.view for entry in entries if entry.view is not None]
+    forms = dict(chain.from_iterable(view.tensors().items() for view in views))
+    expected |= {name: form.shape for name, form in forms.items()}
+    readable: dict[str, Collection[str]] = {name: form.dtypes for name, form in forms.items()}
     conversion_inputs = set[str]().union(
         *(entry.made.names() for entry in entries if entry.made is not None)
     )

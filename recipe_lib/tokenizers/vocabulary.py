@@ -301,10 +301,9 @@ class JsonVocabulary(Vocabulary):
         fields: of the file. keep_always: only without a space that is put once, at the start.
         """
         parts = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
-        changed = fields | copy.deepcopy(parts)
-        if not _drop_prefix(changed, keep_always):
-            return self._first
-        return _build_tokenizer(json.dumps(changed))
+        changed = copy.deepcopy(parts)
+        _drop_prefix(changed, keep_always)
+        return self._first if changed == parts else _build_tokenizer(json.dumps(fields | changed))
 
 
 def _build_tokenizer(text: str) -> Any:
@@ -316,12 +315,11 @@ def _build_tokenizer(text: str) -> Any:
     return built
 
 
-def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> bool:
-    """Take the leading space out of a tokenizer.json's fields, in place; return True if it had one.
+def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> None:
+    """Take the leading space out of a tokenizer.json's fields, in place.
 
     keep_always: leave a space that is put before every piece of text.
     """
-    is_changed = False
     for section, kind in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         outer = fields.get(section) or {}
         is_sequence = outer.get("type") == "Sequence"
@@ -336,14 +334,10 @@ def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> bool:
                 parts.remove(part)
             elif is_prepend:
                 fields[section] = None
-            elif part.get("prepend_scheme") == "never":
-                continue
             elif "prepend_scheme" in part:
                 part["prepend_scheme"] = "never"
             else:
                 part["add_prefix_space"] = False
-            is_changed = True
-    return is_changed
 
 
 def _drops_first_space(decoder: dict[str, Any]) -> bool:

@@ -359,11 +359,12 @@ def list_model_tensors(
         for entry in build_weight_map(spec, list(tensors))
     }
     gguf_names = find_gguf_names(architecture.name, spec.num_layers, list(file_names))
-    readers: dict[str, Callable[[], Tensor]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, factors in architecture.rope_tables.items():
-        readers[name] = partial(torch.tensor, factors, dtype=torch.float32)
-        shapes[name] = (len(factors),)
+    tables = architecture.rope_tables
+    readers: dict[str, Callable[[], Tensor]] = {
+        name: partial(torch.tensor, factors, dtype=torch.float32)
+        for name, factors in tables.items()
+    }
+    shapes: dict[str, tuple[int, ...]] = {name: (len(factors),) for name, factors in tables.items()}
     for usual_name, file_name in file_names.items():
         name = gguf_names[usual_name]
         tensor = tensors[file_name]

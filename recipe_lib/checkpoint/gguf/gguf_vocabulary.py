@@ -121,11 +121,9 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
 
 def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
     """Set the added tokens, the ids of those with a role, and the chat template."""
-    num_left_out = 0
-    for token in tokenizer.added_tokens:
-        if token.id >= size:
-            num_left_out += 1
-            continue
+    tokens = [token for token in tokenizer.added_tokens if token.id < size]
+    num_left_out = len(tokenizer.added_tokens) - len(tokens)
+    for token in tokens:
         if vocabulary.kinds[token.id] == PieceKind.UNKNOWN:
             continue  # llama.cpp looks for it by its kind
         text = token.content
