@@ -48,12 +48,12 @@ from recipe_lib.checkpoint.adapter_config import (
     list_saved_names,
     read_adapter_config,
 )
-from recipe_lib.checkpoint.safetensors_files import READABLE_TYPES, Header, read_header
-from recipe_lib.checkpoint.weight_loading import (
+from recipe_lib.checkpoint.huggingface import (
     check_copies,
     check_finite,
     compute_base_fingerprint,
 )
+from recipe_lib.checkpoint.safetensors_files import READABLE_TYPES, Header, read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec, has_score_head

@@ -35,6 +35,7 @@ from recipe_lib.checkpoint.adapter_files import (
     read_adapter,
     read_score_keys,
 )
+from recipe_lib.checkpoint.huggingface import load_weights, make_unknown_extras_error
 from recipe_lib.checkpoint.model_export import (
     SideFiles,
     export_config,
@@ -53,7 +54,6 @@ from recipe_lib.checkpoint.safetensors_files import (
     Reader,
 )
 from recipe_lib.checkpoint.tensor_matching import check_weights, log_left_out, read_headers
-from recipe_lib.checkpoint.weight_loading import load_weights, make_unknown_extras_error
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_trained_spec
 from recipe_lib.models.families import build_scored_spec

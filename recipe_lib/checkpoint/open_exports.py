@@ -44,12 +44,12 @@ from recipe_lib.checkpoint.adapter_files import (
     find_usual_scaling,
     read_adapter,
 )
+from recipe_lib.checkpoint.huggingface import load_weights, make_unknown_extras_error
 from recipe_lib.checkpoint.model_export import SideFiles, spell_config, stage_folder
 from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.side_files import CARD, GENERATION, list_tokenizer_files
 from recipe_lib.checkpoint.tensor_matching import read_headers
-from recipe_lib.checkpoint.weight_loading import load_weights, make_unknown_extras_error
 from recipe_lib.config.local_files import format_install_line, has_package
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, SetupError, StorageError, get_first_line

@@ -51,6 +51,11 @@ from recipe_lib.checkpoint.adapter_files import (
     is_stacked,
     read_adapter,
 )
+from recipe_lib.checkpoint.huggingface import (
+    compute_base_fingerprint,
+    find_extras_to_read,
+    read_part,
+)
 from recipe_lib.checkpoint.model_export import (
     SideFiles,
     describe_extra_fault,
@@ -68,11 +73,6 @@ from recipe_lib.checkpoint.rank_groups import (
     write_gathered,
 )
 from recipe_lib.checkpoint.safetensors_files import FileTensor, PlannedTensor
-from recipe_lib.checkpoint.weight_loading import (
-    compute_base_fingerprint,
-    find_extras_to_read,
-    read_part,
-)
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.language_model import (
