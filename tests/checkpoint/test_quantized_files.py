@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recipe_lib.adapters import add_adapters
+from recipe_lib.checkpoint import huggingface
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.checkpoint.safetensors_files import Reader
 from recipe_lib.checkpoint.tensor_matching import check_weights
