@@ -163,8 +163,9 @@ def load_plugin(path: str | Path) -> None:
     except (Exception, SystemExit) as error:
         # SystemExit too: an exit code of a plugin's own would be taken for one of ours.
         del sys.modules[name]
-        place = f"{shown}:{_find_line(error, file)}"
-        raise ConfigError(f"{place}: raised {type(error).__name__}: {show(str(error))}") from error
+        raise ConfigError(
+            f"{shown}:{_find_line(error, file)}: raised {type(error).__name__}: {show(str(error))}"
+        ) from error
     _loaded.add(file)
 
 

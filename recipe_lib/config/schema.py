@@ -594,9 +594,8 @@ class LoraConfig:
     def targets(self) -> list[str]:
         """Return the short names of a native model's targets, `all-linear` taken apart."""
         single_targets = [name for name in self.target_modules if name != "all-linear"]
-        if "all-linear" in self.target_modules:
-            return [*LINEARS, *single_targets]
-        return single_targets
+        has_all = "all-linear" in self.target_modules
+        return [*LINEARS, *single_targets] if has_all else single_targets
 
 
 @dataclass
@@ -613,7 +612,7 @@ class LoraFinetuneConfig(FullFinetuneConfig):
     @property
     def trained_adapters(self) -> LoraConfig | None:
         """Return the section `lora`; None if a key of the recipe says to train every parameter."""
-        for name, value in self.adapters_instead.items():
-            if attrgetter(name)(self) != value:
-                return None
-        return self.lora
+        trains_adapters = all(
+            attrgetter(name)(self) == value for name, value in self.adapters_instead.items()
+        )
+        return self.lora if trains_adapters else None

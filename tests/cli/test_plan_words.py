@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli import local_gpus, plan_request, torchrun_flags
+from recipe_lib.cli import launch, local_gpus, plan_request
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
@@ -59,22 +59,22 @@ def test_a_command_line_of_tune_run_is_one_of_tune_plan(flags: list[str]):
         (["--nproc_per_node", "2", "--nnodes", "3:5"], (2, 3)),
         (["--nproc_per_node", "gpu"], (2, 1)),
         (["--nproc_per_node", "auto"], (2, 1)),
-        (["--nproc_per_node", "cpu"], (torchrun_flags.count_cores(), 1)),
+        (["--nproc_per_node", "cpu"], (launch.count_cores(), 1)),
     ],
 )
 def test_ranks(flags: list[str], ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrun_flags, "list_local_gpus", lambda: [("NVIDIA L4", 2**34)] * 2)
-    assert torchrun_flags.count_ranks_and_machines(flags) == ranks
+    monkeypatch.setattr(launch, "list_local_gpus", lambda: [("NVIDIA L4", 2**34)] * 2)
+    assert launch.count_ranks_and_machines(flags) == ranks
 
 
 def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrun_flags, "list_local_gpus", list)
+    monkeypatch.setattr(launch, "list_local_gpus", list)
     with pytest.raises(
         ConfigError, match=r"--nproc_per_node gpu: this machine has none; give a number"
     ):
-        torchrun_flags.count_ranks_and_machines(["--nproc_per_node", "gpu"])
-    assert torchrun_flags.count_ranks_and_machines(["--nproc_per_node", "auto"]) == (
-        torchrun_flags.count_cores(),
+        launch.count_ranks_and_machines(["--nproc_per_node", "gpu"])
+    assert launch.count_ranks_and_machines(["--nproc_per_node", "auto"]) == (
+        launch.count_cores(),
         1,
     )
 

@@ -15,7 +15,7 @@ import yaml
 from benchmarks.imported_configs import count_table, key_table, outcomes, table, torchtune_configs
 from recipe_lib.cli.main import main
 from recipe_lib.config import load_config
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
 from recipe_lib.errors import ConfigError

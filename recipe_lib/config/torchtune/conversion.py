@@ -10,18 +10,18 @@ from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.convert_values import read_untyped
-from recipe_lib.config.interpolation import (
+from recipe_lib.config.convert_values import (
     IN_A_CIRCLE,
     InterpolationError,
     NamedValues,
     list_names,
     order_keys,
+    read_untyped,
 )
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, raise_faults
 from recipe_lib.reading import read_text
 
 
@@ -71,16 +71,18 @@ def read_torchtune_file(path: str) -> TorchtuneFile:
         raise ConfigError(f"{show(path)}: no such file; expected a config of torchtune's")
     shown = quote(path)[1:-1]
     document = read_file(file, shown)
-    if document.faults:
-        raise ConfigError(*(f"{shown}:{line}: {fault}" for line, fault in document.faults))
+    raise_faults(ConfigError, (f"{shown}:{line}: {fault}" for line, fault in document.faults))
     if document.top.kind != "mapping":
         raise ConfigError(f"{shown}: expected keys with values")
     lines = [line.lstrip(" \t") for line in read_text(file, MAX_BYTES).splitlines()]
-    comments = [line[1:].strip() for line in lines if line.startswith("#")]
-    theirs = TorchtuneFile(path=file, shown=shown, values={}, lines={}, comments=comments)
-    for key, value, line in _list_values("", document.top):
-        theirs.values[key] = value
-        theirs.lines[key] = line
+    rows = list(_list_values("", document.top))
+    theirs = TorchtuneFile(
+        path=file,
+        shown=shown,
+        values={key: value for key, value, _ in rows},
+        lines={key: line for key, _, line in rows},
+        comments=[line[1:].strip() for line in lines if line.startswith("#")],
+    )
     _fill_names(theirs)
     for key, value in theirs.values.items():
         if isinstance(value, list) and any(isinstance(item, list) for item in value):

@@ -234,8 +234,10 @@ def _convert_columns(
     # Validation takes the columns of the section `data`.
     if our_section == "validation":
         if columns != conversion.ours.get("data.columns", {}):
-            why = "validation has the columns of the training data; rename those in its file"
-            conversion.refuse(f"{section}._component_", why)
+            conversion.refuse(
+                f"{section}._component_",
+                "validation has the columns of the training data; rename those in its file",
+            )
     elif columns:
         conversion.ours[f"{our_section}.columns"] = columns
 
