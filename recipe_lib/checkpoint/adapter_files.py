@@ -39,10 +39,8 @@ from recipe_lib.checkpoint.adapter_base_weights import (
     find_saved,
 )
 from recipe_lib.checkpoint.adapter_config import (
-    PATTERN_REMEDY,
     TENSOR_FILE,
     AdapterConfig,
-    PatternError,
     compute_scaling,
     find_first_matches,
     list_saved_names,
@@ -523,10 +521,8 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
     if key == "target_modules" and isinstance(value, str) and value.lower() == "all-linear":
         return [not name.endswith(("embed_tokens", "lm_head")) for name in names]
     if isinstance(value, str) and value:
-        try:
-            matches = find_first_matches((value,), tuple(names), whole=True)
-        except PatternError as fault:
-            raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
+        where = f"{config.path}: {key}:"
+        matches = find_first_matches((value,), tuple(names), where, whole=True)
         return [number is not None for number in matches]
     return [any(f".{name}".endswith(f".{end}") for end in value or ()) for name in names]
 

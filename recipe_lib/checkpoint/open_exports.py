@@ -31,9 +31,7 @@ from recipe_lib import files
 from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
 from recipe_lib.adapters.peft_names import list_targets
 from recipe_lib.checkpoint.adapter_config import (
-    PATTERN_REMEDY,
     AdapterConfig,
-    PatternError,
     compute_scaling,
     find_first_matches,
 )
@@ -397,11 +395,9 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     selections = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
     patterns = tuple(pattern for pattern in selections if isinstance(pattern, str))
-    try:
-        find_first_matches(patterns, names, whole=True)
-        find_first_matches((*config.rank_pattern, *config.alpha_pattern), names)
-    except PatternError as fault:
-        raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
+    where = f"{config.path}: a pattern"
+    find_first_matches(patterns, names, where, whole=True)
+    find_first_matches((*config.rank_pattern, *config.alpha_pattern), names, where)
 
 
 @torch.no_grad()

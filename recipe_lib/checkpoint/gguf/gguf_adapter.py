@@ -484,17 +484,15 @@ def write_gguf_adapter(
 def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
     """Raise CheckpointError for an adapter that llama.cpp does not load."""
     adapts_embedding = any(module.is_embedding for module in adapter.list_modules(spec))
-    fault = None
-    if adapter.config.dora:
-        fault = "is a DoRA adapter"
-    elif adapter.extras:
-        fault = f"has the extra parameter {min(adapter.extras)}"
-    elif saved.parts:
-        fault = f"brings {min(saved.parts)} of the base along"
-    elif spec.tied and (HEAD in adapter.tensors or adapts_embedding):
-        fault = (
-            "adapts the embedding or the output projection of a model that has one matrix for both"
-        )
+    faults = {
+        "is a DoRA adapter": adapter.config.dora,
+        f"has the extra parameter {min(adapter.extras, default=None)}": bool(adapter.extras),
+        f"brings {min(saved.parts, default=None)} of the base along": bool(saved.parts),
+        "adapts the embedding or the output projection of a model that has one matrix for both": (
+            spec.tied and (HEAD in adapter.tensors or adapts_embedding)
+        ),
+    }
+    fault = next((fault for fault, is_found in faults.items() if is_found), None)
     if fault:
         raise CheckpointError(
             f"{adapter.folder}: {fault}, which llama.cpp does not load; merge it (tune export"
