@@ -281,9 +281,8 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
         f" {sum(parameter.numel() for parameter in trained):,} parameters trained,"
         f" {_format_size(trained)} on top of {_format_size(frozen)} frozen"
     ]
-    bare = coverage.bare
-    if "all-linear" in cfg.target_modules and _is_worth_naming(bare, coverage.numbers):
-        parts.append(f"none on {_describe_share(bare, coverage.numbers)}")
+    if "all-linear" in cfg.target_modules and _is_worth_naming(coverage.bare, coverage.numbers):
+        parts.append(f"none on {_describe_share(coverage.bare, coverage.numbers)}")
     if cfg.quantize_base != "none":
         rest = ""
         if _is_worth_naming(coverage.wide, coverage.numbers):

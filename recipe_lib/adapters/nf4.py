@@ -164,8 +164,9 @@ def _dequantize(
     begin, run and stride of `compute_block_numbers`. group: scales that share a factor.
     """
     first, begin, run, stride = place
-    last = first + codes.shape[0]
-    numbers = compute_block_numbers(first, last, (begin, run, stride), codes.device)
+    numbers = compute_block_numbers(
+        first, first + codes.shape[0], (begin, run, stride), codes.device
+    )
     narrow = factors.to(levels.dtype)
     wide = scales / narrow[numbers // group] + narrow[-1]
     # The first of two elements is in the high bits.

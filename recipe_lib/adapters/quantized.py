@@ -282,8 +282,7 @@ class QuantizedLinear(nn.Module):
         # Blocks need not begin and end with a row.
         width = self.in_features
         top = start * nf4.BLOCK // width
-        bottom = -(-stop * nf4.BLOCK // width)
-        rows = read_rows(top, bottom, slice(None)).flatten()
+        rows = read_rows(top, -(-stop * nf4.BLOCK // width), slice(None)).flatten()
         return rows[start * nf4.BLOCK - top * width : stop * nf4.BLOCK - top * width]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:

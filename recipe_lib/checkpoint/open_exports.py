@@ -358,8 +358,9 @@ def _why_not_opened(
     headers = read_headers(folder)
     if any(tensor.extra for tensor in headers.values()):
         return "transformers does not know the parameters that the recipe added"
-    num_elements = sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values())
-    num_bytes = num_elements * dtype.itemsize
+    num_bytes = dtype.itemsize * sum(
+        torch.Size(tensor.entry.shape).numel() for tensor in headers.values()
+    )
     free_bytes, description = find_free_host_memory()
     if device.type == "cpu" and num_bytes > free_bytes:
         return (

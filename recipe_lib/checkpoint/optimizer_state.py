@@ -63,9 +63,12 @@ def list_model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Te
     # FSDP's hook frees gathered parameters, so that what follows sees the shards.
     state_dict = model.state_dict()
     saved_names = set(holders.list_saved_names())
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {name: parameter for name, parameter in parameters.items() if name in saved_names}
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name in saved_names
+    }
     # What is left in the state_dict are the persistent buffers.
     tensors |= {name: value for name, value in state_dict.items() if name not in all_names}
     return {f"{MODEL}/{name}": tensor for name, tensor in tensors.items()}
@@ -434,9 +437,7 @@ def check_adapter_use(
     saved, current: see `gather_adapter_use`; of the state, and of the model.
     """
     if (saved is None) != (current is None):
-        trained = ["adapters", "all weights"]
-        if saved is None:
-            trained.reverse()
+        trained = ("all weights", "adapters") if saved is None else ("adapters", "all weights")
         raise CheckpointError(
             f"{path}: is the state of a run that trained {trained[0]}, this run trains"
             f" {trained[1]}; resume with the run's own recipe and config"

@@ -140,8 +140,11 @@ class SentencePieceVocabulary(Vocabulary):
         # The library says -1 for none.
         self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
         self.eos_id = self.model.eos_id() if self.model.eos_id() >= 0 else None
-        control_ids = [i for i in range(self.size) if self.model.is_control(i)]
-        self.added = tuple(AddedToken(self.model.id_to_piece(i), i) for i in control_ids)
+        self.added = tuple(
+            AddedToken(self.model.id_to_piece(i), i)
+            for i in range(self.size)
+            if self.model.is_control(i)
+        )
         # How the model treats spaces is seen by trying it: fields of the protobuf have defaults.
         pieces = self.model.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
@@ -157,9 +160,8 @@ class SentencePieceVocabulary(Vocabulary):
         """Return the ids of a piece of ordinary text."""
         ids: list[int] = []
         for part in _break_matches(text, self._breakable):
-            is_after_special = position is TextPosition.AFTER_SPECIAL
             if position is TextPosition.START or (
-                is_after_special and self.eats_space_after_special
+                position is TextPosition.AFTER_SPECIAL and self.eats_space_after_special
             ):
                 ids += self.model.encode(part)
             else:
@@ -207,10 +209,8 @@ class TiktokenVocabulary(Vocabulary):
     def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
-        ids: list[int] = []
-        for start, stop in itertools.pairwise(cuts):
-            ids += self._encoding.encode_ordinary(text[start:stop])
-        return ids
+        parts = (text[start:stop] for start, stop in itertools.pairwise(cuts))
+        return list(itertools.chain.from_iterable(map(self._encoding.encode_ordinary, parts)))
 
     def find(self, piece: str) -> int | None:
         """Return the id of a piece; None if there is none."""
@@ -367,10 +367,9 @@ def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
         return decode_byte_level
     patterns = [step.get("pattern") or {} for step in steps if step.get("type") == "Replace"]
     has_spaces = "Metaspace" in kinds or any(pattern.get("String") == "▁" for pattern in patterns)
-    has_byte_pieces = "ByteFallback" in kinds
 
     def decode_piece(piece: str) -> bytes:
-        if has_byte_pieces and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return (piece.replace("▁", " ") if has_spaces else piece).encode()
 
@@ -545,8 +544,7 @@ def _check_template(path: Path, step: dict[str, Any]) -> None:
         case {"single": list(pieces), "special_tokens": dict(tokens)}:
             added = [tokens.get((piece.get("SpecialToken") or {}).get("id")) for piece in pieces]
             num_ids = sum(len(token["ids"]) for token in added if token)
-            num_texts = sum("Sequence" in piece for piece in pieces)
-            if num_texts > 1 or num_ids > _MOST_ADDED_IDS:
+            if sum("Sequence" in piece for piece in pieces) > 1 or num_ids > _MOST_ADDED_IDS:
                 raise _make_growth_fault(
                     path, "a post-processor that makes a text longer without bound"
                 )
