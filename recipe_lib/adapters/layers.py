@@ -73,7 +73,7 @@ class AdaptedModule(nn.Module):
     compute_weight_norms: Callable[[], Tensor]
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
-        """base: not to be used any more."""
+        """Take over what `base` holds, which is not to be used any more."""
         nn.Module.__init__(self)
         # Copies of the dicts: what is registered here must not appear in base too.
         members = {
@@ -336,7 +336,7 @@ class QuantizedExperts(QuantizedLinear):
     cut: tuple[int, int] | None = None
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
-        """base: what it replaces, on the meta device; its bias is taken over. kind: of KINDS."""
+        """Take the place of `base`, on the meta device, and take over its bias. kind: of KINDS."""
         matrix = nn.Linear(
             base.in_features,
             base.num_experts * base.out_features,
@@ -491,7 +491,10 @@ class AdaptedExpertModule(AdaptedModule):
     lora_magnitude_vector = None
 
     def __init__(self, base: Any, settings: AdapterSettings) -> None:
-        """Raises ValueError for DoRA and dropout, which PEFT's adapters of parameters lack too."""
+        """Add A and B for each expert.
+
+        Raises ValueError for DoRA and dropout, which PEFT's adapters of parameters lack too.
+        """
         if settings.dora or settings.dropout:
             raise ValueError("adapters of experts have neither DoRA's lengths nor dropout")
         super().__init__(base, settings)

@@ -120,8 +120,7 @@ def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
 
 
 def _find_mixtures(layers: list[nn.Module]) -> list[Mixture]:
-    modules = (module for layer in layers for module in layer.modules())
-    return [module for module in modules if isinstance(module, Mixture)]
+    return [module for module in nn.ModuleList(layers).modules() if isinstance(module, Mixture)]
 
 
 def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterSettings) -> None:

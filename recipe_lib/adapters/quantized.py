@@ -76,8 +76,8 @@ def can_cut(
 
     NF4 cuts no block.
     """
-    cut, other = (in_features, 1) if by_columns else (out_features, in_features)
-    return cut % parts == 0 and (kind != "nf4" or cut // parts * other % nf4.BLOCK == 0)
+    length, width = (in_features, 1) if by_columns else (out_features, in_features)
+    return length % parts == 0 and (kind != "nf4" or length // parts * width % nf4.BLOCK == 0)
 
 
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
@@ -98,10 +98,9 @@ class QuantizedLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
-        """base: the linear that it replaces, still on the meta device; its bias is taken over.
-        kind: of KINDS.
+        """Take the place of the linear `base`, still on the meta device, and take over its bias.
 
-        Raises ValueError for a weight that `can_quantize` refuses, or in fp64.
+        kind: of KINDS. Raises ValueError for a weight that `can_quantize` refuses, or in fp64.
         """
         nn.Module.__init__(self)
         is_possible = kind in KINDS and can_quantize(base.in_features, base.out_features, kind)

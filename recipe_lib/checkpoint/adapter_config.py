@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ class AdapterConfig:
 
         Patterns are matched in a separate process: `get_rank` need not ask it for each module.
         """
-        names = [name for module in modules for name in self._list_spellings(module)]
+        names = list(chain.from_iterable(map(self._list_spellings, modules)))
         for key in ("rank_pattern", "alpha_pattern"):
             unmatched = [name for name in names if (key, name) not in self._matches]
             patterns = tuple(getattr(self, key))

@@ -285,8 +285,8 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
         )
     if MAGNITUDE in tensors and not config.dora:
         return (
-            f"{adapter.path}: {module.name} has DoRA's {MAGNITUDE}, adapter_config.json says use_dora"
-            " false; export or download the adapter again"
+            f"{adapter.path}: {module.name} has DoRA's {MAGNITUDE}, adapter_config.json says"
+            " use_dora false; export or download the adapter again"
         )
     if BASE_WEIGHT in tensors:  # PEFT saves the weight itself with an adapted embedding or head
         expected[BASE_WEIGHT] = (module.rows, module.columns)
@@ -384,11 +384,11 @@ def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -
     ]
     if partial_names:
         first = expected[partial_names[0]]
-        others = "layers or matrices" if first.experts else "layers"
+        adapted_kind = "layers or matrices" if first.experts else "layers"
         return (
-            f"{adapter.path}: has no adapter for {first.full_name}, though other {others} have one;"
-            f" adapters of some {others} only cannot be trained on: merge it into the base first"
-            " (tune export --merge)"
+            f"{adapter.path}: has no adapter for {first.full_name}, though other {adapted_kind}"
+            f" have one; adapters of some {adapted_kind} only cannot be trained on: merge it into"
+            " the base first (tune export --merge)"
         )
     if missing_names or has_other_targets:
         return (

@@ -175,7 +175,7 @@ def merge_adapter(
         ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
     if ranks.rank == 0:
-        log_left_out(spec, base_folder, what="export")
+        log_left_out(spec, base_folder, topic="export")
     file_dtype = out_dtype or dtype
     side_files = SideFiles(tokenizer_folder or base_folder, chat_template, stop_ids, card)
     if isinstance(spec, ExternalSpec):

@@ -166,7 +166,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                     _load_entry(model, reader, entry, parameters=parameters, stored=stored)
                     progress.advance(1)
     _load_converted(model, parameters, entries=entries, tensors=tensors)
-    log_left_out(spec, folder, what="model", tensors=tensors)
+    log_left_out(spec, folder, topic="model", tensors=tensors)
     loaded = {entry.our_name for entry in entries} & parameters.keys()
     if SCORE in parameters.keys() - loaded:
         init_weight(model, SCORE, seed, spec)

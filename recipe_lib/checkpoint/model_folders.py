@@ -90,8 +90,8 @@ def find_exported_folder(folder: Path) -> Path:
         return max(written, key=lambda path: path.stat().st_mtime_ns).parent
     if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
         raise CheckpointError(
-            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; write one"
-            " from its states with `tune export` (--hf, or --adapter)"
+            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; write"
+            " one from its states with `tune export` (--hf, or --adapter)"
         )
     if (folder / _MANIFEST).is_file():
         raise CheckpointError(

@@ -383,8 +383,8 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
         return f"it says {get_first_line(error)}"
     except _FAULTS as error:
         raise CheckpointError(
-            f"{adapter.folder}: PEFT {version('peft')} does not open it ({get_first_line(error)}); use"
-            f" the merged model (tune export {adapter.folder} --merge)"
+            f"{adapter.folder}: PEFT {version('peft')} does not open it ({get_first_line(error)});"
+            f" use the merged model (tune export {adapter.folder} --merge)"
         ) from error
 
 

@@ -168,7 +168,7 @@ def list_extra_names(header: Header) -> set[str]:
 
 
 class Reader(ExitStack):
-    """Reads whole tensors of a checkpoint by name; a context manager that keeps the files open."""
+    """A reader of tensors of a checkpoint by name; a context manager that keeps the files open."""
 
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
         super().__init__()

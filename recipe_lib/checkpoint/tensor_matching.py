@@ -83,7 +83,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
             f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{more};"
             " download the folder again"
         )
-    extras = {name for header in headers.values() for name in list_extra_names(header)}
+    extras = set(chain.from_iterable(map(list_extra_names, headers.values())))
     tensors: dict[str, FileTensor] = {}
     for file_name, header in headers.items():
         for name, entry in header.tensors.items():
@@ -210,14 +210,14 @@ def _check_copy(
 
 
 def log_left_out(
-    spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str, FileTensor] | None = None
+    spec: ModelSpec, folder: Path, topic: str, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Log what of a checked folder is not used.
 
     There is a line for each reason to leave tensors out, one for files that are not read, and one
     for buffers that keep their first values.
 
-    what: begins the lines: `model` where it is loaded, `export` where it is written. tensors: as
+    topic: begins the lines: `model` where it is loaded, `export` where it is written. tensors: as
     `read_headers` returns them.
     """
     tensors = read_headers(folder) if tensors is None else tensors
@@ -225,25 +225,24 @@ def log_left_out(
     names_by_reason: dict[str, list[str]] = defaultdict(list)
     for copy, entry in find_tied_copies(spec, entries, tensors).items():
         names_by_reason[f"the same numbers as {entry.file_name}"].append(copy)
-    used = {name for entry in entries for name in _list_file_names(entry)}.union(
-        *names_by_reason.values()
-    )
+    used = set(chain.from_iterable(map(_list_file_names, entries)))
+    used.update(*names_by_reason.values())
     for name, reason in _explain_unused(spec, tensors, used).items():
         if reason is not None:
             names_by_reason[reason].append(name)
     for reason, names in names_by_reason.items():
         size = sum(tensors[name].entry.end - tensors[name].entry.start for name in names)
         named = f"{_shorten(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
-        get_logger().info("%s: left out: %s: %s", what, named, reason)
+        get_logger().info("%s: left out: %s: %s", topic, named, reason)
     read_names = {tensor.file.name for tensor in tensors.values()}
     unread = [name for name in list_weight_files(folder) if name not in read_names]
     if unread:
-        get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
+        get_logger().info("%s: not read: %s: other files have the weights", topic, _shorten(unread))
     missing_buffers = sorted(get_buffer_names(spec) - {entry.our_name for entry in entries})
     if missing_buffers:
         get_logger().info(
             "%s: not in the files: %s (%d): keep their first values",
-            what,
+            topic,
             _shorten(missing_buffers),
             len(missing_buffers),
         )
