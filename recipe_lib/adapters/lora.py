@@ -419,9 +419,7 @@ def _describe_share(numbers: Mapping[str, int], total: int) -> str:
 def _describe_dtype(model: nn.Module) -> str:
     """Return the type of the weights that are neither quantized nor an adapter's."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
-    for name, parameter in model.named_parameters():
-        # Quantized weights are carried as floating-point numbers of 8 bits.
-        is_wide = parameter.is_floating_point() and parameter.element_size() > 1
-        if "lora_" not in name and is_wide:
-            return names.get(parameter.dtype, str(parameter.dtype))
-    return "their type"
+    frozen = (weight for name, weight in model.named_parameters() if "lora_" not in name)
+    # Quantized weights are carried as floating-point numbers of 8 bits.
+    wide = (weight for weight in frozen if weight.is_floating_point() and weight.itemsize > 1)
+    return next((names.get(weight.dtype, str(weight.dtype)) for weight in wide), "their type")

@@ -74,10 +74,11 @@ def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = values.abs().amax(dim=1)
     # A block of zeros stays zeros: torchao takes its 0 / 0 for the lowest level.
     shares = (values / largest.unsqueeze(1)).nan_to_num_(nan=0.0)
-    if _has_values.get():
-        borders = _find_borders(values.dtype).to(values.device)
-    else:
-        borders = torch.empty(len(LEVELS) - 1, dtype=values.dtype).to(values.device)
+    borders = (
+        _find_borders(values.dtype)
+        if _has_values.get()
+        else torch.empty(len(LEVELS) - 1, dtype=values.dtype)
+    ).to(values.device)
     codes = torch.bucketize(shares, borders, right=True, out_int32=True).to(torch.uint8)
     return codes[:, ::2] << 4 | codes[:, 1::2], largest
 

@@ -271,11 +271,11 @@ def _find_start_fault(path: Path, start: Any) -> str | None:
     if start in _STARTS and type(start) is not int:  # 1 == True
         return None
     remedy = (
-        "save it again with path_initial_model_for_weight_conversion where it was trained, or train"
-        " with true"
+        "merge it with PEFT first (merge_and_unload), which repeats that start"
+        if start in _REPEATED
+        else "save it again with path_initial_model_for_weight_conversion where it was trained, or"
+        " train with true"
     )
-    if start in _REPEATED:
-        remedy = "merge it with PEFT first (merge_and_unload), which repeats that start"
     return (
         f"{path}: init_lora_weights: {_show(start)} changes the frozen weights as well, so the"
         f" adapter does not fit the base; {remedy}"

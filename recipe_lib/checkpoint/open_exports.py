@@ -182,11 +182,10 @@ def compare_logits(
     base: of the base alone, if the model has adapters.
     """
     trained = trained.double()
-    change = None if base is None else float((trained - base.double()).abs().max())
     return Comparison(
         difference=float((trained - exported.double()).abs().max()),
         largest=float(trained.abs().max()),
-        change=change,
+        change=None if base is None else float((trained - base.double()).abs().max()),
     )
 
 

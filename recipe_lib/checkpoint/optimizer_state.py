@@ -318,9 +318,10 @@ def restore_settings(
     for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=False):
         for key, value in saved_group["values"].items():
             if key not in group:
-                more_keys = ""
-                if key in _OUR_KEYS or _OUR_KEYS & group.keys():
-                    more_keys = ", state_bits, master_weights and stochastic_rounding"
+                is_ours = key in _OUR_KEYS or bool(_OUR_KEYS & group.keys())
+                more_keys = (
+                    ", state_bits, master_weights and stochastic_rounding" if is_ours else ""
+                )
                 raise CheckpointError(
                     f"{where}: was saved by another optimizer (it has {key}); resume with the run's"
                     f" own optimizer.name{more_keys}"
