@@ -127,8 +127,8 @@ class SavedWeights:
                     if start <= row < stop:
                         rows[row - start] = file.get_slice(tensor.rows[0])[number].to(rows)
             if tensor.added is not None:
-                added = file.get_slice(tensor.added[0])[file_rows].to(rows)
-                rows = rows + added * self.scalings[name]
+                added = file.get_slice(tensor.added[0])[file_rows]
+                rows = rows + added.to(rows) * self.scalings[name]
         return rows
 
     @torch.no_grad()

@@ -100,14 +100,13 @@ class AdapterFile:
         return modules
 
     def read(self, module: str, suffix: str) -> torch.Tensor:
-        """Return a whole tensor."""
-        with safe_open(str(self.path), framework="pt") as file:
-            return file.get_tensor(self.tensors[module][suffix][0])
+        """Return a whole tensor of an adapter."""
+        return self.read_tensor(self.tensors[module][suffix][0])
 
-    def read_extra(self, name: str) -> torch.Tensor:
-        """Return a whole extra parameter."""
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor by its name in the file."""
         with safe_open(str(self.path), framework="pt") as file:
-            return file.get_tensor(self.extras[name][0])
+            return file.get_tensor(name)
 
 
 def read_adapter(folder: Path) -> AdapterFile:

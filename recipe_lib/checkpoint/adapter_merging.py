@@ -293,8 +293,7 @@ class _MergedWeights:
         self._adapter = adapter
         self._saved = saved
         self._tensors = read_headers(base_folder)
-        entries = build_weight_map(base, self._tensors)
-        self._entries = {entry.our_name: entry for entry in entries}
+        self._entries = {entry.our_name: entry for entry in build_weight_map(base, self._tensors)}
         self._quantize = quantize
         self._dtype = dtype
         self._file_dtype = file_dtype
@@ -307,7 +306,7 @@ class _MergedWeights:
     def read(self, name: str) -> Iterator[Tensor]:
         """Yield a parameter in consecutive pieces of rows, that of a layer's experts whole."""
         if name in self._adapter.extras:
-            extra = self._adapter.read_extra(name)
+            extra = self._adapter.read_tensor(self._adapter.extras[name][0])
             yield extra.to(self._file_dtype) if extra.is_floating_point() else extra
             return
         shape = self._shapes[name]

@@ -252,9 +252,9 @@ def _group_by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConve
 def _has_rows_in(part: tuple[torch.Tensor, tuple[int, ...]], start: int, stop: int | None) -> bool:
     """Return True if a rank's part of a parameter has any of the rows from `start` to `stop`."""
     local, offset = part
-    if not local.numel():
-        return False
-    return stop is None or not offset or (offset[0] < stop and start < offset[0] + local.shape[0])
+    return bool(local.numel()) and (
+        stop is None or not offset or (offset[0] < stop and start < offset[0] + local.shape[0])
+    )
 
 
 def _copy_overlap(

@@ -427,9 +427,11 @@ def _begin_folder(
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, out.name)  # first: they take the space
-    num_bytes = sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
-    num_bytes += sum(path.stat().st_size for path in copied)
-    num_bytes += MIB * (1 + len(shards))  # headers, index, config
+    num_bytes = (
+        sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
+        + sum(path.stat().st_size for path in copied)
+        + MIB * (1 + len(shards))  # headers, index, config
+    )
     files.require_space(out.parent, num_bytes, f"the model{_describe_second_copy(out)}")
     temporary = files.make_temporary_path(out)
     files.make_folder(temporary)

@@ -308,8 +308,7 @@ def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
     ]
     for sample in (*_SAMPLES, *_list_words(tokenizer)):
         # Alone without spaces around it: models that drop them do so at the ends of a whole text.
-        texts = [sample.strip()]
-        texts += [f"{special}{sample}{special}{sample}" for special in specials]
+        texts = [sample.strip(), *(f"{token}{sample}{token}{sample}" for token in specials)]
         ids = [built.encode(text, add_special_tokens=False).ids for text in texts]
         if ids != [tokenizer.encode(text, allow_special=True) for text in texts]:
             return False

@@ -338,7 +338,7 @@ def write_gguf_model(
     fields |= make_vocabulary_fields(vocabulary)
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
-    notes = (*architecture.notes, *vocabulary.notes)
+    notes = architecture.notes + tuple(vocabulary.notes)
     return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
 
 
