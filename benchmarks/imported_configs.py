@@ -59,7 +59,7 @@ def table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
         if isinstance(outcome, str):
             lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
         else:
-            counts = outcome.count_keys()
+            counts = Counter(fate.kind for fate in outcome.fates.values())
             lines.append(
                 f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |"
             )
@@ -76,7 +76,8 @@ def count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
             refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
             continue
         files[outcome.recipe] += 1
-        keys.setdefault(outcome.recipe, Counter()).update(outcome.count_keys())
+        kinds = (fate.kind for fate in outcome.fates.values())
+        keys.setdefault(outcome.recipe, Counter()).update(kinds)
     lines = ["| recipe | files | keys carried | other effect | dropped |", "|---|---|---|---|---|"]
     for recipe in sorted(files):
         counts = " | ".join(str(keys[recipe][name]) for name in KINDS)

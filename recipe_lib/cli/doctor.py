@@ -28,8 +28,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from recipe_lib.cli.arguments import SWITCH, Parser, check_output, find_low_numbers
-from recipe_lib.cli.launch import count_cores, end_with_parent
-from recipe_lib.cli.local_gpus import list_local_gpus
+from recipe_lib.cli.launch import count_cores, end_with_parent, list_local_gpus
 from recipe_lib.config.local_files import get_cache_root
 from recipe_lib.errors import DONE, ConfigError, get_first_line, raise_faults, send_nowhere
 from recipe_lib.files import replace_text

@@ -263,8 +263,10 @@ def _measure(
                     top_k=arguments.top_k,
                     top_p=arguments.top_p,
                 )
-        for name in ("exact_match", *arguments.metric) if questions else ():
-            results.metrics[name] = compute_metric(name, results.answers, questions, tokenizer)
+            results.metrics = {
+                name: compute_metric(name, results.answers, questions, tokenizer)
+                for name in ("exact_match", *arguments.metric)
+            }
         return results
 
     return _measure_both(evaluated, arguments, measure_model)

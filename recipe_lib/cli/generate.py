@@ -225,8 +225,8 @@ def _is_broken(line: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in line)
 
 
-# Yield the lines that are typed at a terminal.
 def _read_typed_lines() -> Iterator[str]:
+    """Yield the lines that are typed at a terminal."""
     # input() then has readline's keys and history.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
@@ -248,8 +248,8 @@ def _read_typed_lines() -> Iterator[str]:
             print(file=sys.stderr)
 
 
-# Yield the lines of a pipe. Raises ConfigError for one that is not UTF-8.
 def _read_piped_lines() -> Iterator[str]:
+    """Yield the lines of a pipe. Raises ConfigError for one that is not UTF-8."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(sys.stdin or (), start=1):

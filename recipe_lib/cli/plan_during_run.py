@@ -21,8 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipe_lib.cli.launch import set_environment, should_show_plan
-from recipe_lib.cli.local_gpus import is_expandable
+from recipe_lib.cli.launch import is_expandable, set_environment, should_show_plan
 from recipe_lib.cli.plan_request import (
     build_planning_command,
     explain_errors,

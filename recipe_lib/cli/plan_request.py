@@ -20,12 +20,15 @@ from recipe_lib.cli.arguments import (
     read_numbers,
 )
 from recipe_lib.cli.launch import (
+    VISIBLE,
     check_launch,
     count_ranks_and_machines,
+    find_local_device,
     get_flag_value,
+    is_expandable,
+    list_local_gpus,
     take_flags,
 )
-from recipe_lib.cli.local_gpus import VISIBLE, find_local_device, is_expandable, list_local_gpus
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.config.suggest import show
@@ -228,9 +231,11 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a word that --receipts, which lists all runs, has no use for."""
     used = ("help", "words", "receipts", "json", "quiet", "verbose")
     unused = [*arguments.words, *arguments.flags]
-    for action in PARSER._actions:
-        if action.dest not in used and getattr(arguments, action.dest) != action.default:
-            unused.append(action.option_strings[0])
+    unused += [
+        action.option_strings[0]
+        for action in PARSER._actions
+        if action.dest not in used and getattr(arguments, action.dest) != action.default
+    ]
     if unused:
         raise ConfigError(f"--receipts: lists runs and makes no plan; leave {show(unused[0])} out")
     check_output("--json", arguments.json)

@@ -22,11 +22,11 @@ from recipe_lib.cli.launch import (
     check_launch,
     count_ranks_and_machines,
     count_requested_ranks,
+    is_expandable,
     launch,
     should_show_plan,
     split_words,
 )
-from recipe_lib.cli.local_gpus import is_expandable
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
 from recipe_lib.cli.plan_request import (
     build_planning_command,

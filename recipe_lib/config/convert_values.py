@@ -505,7 +505,9 @@ def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
     for key, named in names.items():
         distinct = set(named)
         graph[key] = [
-            other for other in names if any(are_related(name, other) for name in distinct)
+            other_key
+            for other_key in names
+            if any(are_related(name, other_key) for name in distinct)
         ]
     return list(TopologicalSorter(graph).static_order())
 

@@ -156,8 +156,7 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
     for name, value in settings.items():
         *sections, word = name.split(".")
         num_shared = len(os.path.commonprefix([open_sections, sections]))
-        for depth in range(num_shared, len(sections)):
-            lines.append(f"{'  ' * depth}{sections[depth]}:")
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(num_shared, len(sections))]
         open_sections = sections
         indent = "  " * len(sections)
         first_item = value[0] if isinstance(value, list) and value else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli import launch, local_gpus, plan_request
+from recipe_lib.cli import launch, plan_request
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
@@ -143,9 +143,9 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    local_gpus.list_local_gpus.cache_clear()
+    launch.list_local_gpus.cache_clear()
     yield
-    local_gpus.list_local_gpus.cache_clear()
+    launch.list_local_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -163,16 +163,16 @@ def test_the_gpus_that_a_process_would_see(
 ):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [name for name, _ in local_gpus.list_local_gpus()] == names
+    assert [name for name, _ in launch.list_local_gpus()] == names
 
 
 def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(
     two_gpus, monkeypatch: pytest.MonkeyPatch
 ):
-    assert local_gpus.find_local_device() == find_hardware("rtx4090")
-    local_gpus.list_local_gpus.cache_clear()
+    assert launch.find_local_device() == find_hardware("rtx4090")
+    launch.list_local_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    found = local_gpus.find_local_device()
+    found = launch.find_local_device()
     assert found is not None
     assert found.name == "NVIDIA Unheard Of"
     assert 0.97 < found.memory / (40960 * 2**20) < 1
@@ -182,7 +182,7 @@ def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(
 
 
 def test_without_a_gpu_a_card_of_24_gb_is_planned_and_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_gpus, "list_local_gpus", list)
+    monkeypatch.setattr(launch, "list_local_gpus", list)
     ranks, device, assumed = plan_request.choose_planned_device(
         plan_request.read_arguments([*CONFIG, "--nproc_per_node", "4"])
     )

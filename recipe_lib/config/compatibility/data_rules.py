@@ -1,6 +1,4 @@
-"""Rules of the sections `data` and `tokenizer`, of validation, and of what follows from it: the best
-step, stopping early.
-"""
+"""Rules of samples: sections `data`, `tokenizer`, `validation`, the best step, stopping early."""
 
 from typing import Any
 

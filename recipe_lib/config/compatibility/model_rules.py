@@ -1,5 +1,7 @@
-"""Rules of what is trained: model, dtype, optimizer, the adapters of the section `lora`, low-precision
-matmuls (`matmul_dtype`) and quantization-aware training (`qat`).
+"""Rules of what is trained: model, dtype, optimizer, adapters, low-precision matmuls and rounding.
+
+`lora` is the section of adapters; `matmul_dtype` multiplies in low precision, and `qat` trains for
+weights that are rounded afterwards.
 """
 
 from typing import Any

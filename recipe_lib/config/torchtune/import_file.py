@@ -7,7 +7,6 @@ the loss say which is meant.
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +29,11 @@ from recipe_lib.config.torchtune.conversion import (
     KeyFate,
     Meaning,
     TorchtuneFile,
+    convert_datasets,
     is_off,
     omit_keys,
     read_torchtune_file,
 )
-from recipe_lib.config.torchtune.datasets import convert_datasets
 from recipe_lib.config.torchtune.key_tables import (
     ANY,
     ATTENTION,
@@ -73,11 +72,6 @@ class ImportedConfig:
     settings: dict[str, Any]
     # What to know of the config.
     notes: list[str]
-
-    def count_keys(self) -> dict[str, int]:
-        """Count the keys of the file that were carried, have another effect, or were dropped."""
-        kinds = Counter(fate.kind for fate in self.fates.values())
-        return {kind: kinds[kind] for kind in (CARRIED, CHANGED, DROPPED)}
 
     def format_yaml(self, name: str) -> str:
         """Return the config as text. name: of its file, for the command in its header."""
@@ -465,9 +459,9 @@ def _convert_linears(c: ConfigImport, key: str) -> None:
         modules.append("head")
     is_every_one = set(modules) == {*ATTENTION.values(), *MLP}
     c.carry(key, {"lora.target_modules": ["all-linear"] if is_every_one else modules})
-    for other in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
-        if other in c.theirs.values:
-            c.carry(other, {}, "part of lora.target_modules")
+    for switch in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
+        if switch in c.theirs.values:
+            c.carry(switch, {}, "part of lora.target_modules")
 
 
 def _convert_steps(c: ConfigImport, key: str) -> None:
