@@ -174,10 +174,11 @@ def merge_adapter(
     adapter, spec, saved = run_on_all_ranks(
         ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
-    if ranks.rank == 0:
-        log_left_out(spec, base_folder, topic="export")
+    run_on_rank_0(ranks, lambda: log_left_out(spec, base_folder, topic="export"))
     file_dtype = out_dtype or dtype
-    side_files = SideFiles(tokenizer_folder or base_folder, chat_template, stop_ids, card)
+    side_files = SideFiles(
+        tokenizer_folder or base_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
+    )
     if isinstance(spec, ExternalSpec):
         merge = partial(
             _merge_external,

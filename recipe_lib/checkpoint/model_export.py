@@ -113,7 +113,9 @@ def export_model(
         read=partial(stream_parameter, model, parameters, holders),
         extras=extras,
         config=export_config(source_config, spec, next(model.parameters()).dtype),
-        side_files=SideFiles(tokenizer_folder, chat_template, stop_ids, card),
+        side_files=SideFiles(
+            tokenizer_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
+        ),
         max_shard_bytes=max_shard_bytes,
         world=world,
     )
@@ -140,15 +142,14 @@ def write_model(
     """
     shards = plan_shards(spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras)
     pieces = TensorPieces(spec, read=read, parameters=parameters, extras=extras)
-    staging = stage_folder(
+    with stage_folder(
         out,
         shards=shards,
         contents=list_model_files(shards, config),
         side_files=side_files,
         pad_id=_find_padding(config),
         world=world,
-    )
-    with staging as temporary:
+    ) as temporary:
 
         def write_files(names: Iterable[str], write: Callable[..., Any]) -> None:
             for name in names:

@@ -479,14 +479,13 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         num_quantized = sum(type(linear.weight.data) not in plain_types for linear in linears)
         config: dict[str, Any] = {}  # filled once transformers has written its own
-        staging = stage_folder(
+        with stage_folder(
             out.absolute(),
             shards={},
             contents={"config.json": config},
             side_files=SideFiles(folder),
             world=SingleRank(),
-        )
-        with staging as temporary:
+        ) as temporary:
             try:
                 model.save_pretrained(temporary)
             except SafetensorError as error:  # which says in words of its own what the disk refuses
