@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.imported_configs import count_table, key_table, outcomes, table, torchtune_configs
+from benchmarks.imported_configs import (
+    count_table,
+    find_torchtune_configs,
+    format_key_table,
+    format_table,
+    import_all,
+)
 from recipe_lib.cli.main import main
 from recipe_lib.config import load_config
 from recipe_lib.config.paths import read_recipe_configs
@@ -23,7 +29,7 @@ from recipe_lib.optim.optimizers import compute_learning_rate
 from tests.cli.commands import ROOT
 from tests.plan.apart import apart
 
-WHEEL = torchtune_configs()
+WHEEL = find_torchtune_configs()
 needs_wheel = pytest.mark.skipif(
     WHEEL is None,
     reason=(
@@ -80,7 +86,7 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     assert WHEEL is not None
-    found = dict(outcomes(WHEEL))
+    found = dict(import_all(WHEEL))
     assert len(found) == 156
     for number, (name, outcome) in enumerate(found.items()):
         line = refusal(name.removesuffix(".yaml"))
@@ -91,12 +97,12 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(
         if number % 4 == 0:
             check_whole(WHEEL / name, outcome, tmp_path)
         check_equal(yaml.safe_load((WHEEL / name).read_text(encoding="utf-8")), outcome)
-    assert len(table(found.items()).splitlines()) == 156 + 2
+    assert len(format_table(found.items()).splitlines()) == 156 + 2
     page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
     rerun = "put what `python -m benchmarks.imported_configs --counts` prints into docs/import.md"
     assert count_table(found.items()) in page, rerun
     keys = (ROOT / "docs" / "measurements" / "imported_keys.md").read_text(encoding="utf-8")
-    assert keys.endswith(f"\n\n{key_table(found.items())}"), (
+    assert keys.endswith(f"\n\n{format_key_table(found.items())}"), (
         "put what it prints with --keys into that page"
     )
 
