@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError, ConfigError
@@ -287,6 +287,11 @@ class DecoderSpec:
 
 
 ModelSpec = DecoderSpec | ExternalSpec
+
+
+def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
+    """Return True if the model has a score head."""
+    return isinstance(spec, DecoderSpec) and spec.num_labels is not None
 
 
 def read_config(path: Path) -> dict[str, Any]:
