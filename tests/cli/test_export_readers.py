@@ -23,7 +23,7 @@ from recipe_lib.models import read_config, read_trained_spec
 from tests.adapters import peft_folders
 from tests.adapters.exported_adapters import make_base, write_adapter
 from tests.adapters.test_peft_saved import make_case
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 MIXED = "qwen3_moe, one dense layer"
 READ = "read with PEFT "
@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["dense layers", "a base in 8 bits"]))
+@pytest.mark.parametrize("kind", mark_slow_except(KINDS, ["dense layers", "a base in 8 bits"]))
 def test_peft_opens_the_adapter_and_the_line_says_so(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_merged_model_is_opened_by_transformers(
         open_exports.check_with_transformers(tmp_path / "merged", spec, torch.float32, CPU, logits)
 
 
-@pytest.mark.parametrize("kind", slow_except(SAVED, ["both of more tokens"]))
+@pytest.mark.parametrize("kind", mark_slow_except(SAVED, ["both of more tokens"]))
 def test_peft_opens_what_brings_weights_of_the_base_along(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -125,7 +125,7 @@ MADE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("made", slow_except(MADE, ["dense layers alone"]))
+@pytest.mark.parametrize("made", mark_slow_except(MADE, ["dense layers alone"]))
 def test_peft_opens_its_own_adapters_as_they_are_written_anew(
     made: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -136,7 +136,10 @@ def test_peft_opens_its_own_adapters_as_they_are_written_anew(
         code, lines, err = export(capsys, adapter, "--adapter", "--base", base, "--out", out)
         assert (code, err) == (0, "") and any(READ in line for line in lines), lines
         expected, _ = peft_folders.ask_peft(base, adapter)
-        assert peft_folders.relative(peft_folders.ask_peft(base, out)[0], expected) < 1e-5
+        assert (
+            peft_folders.compute_relative_difference(peft_folders.ask_peft(base, out)[0], expected)
+            < 1e-5
+        )
         adapter = out
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.files import place, python_files, tree
+from tests.house.files import list_python_files, parse_tree, place
 
 READING = "recipe_lib/reading.py"
 # What reads a file, as it is written in the code; `open` counts unless its mode only writes.
@@ -92,8 +92,8 @@ def find_reads(text: ast.AST) -> Iterator[tuple[ast.Call, str]]:
 def test_files_are_read_by_one_module():
     found: dict[str, set[str]] = {}
     faults = []
-    for path in python_files("recipe_lib", "recipes"):
-        for node, way in find_reads(tree(path)):
+    for path in list_python_files("recipe_lib", "recipes"):
+        for node, way in find_reads(parse_tree(path)):
             known = ELSEWHERE.get(place(path), {})
             if place(path) != READING and way not in known:
                 faults.append(f"{place(path, node)}: {way}")

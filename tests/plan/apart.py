@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def apart(work: Callable[..., Any], *args: Any) -> Any:
+def call_in_fork(work: Callable[..., Any], *args: Any) -> Any:
     """`work(*args)` in a fork, which may fork on; what it raises is raised here."""
     context = multiprocessing.get_context("fork")
     mine, other = context.Pipe(duplex=False)
@@ -29,7 +29,9 @@ def _answer(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
         pipe.send((False, "".join(traceback.format_exception(error))))
 
 
-def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tuple[type, Any, Any]:
+def build_settings(
+    name: str, ranks: int, *overrides: str, device: str = "24GB"
+) -> tuple[type, Any, Any]:
     """(recipe class, plannable config, plan settings) for a shipped config, with rows of
     max_seq_len.
     """

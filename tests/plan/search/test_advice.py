@@ -8,7 +8,7 @@ import pytest
 
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Advice
 from recipe_lib.units import GIB
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.configs import load
 from tests.plan.mixtures import write_mixture
 from tests.plan.plans import hand_made
@@ -31,7 +31,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
 
     active: dict[str, int] = {}
     for words in (*typed, ""):
-        recipe_class, cfg, wanted = settings("demo/full", 2, *CONFIG, *words.split())
+        recipe_class, cfg, wanted = build_settings("demo/full", 2, *CONFIG, *words.split())
         cfg = limit_layers(cfg, 2)
         plan, _ = make_plan(recipe_class, cfg, wanted)
         active[words] = plan.heaviest.peak.active
@@ -48,7 +48,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
 def test_bytes_are_the_difference_of_two_plans():
     """Within 0.5 % of the peak; where the run fits, what makes it faster comes first."""
     typed = ["batch_size=2 gradient_accumulation_steps=4", "optimizer.name=sgd"]
-    verdict, found, active = apart(advice, *typed)
+    verdict, found, active = call_in_fork(advice, *typed)
     by_override = {row.override: row for row in found}
     assert verdict == FITS
     for words in typed:
@@ -224,7 +224,7 @@ def test_overrides_are_typed_as_they_stand():
 def mixture_config(folder: Path, *typed: str) -> Any:
     """Of adapters of a tiny mixture, plannable."""
     model = write_mixture(folder, "mixtral")
-    return settings(
+    return build_settings(
         "llama3/8B_lora", 1, *typed, "~model.path", "tokenizer.path=x", f"model.preset={model}"
     )[1]
 
@@ -246,7 +246,7 @@ def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path
     cfg.lora.target_modules = ["q", "experts"]
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
     assert lever.changes == {"lora.target_modules": ["q"]} and "without those" in lever.note
-    dense = settings("llama3/8B_lora", 1)[1]
+    dense = build_settings("llama3/8B_lora", 1)[1]
     assert not [one for one in list_levers(dense, wanted) if one.weighed]
 
 
