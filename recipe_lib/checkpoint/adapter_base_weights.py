@@ -29,10 +29,9 @@ from recipe_lib.adapters.peft_names import (
 from recipe_lib.checkpoint.safetensors_files import TensorEntry, have_same_numbers
 from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import find_stored_weights
-from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.models.weight_names import (
     WeightEntry,
     build_weight_map,
@@ -128,8 +127,8 @@ class SavedWeights:
                     if start <= row < stop:
                         rows[row - start] = file.get_slice(tensor.rows[0])[number].to(rows)
             if tensor.added is not None:
-                added = file.get_slice(tensor.added[0])[file_rows].to(rows)
-                rows = rows + added * self.scalings[name]
+                added = file.get_slice(tensor.added[0])[file_rows]
+                rows = rows + added.to(rows) * self.scalings[name]
         return rows
 
     @torch.no_grad()
@@ -184,9 +183,7 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
     if not is_resized:
         return
     # Of the adapter's tensors, the dimension that is the matrix's rows.
-    row_dims = {EMBEDDING_A: 1, LORA_B: 0}
-    if name != EMBEDDING_WEIGHT:
-        row_dims[MAGNITUDE] = 0
+    row_dims = {EMBEDDING_A: 1, LORA_B: 0} | ({} if name == EMBEDDING_WEIGHT else {MAGNITUDE: 0})
     for inner_name, adapter in list(owner.named_parameters()):
         if inner_name in row_dims:
             shape = list(adapter.shape)
@@ -226,10 +223,11 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
         return SavedWeights(adapter.path, base)
     base_tensors = _list_base_tensors(base)
     saved = _drop_untrained(adapter, base_tensors)
-    can_resize = not isinstance(base, ExternalSpec)
     faults = [
         *_list_name_faults(adapter, base, base_tensors),
-        _find_misfit(adapter, saved, base_tensors=base_tensors, can_resize=can_resize),
+        _find_misfit(
+            adapter, saved, base_tensors=base_tensors, can_resize=not isinstance(base, ExternalSpec)
+        ),
         *_list_missing(adapter, saved, base_tensors),
     ]
     raise_faults(CheckpointError, faults)
@@ -242,10 +240,11 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
         for entry in base_tensors[name].entries:
             parts[entry.our_name] = (tensor, entry.start)
             if tensor.rows is not None:
-                token_rows[entry.our_name] = _find_token_rows(adapter, name) or ()
+                token_rows[entry.our_name] = _find_token_rows(adapter, name)
             if tensor.added is not None:
-                module = modules[name.removesuffix(".bias")]
-                scalings[entry.our_name] = config.compute_scaling(module)
+                scalings[entry.our_name] = config.compute_scaling(
+                    modules[name.removesuffix(".bias")]
+                )
     return SavedWeights(
         path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings
     )
@@ -352,16 +351,15 @@ def _find_misfit(
     for name in sorted(saved.keys() & base_tensors.keys()):
         tensor = saved[name]
         shape = base_tensors[name].shape
-        tokens = _find_token_rows(adapter, name) or ()
+        tokens = _find_token_rows(adapter, name)
         new_shape = shape
         if can_resize and name in VOCABULARY and tensor.copy is not None and tensor.copy[1].shape:
             new_shape = (tensor.copy[1].shape[0], *shape[1:])
-        expected_shapes = (
+        for part, expected_shape in (
             (tensor.copy, new_shape),
             (tensor.added, shape),
             (tensor.rows, (len(tokens), *shape[1:])),
-        )
-        for part, expected_shape in expected_shapes:
+        ):
             if part is not None and part[1].shape != expected_shape:
                 return (
                     f"{adapter.path}: {part[0]} has shape {list(part[1].shape)}, base and"
@@ -392,35 +390,32 @@ def _list_missing(
     base_tensors: Mapping[str, _BaseTensor],
 ) -> list[str]:
     """Return lines for tensors that the config promises, and for those that it does not name."""
-    faults = []
-    for name in sorted(base_tensors):
-        if saved.get(name, _NOTHING).copy is None and _is_listed(adapter, name):
-            faults.append(
-                f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}"
-            )
-            break  # one is enough: the others have the same cause
+    faults = [
+        f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}"
+        for name in sorted(base_tensors)
+        if saved.get(name, _NOTHING).copy is None and _is_listed(adapter, name)
+    ][:1]  # one is enough: the others have the same cause
     saved_rows = {
         name: tensor.rows[0] for name, tensor in sorted(saved.items()) if tensor.rows is not None
     }
-    for end, tokens in adapter.config.token_rows.items():
-        if tokens and not any(_is_named_by(name, end) for name in saved_rows):
-            faults.append(
-                f"{adapter.path}: has no trainable_tokens_delta of {end or EMBEDDING}; {_DOWNLOAD}"
-            )
-    for name, file_name in saved_rows.items():
-        if not _find_token_rows(adapter, name):
-            faults.append(
-                f"{adapter.config.path}: trainable_token_indices: names no tokens of {name}, which"
-                f" {file_name} has rows of; {_DOWNLOAD}"
-            )
+    faults += [
+        f"{adapter.path}: has no trainable_tokens_delta of {end or EMBEDDING}; {_DOWNLOAD}"
+        for end, tokens in adapter.config.token_rows.items()
+        if tokens and not any(_is_named_by(name, end) for name in saved_rows)
+    ]
+    faults += [
+        f"{adapter.config.path}: trainable_token_indices: names no tokens of {name}, which"
+        f" {file_name} has rows of; {_DOWNLOAD}"
+        for name, file_name in saved_rows.items()
+        if not _find_token_rows(adapter, name)
+    ]
     biased = {
         name.removesuffix(".bias") for name, tensor in saved.items() if tensor.added is not None
     }
     if adapter.config.biases and adapter.tensors.keys() - biased:
-        first = min(adapter.tensors.keys() - biased)
         faults.append(
-            f"{adapter.path}: has no {first}.lora_B.bias, lora_bias is true in its config;"
-            f" {_DOWNLOAD}"
+            f"{adapter.path}: has no {min(adapter.tensors.keys() - biased)}.lora_B.bias, lora_bias"
+            f" is true in its config; {_DOWNLOAD}"
         )
     elif biased and not adapter.config.biases:
         faults.append(
@@ -449,17 +444,15 @@ def _is_named_by(name: str, end: str) -> bool:
     return module.endswith(get_extra_name(end)) if end else module in (EMBEDDING, HEAD)
 
 
-def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | None:
-    """Return the tokens whose rows of a weight are saved, or None.
+def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...]:
+    """Return the tokens whose rows of a weight are saved; empty for none.
 
     Those of a tied head are the embedding's unless it has its own.
     """
-    names = [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]
-    for row_name in names:
-        for end, tokens in adapter.config.token_rows.items():
-            if _is_named_by(row_name, end):
-                return tokens
-    return None
+    for end, tokens in adapter.config.token_rows.items():
+        if _is_named_by(name, end):
+            return tokens
+    return _find_token_rows(adapter, EMBEDDING_WEIGHT) if name == HEAD_WEIGHT else ()
 
 
 def _settle_vocabulary(
@@ -476,8 +469,7 @@ def _settle_vocabulary(
     head = saved.get(HEAD_WEIGHT, _NOTHING)
     is_tied = base.tied
     if is_tied and (head != _NOTHING or _is_listed(adapter, EMBEDDING_WEIGHT)):
-        is_listed = _is_listed(adapter, EMBEDDING_WEIGHT) or _is_listed(adapter, HEAD_WEIGHT)
-        is_listed = is_listed or head.rows is not None
+        is_listed = head.rows is not None or any(_is_listed(adapter, name) for name in VOCABULARY)
         is_same = _have_same_numbers(adapter, embedding, head)
         if not (is_listed or is_same or _NOTHING in (embedding, head)):
             raise CheckpointError(

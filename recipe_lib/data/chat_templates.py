@@ -22,7 +22,7 @@ from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import Conversation, Message, SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
-from recipe_lib.tokenizers.tokenizer import TurnEnd
+from recipe_lib.tokenizers.chat_template import TurnEnd
 
 # Where samples have the thought of an answer apart from its words.
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")

@@ -20,9 +20,9 @@ from torch import nn
 from recipe_lib import files
 from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.checkpoint.verify import make_adapter_settings
+from recipe_lib.checkpoint.open_exports import make_adapter_settings
+from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.config.mesh import compute_padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.data import Dataset, make_validation_steps

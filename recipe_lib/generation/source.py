@@ -25,8 +25,8 @@ from recipe_lib.checkpoint.huggingface import (
     load_weights,
 )
 from recipe_lib.checkpoint.model_folders import find_exported_folder
-from recipe_lib.checkpoint.tokenizer_export import TOKENIZER_FILES
-from recipe_lib.checkpoint.verify import load_model_with_adapter
+from recipe_lib.checkpoint.open_exports import load_model_with_adapter
+from recipe_lib.checkpoint.side_files import TOKENIZER_FILES
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, SetupError

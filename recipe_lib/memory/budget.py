@@ -202,7 +202,7 @@ _KINDS = {
     "_c10d_functional::all_reduce": SUM,
 }
 
-# Matmuls of the rows of each expert (`recipe_lib.ops.grouped`): torch's, and ours for other types
+# Matmuls of the rows of each expert (`recipe_lib.ops.mlp`): torch's, and ours for other types
 # than bf16.
 GROUPED = frozenset(
     {

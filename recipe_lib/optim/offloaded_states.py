@@ -98,9 +98,10 @@ class OffloadedStates:
         counts = {key: value for key, value in hosts.items() if key not in on_device}
         # A fused kernel wants the step count on the device, where one from a checkpoint is not.
         if self._optimizer.defaults.get("fused"):
-            for key, value in counts.items():
-                if isinstance(value, Tensor):
-                    counts[key] = value.to(self._copies.device)
+            counts = {
+                key: value.to(self._copies.device) if isinstance(value, Tensor) else value
+                for key, value in counts.items()
+            }
         if hosts:
             moved = {key: wrap_local(hosts[key], value) for key, value in on_device.items()}
             states[stepped] = counts | moved

@@ -90,8 +90,7 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
     where: the model's folder, named in errors. Raises CheckpointError if llama.cpp has no such
     architecture, or would compute something else.
     """
-    is_known = not isinstance(spec, ExternalSpec) and spec.family in ARCHITECTURES
-    if isinstance(spec, ExternalSpec) or not is_known or spec.mixture is not None:
+    if isinstance(spec, ExternalSpec) or spec.family not in ARCHITECTURES or spec.mixture:
         raise CheckpointError(
             f"{where}: model_type {spec.family!r} is not written as GGUF; expected one of"
             f" {', '.join(ARCHITECTURES)}; export it with --hf or --merge, and use llama.cpp's own"
@@ -116,18 +115,17 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
         "vocab_size": spec.vocab_size,
         **rope_metadata,
     }
-    if spec.family == "gemma2":
-        metadata["attn_logit_softcapping"] = spec.attention_softcap
-        metadata["final_logit_softcapping"] = spec.logit_softcap
-    elif spec.logit_softcap is not None:
-        metadata["final_logit_softcapping"] = spec.logit_softcap
     window = next((window for window in spec.windows if window is not None), None)
-    if spec.family in _PATTERNS and window is not None:
-        metadata["attention.sliding_window"] = window
-    elif spec.family == "phi3":
-        metadata["attention.sliding_window"] = window or 0  # llama.cpp tells Phi 4 from Phi 3 by it
-    if spec.local_rope is not None:
-        metadata["rope.freq_base_swa"] = float(spec.local_rope.base)
+    # llama.cpp tells Phi 4 from Phi 3 by a window of 0.
+    windows = dict.fromkeys(_PATTERNS, window) | {"phi3": window or 0}
+    local_rope = spec.local_rope
+    optional = {
+        "attn_logit_softcapping": spec.attention_softcap if spec.family == "gemma2" else None,
+        "final_logit_softcapping": spec.logit_softcap,
+        "attention.sliding_window": windows.get(spec.family),
+        "rope.freq_base_swa": None if local_rope is None else float(local_rope.base),
+    }
+    metadata |= {key: value for key, value in optional.items() if value is not None}
     for key, value in metadata.items():
         if isinstance(value, int) and value >= 2**32:
             raise CheckpointError(
@@ -340,7 +338,7 @@ def write_gguf_model(
     fields |= make_vocabulary_fields(vocabulary)
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
-    notes = (*architecture.notes, *vocabulary.notes)
+    notes = architecture.notes + tuple(vocabulary.notes)
     return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
 
 
@@ -361,11 +359,12 @@ def list_model_tensors(
         for entry in build_weight_map(spec, list(tensors))
     }
     gguf_names = find_gguf_names(architecture.name, spec.num_layers, list(file_names))
-    readers: dict[str, Callable[[], Tensor]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, factors in architecture.rope_tables.items():
-        readers[name] = partial(torch.tensor, factors, dtype=torch.float32)
-        shapes[name] = (len(factors),)
+    tables = architecture.rope_tables
+    readers: dict[str, Callable[[], Tensor]] = {
+        name: partial(torch.tensor, factors, dtype=torch.float32)
+        for name, factors in tables.items()
+    }
+    shapes: dict[str, tuple[int, ...]] = {name: (len(factors),) for name, factors in tables.items()}
     for usual_name, file_name in file_names.items():
         name = gguf_names[usual_name]
         tensor = tensors[file_name]
@@ -475,7 +474,7 @@ def write_gguf_adapter(
         "general.name": name,
         "adapter.type": "lora",
         "adapter.lora.alpha": float(alpha),
-        "general.file_type": {"f32": 0, "f16": 1, "bf16": 32}[kind],
+        "general.file_type": _FILE_TYPES[kind],
     }
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
@@ -485,17 +484,15 @@ def write_gguf_adapter(
 def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
     """Raise CheckpointError for an adapter that llama.cpp does not load."""
     adapts_embedding = any(module.is_embedding for module in adapter.list_modules(spec))
-    fault = None
-    if adapter.config.dora:
-        fault = "is a DoRA adapter"
-    elif adapter.extras:
-        fault = f"has the extra parameter {min(adapter.extras)}"
-    elif saved.parts:
-        fault = f"brings {min(saved.parts)} of the base along"
-    elif spec.tied and (HEAD in adapter.tensors or adapts_embedding):
-        fault = (
-            "adapts the embedding or the output projection of a model that has one matrix for both"
-        )
+    faults = {
+        "is a DoRA adapter": adapter.config.dora,
+        f"has the extra parameter {min(adapter.extras, default=None)}": bool(adapter.extras),
+        f"brings {min(saved.parts, default=None)} of the base along": bool(saved.parts),
+        "adapts the embedding or the output projection of a model that has one matrix for both": (
+            spec.tied and (HEAD in adapter.tensors or adapts_embedding)
+        ),
+    }
+    fault = next((fault for fault, is_found in faults.items() if is_found), None)
     if fault:
         raise CheckpointError(
             f"{adapter.folder}: {fault}, which llama.cpp does not load; merge it (tune export"
@@ -525,15 +522,15 @@ def _list_adapter_tensors(
             adapter, module, spec=spec, architecture=architecture, factor=factor
         )
         name = names[f"{module.name}.weight"]
-        for suffix, matrix in zip(("lora_a", "lora_b"), matrices, strict=True):
-            tensors.append(
-                GgufTensor(
-                    name=f"{name}.{suffix}",
-                    shape=tuple(matrix.shape),
-                    kind=kind.upper(),
-                    read=matrix.contiguous,
-                )
+        tensors += [
+            GgufTensor(
+                name=f"{name}.{suffix}",
+                shape=tuple(matrix.shape),
+                kind=kind.upper(),
+                read=matrix.contiguous,
             )
+            for suffix, matrix in zip(("lora_a", "lora_b"), matrices, strict=True)
+        ]
     return tensors
 
 

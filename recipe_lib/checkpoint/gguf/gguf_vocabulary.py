@@ -19,8 +19,7 @@ from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import CheckpointError, DataError
-from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.special_tokens import read_json
+from recipe_lib.tokenizers.tokenizer import Tokenizer, load_tokenizer, read_json
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
 
 _PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}  # by which llama.cpp knows Phi 3's vocabulary
@@ -106,8 +105,7 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
     if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
         vocabulary = _convert_sentencepiece(tokenizer, tokenizer.vocabulary, size)
     elif isinstance(tokenizer.vocabulary, JsonVocabulary):
-        content = read_json(Path(tokenizer.place))
-        vocabulary = _convert_json(tokenizer, content, size=size, pre=pre)
+        vocabulary = _convert_json(tokenizer, size=size, pre=pre)
     else:
         raise CheckpointError(
             f"{tokenizer.place}: is a tiktoken vocabulary, whose merges a GGUF file has and it has"
@@ -123,11 +121,9 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
 
 def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
     """Set the added tokens, the ids of those with a role, and the chat template."""
-    num_left_out = 0
-    for token in tokenizer.added_tokens:
-        if token.id >= size:
-            num_left_out += 1
-            continue
+    tokens = [token for token in tokenizer.added_tokens if token.id < size]
+    num_left_out = len(tokenizer.added_tokens) - len(tokens)
+    for token in tokens:
         if vocabulary.kinds[token.id] == PieceKind.UNKNOWN:
             continue  # llama.cpp looks for it by its kind
         text = token.content
@@ -162,8 +158,12 @@ def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: 
 
 def _make_empty(model: str, pre: str, size: int) -> GgufVocabulary:
     """Return a vocabulary of unused ids, under names that no text has, to be filled."""
-    tokens = [f"[PAD{at}]".encode() for at in range(size)]
-    return GgufVocabulary(model, pre, tokens=tokens, kinds=[PieceKind.UNUSED] * size)
+    return GgufVocabulary(
+        model,
+        pre,
+        tokens=[f"[PAD{at}]".encode() for at in range(size)],
+        kinds=[PieceKind.UNUSED] * size,
+    )
 
 
 def _convert_sentencepiece(
@@ -212,10 +212,9 @@ def _set_space_rules(converted: GgufVocabulary, tokenizer: Tokenizer) -> None:
         )
 
 
-def _convert_json(
-    tokenizer: Tokenizer, content: dict[str, Any], *, size: int, pre: str | None
-) -> GgufVocabulary:
+def _convert_json(tokenizer: Tokenizer, *, size: int, pre: str | None) -> GgufVocabulary:
     path = Path(tokenizer.place)
+    content = read_json(path)
     model = content.get("model") or {}
     if model.get("type", "BPE") != "BPE":
         raise CheckpointError(
