@@ -214,14 +214,14 @@ def _with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> di
                 f"{path}.{name.rpartition('.')[2]}": what for name, what in placed.items()
             }
     for module, forward in (
-        (model.model.embed_tokens, tensor._embedding),
-        (model.lm_head, tensor._head),
+        (model.model.embed_tokens, tensor._run_embedding),
+        (model.lm_head, tensor._run_head),
     ):
         if module is not None:
-            tensor._replace_forward(module, tensor._given(forward, world.tensor))
+            tensor._replace_forward(module, tensor._bind_settings(forward, world.tensor))
     if model.model.norm is not None:
-        tensor._replace_forward(model.model.norm, tensor._norm)
-    model.forward = tensor._in_rows(model.forward)  # type: ignore[method-assign]
+        tensor._replace_forward(model.model.norm, tensor._run_norm)
+    model.forward = tensor._restore_rows(model.forward)  # type: ignore[method-assign]
     return gradients
 
 

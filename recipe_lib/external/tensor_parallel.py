@@ -37,7 +37,7 @@ from recipe_lib.models.decoder import LogitTransform
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
-from recipe_lib.parallel.tensor import as_placed
+from recipe_lib.parallel.tensor import place_parameter
 from recipe_lib.parallel.world import World
 
 _LENGTHS = "lora_magnitude_vector"
@@ -176,7 +176,7 @@ def place_parameters(
             if id(parameter) not in placed:
                 own = names[id(parameter)]
                 if stored and own in stored:
-                    placed[id(parameter)] = as_placed(parameter, stored[own], mesh)
+                    placed[id(parameter)] = place_parameter(parameter, stored[own], mesh)
                 else:
                     placed[id(parameter)] = _take_parameter_part(parameter, plans[own], mesh)
             setattr(module, name, placed[id(parameter)])

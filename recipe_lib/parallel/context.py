@@ -56,14 +56,14 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
                 partial(exchange_for_tokens, group=group),
             )
     trunk: Any = model.model
-    trunk.rotary = [partial(_rotate_own, rotary, group) for rotary in trunk.rotary]
-    trunk.prepare = partial(_prepare_own, trunk.prepare, group)
+    trunk.rotary = [partial(_rotate_local_tokens, rotary, group) for rotary in trunk.rotary]
+    trunk.prepare = partial(_prepare_local_attention, trunk.prepare, group)
     if trunk.embed_tokens is not None:  # else another stage of a pipeline has it
         embedding: Any = trunk.embed_tokens
-        embedding.forward = partial(_embed_own, embedding.forward, group)
+        embedding.forward = partial(_embed_local_tokens, embedding.forward, group)
     head: Any = model.head
     if head is not None:  # else another stage has it
-        head.forward = partial(_head_of_own, head.forward, group)
+        head.forward = partial(_run_local_head, head.forward, group)
     whole: Any = model
     if world.pipeline is None:
         whole.forward = partial(_gather_logits, model.forward, group, 0)
@@ -121,7 +121,7 @@ def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
     )
 
 
-def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate_local_tokens(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
     """As `Rotary`, of this rank's tokens: by frequencies that may depend on the longest position of
     all.
     """
@@ -130,7 +130,7 @@ def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor
     )
 
 
-def _prepare_own(
+def _prepare_local_attention(
     prepare: Callable[..., AttentionInfo], group: Group, info: AttentionInfo | None, **shape: Any
 ) -> AttentionInfo:
     """As `prepare_attention`, of whole rows; what is counted of tokens is this rank's."""
@@ -142,12 +142,14 @@ def _prepare_own(
     )
 
 
-def _embed_own(forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor) -> Tensor:
+def _embed_local_tokens(
+    forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor
+) -> Tensor:
     """Tokens `[b, s]` to embeddings of this rank's."""
     return forward(shard_tokens(tokens, group).contiguous())
 
 
-def _head_of_own(
+def _run_local_head(
     forward: Callable[..., Tensor],
     group: Group,
     hidden: Tensor,

@@ -54,7 +54,7 @@ class Unit:
 
     names: dotted module names; several only when they share a parameter. bytes: of their whole
     parameters, without those of units inside them; of what a tensor-parallel group shares, of one
-    rank's part (see `parameter_bytes`).
+    rank's part (see `count_parameter_bytes`).
     """
 
     names: tuple[str, ...]
@@ -84,22 +84,23 @@ def resolve_wrapping(
                 f" {', '.join(POLICIES)} or a list of module-name patterns such as"
                 f" [model.layers.*]{did_you_mean(wrapping, POLICIES)}"
             )
-        return _units_of_policy(model, wrapping, whole_layers)
+        return _choose_units(model, wrapping, whole_layers)
     return _make_units(model, _match_all(model, list(wrapping)))
 
 
-def parameter_bytes(module: nn.Module) -> int:
+def count_parameter_bytes(module: nn.Module) -> int:
     """Return the bytes of a module's whole parameters, shared ones counted once; also before they
     have memory.
 
     Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers.
     """
     return sum(
-        whole_elements(parameter) * parameter.element_size() for parameter in module.parameters()
+        count_whole_elements(parameter) * parameter.element_size()
+        for parameter in module.parameters()
     )
 
 
-def whole_elements(parameter: Tensor) -> int:
+def count_whole_elements(parameter: Tensor) -> int:
     """Return the elements of a whole parameter; of what a tensor-parallel group shares, of one
     rank's part.
     """
@@ -113,15 +114,15 @@ def whole_elements(parameter: Tensor) -> int:
     )
 
 
-def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
+def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
     layers = list_layer_names(model)
     if not layers:
         raise ConfigError(
             f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name"
-            f" its units by patterns, such as [{_templates(model)[0]}]"
+            f" its units by patterns, such as [{_list_patterns(model)[0]}]"
         )
-    matrices = [] if policy == "layers" else _matrices_outside(model, layers)
-    experts = [] if policy == "layers" or whole_layers else _experts(model, layers)
+    matrices = [] if policy == "layers" else _list_outer_matrices(model, layers)
+    experts = [] if policy == "layers" or whole_layers else _list_large_experts(model, layers)
     units = _make_units(model, layers + matrices + experts)
     if policy == "auto":
         whole = _make_units(model, layers + matrices)
@@ -131,7 +132,7 @@ def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[
     return units
 
 
-def _experts(model: nn.Module, layers: list[str]) -> list[str]:
+def _list_large_experts(model: nn.Module, layers: list[str]) -> list[str]:
     """Return the experts of layers that are most of their layer. As a unit they are gathered while
     attention runs, and only what attention needs while they run: not two layers' experts at a time.
     """
@@ -139,12 +140,14 @@ def _experts(model: nn.Module, layers: list[str]) -> list[str]:
     for name, module in model.named_modules():
         layer = next((each for each in layers if name.startswith(f"{each}.")), None)
         if isinstance(module, Experts) and layer is not None:
-            if 2 * parameter_bytes(module) > parameter_bytes(model.get_submodule(layer)):
+            if 2 * count_parameter_bytes(module) > count_parameter_bytes(
+                model.get_submodule(layer)
+            ):
                 found.append(name)
     return found
 
 
-def _matrices_outside(model: nn.Module, layers: list[str]) -> list[str]:
+def _list_outer_matrices(model: nn.Module, layers: list[str]) -> list[str]:
     """Return the names of modules outside the layers that own a parameter of two dimensions or
     more: embedding, output.
 
@@ -170,23 +173,23 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
     elsewhere = get_modules_elsewhere(model)  # of other stages of a pipeline
     matched: set[str] = set()
     for pattern in patterns:
-        names = [name for name in modules if _matches(name, str(pattern))]
-        if not names and not any(_matches(name, str(pattern)) for name in elsewhere):
-            raise ConfigError(_matches_nothing(str(pattern), model))
+        names = [name for name in modules if _is_match(name, str(pattern))]
+        if not names and not any(_is_match(name, str(pattern)) for name in elsewhere):
+            raise ConfigError(_describe_unmatched(str(pattern), model))
         matched.update(names)
     return [name for name in modules if name in matched]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _is_match(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _matches_nothing(pattern: str, model: nn.Module) -> str:
+def _describe_unmatched(pattern: str, model: nn.Module) -> str:
     """Return the fault of a pattern without a match: the nearest names, then the largest modules
     there are.
     """
-    templates = _templates(model)
+    templates = _list_patterns(model)
     best = find_nearest(pattern, templates)
     existing = ([best] if best else []) + [name for name in templates if name != best]
     return (
@@ -195,7 +198,7 @@ def _matches_nothing(pattern: str, model: nn.Module) -> str:
     )
 
 
-def _templates(model: nn.Module) -> list[str]:
+def _list_patterns(model: nn.Module) -> list[str]:
     """Return the patterns that would match: names of modules that can be units, a list's elements
     as `*`; larger ones first.
     """
@@ -203,7 +206,7 @@ def _templates(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if name and _can_be_unit(module):
             template = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-            sizes[template] = max(sizes.get(template, 0), parameter_bytes(module))
+            sizes[template] = max(sizes.get(template, 0), count_parameter_bytes(module))
     return sorted(sizes, key=lambda template: -sizes[template])
 
 
@@ -237,7 +240,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
     return [
         Unit(
             tuple(members),
-            sum(whole_elements(tensor) * tensor.element_size() for tensor in held.values()),
+            sum(count_whole_elements(tensor) * tensor.element_size() for tensor in held.values()),
         )
         for members, held in groups
     ]
@@ -303,7 +306,7 @@ def shard_model(
     units = resolve_wrapping(
         model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept)
     )
-    units = [_without(unit, model, kept) for unit in units]
+    units = [_leave_out_streamed(unit, model, kept) for unit in units]
     units = [unit for unit in units if unit.bytes] if kept else units
     if parallel.strategy == "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return []
@@ -360,7 +363,7 @@ def shard_model(
     return units
 
 
-def _without(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
+def _leave_out_streamed(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
     """Return a unit whose bytes are without those of parameters that FSDP leaves alone."""
     inside = (
         {id(each) for name in unit.names for each in model.get_submodule(name).parameters()}
@@ -456,7 +459,7 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
 
 
 @contextmanager
-def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
+def evaluate_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
     """What a model's `hidden_states`, or its output head by itself, is called inside of, without
     gradients: all that was gathered is freed at its end, as it is after a forward. head: where the
     head's weight is in the root's unit, it is gathered first.

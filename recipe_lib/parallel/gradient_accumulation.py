@@ -362,7 +362,7 @@ class DeferredReduction:
                 self._units.append(unit)
 
     @contextmanager
-    def unreduced(self) -> Iterator[None]:
+    def postpone_reduction(self) -> Iterator[None]:
         """Inside, these units keep the gradients that backward makes whole, to be reduced with
         those to come.
         """

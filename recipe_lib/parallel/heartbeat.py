@@ -38,9 +38,9 @@ from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserE
 from recipe_lib.parallel.thread_stacks import (
     StackLine,
     describe_place,
+    get_current_thread,
     is_compiling,
-    stack_of,
-    this_thread,
+    read_stack,
 )
 from recipe_lib.redaction import redact
 from recipe_lib.report.phases import Phase
@@ -161,7 +161,7 @@ def is_overdue(beat: Beat, timeout: float) -> bool:
     return seconds >= timeout * beat.patience
 
 
-def all_stand(beats: Mapping[int, Beat], timeout: float) -> bool:
+def are_all_stuck(beats: Mapping[int, Beat], timeout: float) -> bool:
     """Return True if no rank has moved for so long that none will. The work that ranks have queued
     on GPUs has longer.
     """
@@ -205,7 +205,7 @@ class Heartbeat:
         self._timeout = timeout
         self._node = name_node()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
-        self._main = this_thread()
+        self._main = get_current_thread()
         self._once = threading.Lock()
         self._phase, self._patience = "starting", LONG_SECONDS
         self._exchanges = Counter[str]()  # by pair of a pipeline's ranks
@@ -343,7 +343,7 @@ class Heartbeat:
         if entered != self._entered:
             self._entered = entered
             self._advanced = self._moved = now
-        stack = stack_of(self._main)
+        stack = read_stack(self._main)
         if stack != self._stack:
             self._stack, self._moved = stack, now
 
@@ -391,7 +391,7 @@ class Heartbeat:
                 for rank, it in first.items()
             ]
             return self._blame("; ".join(lines))
-        if known and all_stand(known, timeout):
+        if known and are_all_stuck(known, timeout):
             return self._blame(
                 f"no rank has moved for {min(beat.still for beat in known.values()):.0f} s"
             )
@@ -476,7 +476,7 @@ class Heartbeat:
         """
         self.is_ending = True
         self._wake.set()
-        is_lost = isinstance(error, PeerFailedError) or says_gone(error)
+        is_lost = isinstance(error, PeerFailedError) or is_lost_connection(error)
         if is_lost:  # who is the cause says so, or is not heard of any more
             self._wait(
                 lambda: self._failure is not None or self._lost or bool(self._find_gone()),
@@ -609,7 +609,7 @@ def find_stopped_ranks() -> set[int]:
     return stopped
 
 
-def says_gone(error: BaseException) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
     """Return True if an error is that another process is not there any more: gloo's are known by
     their text.
     """

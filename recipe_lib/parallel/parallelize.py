@@ -29,7 +29,7 @@ from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import shard_sequences
 from recipe_lib.parallel.ddp import Replicas, find_replicas, sum_replica_gradients
-from recipe_lib.parallel.fsdp import Unit, parameter_bytes, shard_model, whole_elements
+from recipe_lib.parallel.fsdp import Unit, count_parameter_bytes, count_whole_elements, shard_model
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.parallel.pipeline.driver import Pipeline
@@ -189,7 +189,7 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
     units, replicas = parallel.units, parallel.replicas
     if replicas is not None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        count = sum(whole_elements(parameter) for parameter in trained)
+        count = sum(count_whole_elements(parameter) for parameter in trained)
         return (
             f"FSDP: off (ddp): {replicas.ranks} ranks have the same parameters, and sum the"
             f" gradients of {format_count(count)} of them once a step"
@@ -204,7 +204,7 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
         named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
         parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
     hosted = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
-    root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
+    root = count_parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
     accumulation = parallel.accumulation
     once = (
         "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""

@@ -130,7 +130,7 @@ def shard_tensors(
     )
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts) and spec.mixture is not None:
-            share_quantized(module, name, group, spec.mixture)
+            share_quantized_experts(module, name, group, spec.mixture)
         elif isinstance(module, QuantizedLinear):
             head = sharing.kv_head if name.endswith(("k_proj", "v_proj")) else None
             _take_part(module, group, name.endswith(ROW), head, spec.head_width)
@@ -138,30 +138,30 @@ def shard_tensors(
         model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ()
     )
     if spec.mixture is not None:
-        model.runs = expert_runs(model, spec.mixture, group.size)
+        model.runs = list_expert_runs(model, spec.mixture, group.size)
     forwards: tuple[
         tuple[type[nn.Module], Callable[..., Any]], ...
     ] = (  # the more special class first
-        (WidthNorm, _given(shared_width_norm, group)),
-        (Norm, _norm),
-        (Mixture, _given(shared_mixture, group)),
-        (Experts, part_of_experts),
-        (SandwichLayer, _sandwich_layer),
-        (DecoderLayer, _layer),
-        (Attention, _given(_attention, sharing)),
-        (MLP, _given(_mlp, sharing, spec.activation)),
+        (WidthNorm, _bind_settings(run_width_norm, group)),
+        (Norm, _run_norm),
+        (Mixture, _bind_settings(run_mixture, group)),
+        (Experts, run_experts),
+        (SandwichLayer, _run_sandwich_layer),
+        (DecoderLayer, _run_layer),
+        (Attention, _bind_settings(_run_attention, sharing)),
+        (MLP, _bind_settings(_run_mlp, sharing, spec.activation)),
     )
     for module in model.modules():
         forward = next((forward for kind, forward in forwards if isinstance(module, kind)), None)
         if forward is not None:
             _replace_forward(module, forward)
     if model.model.embed_tokens is not None:  # else another stage of a pipeline has it
-        _replace_forward(model.model.embed_tokens, _given(_embedding, group))
+        _replace_forward(model.model.embed_tokens, _bind_settings(_run_embedding, group))
     if model.lm_head is not None:
-        _replace_forward(model.lm_head, _given(_head, group))
+        _replace_forward(model.lm_head, _bind_settings(_run_head, group))
     if model.score is not None:
-        _replace_forward(model.score, _given(_score_head, group))
-    model.forward = _in_rows(model.forward)  # type: ignore[method-assign]
+        _replace_forward(model.score, _bind_settings(_run_score_head, group))
+    model.forward = _restore_rows(model.forward)  # type: ignore[method-assign]
     return gradients
 
 
@@ -171,7 +171,7 @@ def refuse_for_tensor(model: Decoder) -> None:
 
     A rank has a part of the tokens, heads and channels there, and inputs of other shapes.
     """
-    found = next(iter(find_extra_tensors(model)), None) or next(iter(_changed(model)), None)
+    found = next(iter(find_extra_tensors(model)), None) or next(iter(_list_changes(model)), None)
     if found is not None:
         raise ConfigError(
             f"parallel.tensor: found {found}, which the recipe added, expected a model as it is"
@@ -180,7 +180,7 @@ def refuse_for_tensor(model: Decoder) -> None:
         )
 
 
-def _changed(model: Decoder) -> list[str]:
+def _list_changes(model: Decoder) -> list[str]:
     inside: set[int] = set()
     found = []
     for name, module in model.named_modules():
@@ -203,7 +203,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)
 
 
-def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+def _bind_settings(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """The function, which takes a module and settings first, as one of the module and what a
     forward takes.
     """
@@ -240,14 +240,16 @@ def _place_parameters(
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
-                placement = _placement(f"{path}.{name}", copied, getattr(module, "kind", None))
-                placed[id(parameter)] = as_placed(parameter, placement, mesh)
+                placement = _choose_placement(
+                    f"{path}.{name}", copied, getattr(module, "kind", None)
+                )
+                placed[id(parameter)] = place_parameter(parameter, placement, mesh)
                 gradients[f"{path}.{name}"] = "partial" if placement.is_replicate() else "sharded"
             setattr(module, name, placed[id(parameter)])
     return gradients
 
 
-def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
+def _choose_placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
     """Return how a parameter lies on the group, by the matrix that it belongs to. kind: of a
     quantized linear.
 
@@ -274,7 +276,9 @@ def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placemen
     return Shard(1) if is_own and leaf in ("weight_codes", "weight_scales") else Replicate()
 
 
-def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+def place_parameter(
+    parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh
+) -> nn.Parameter:
     """Return a parameter on the meta device as a DTensor over the group, which cuts it evenly."""
     shape = list(parameter.shape)
     if isinstance(placement, Shard):
@@ -288,18 +292,18 @@ def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -
 # The forwards, on this rank's tokens `[n, d]`.
 
 
-def _norm(module: Norm, hidden: Tensor) -> Tensor:
+def _run_norm(module: Norm, hidden: Tensor) -> Tensor:
     return module.norm(hidden, get_local(module.weight), module.eps)
 
 
-def _layer(
+def _run_layer(
     layer: DecoderLayer, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: None = None
 ) -> Tensor:
     hidden = hidden + layer.self_attn(hidden, turn, info, layer.input_layernorm)
     return hidden + layer.mlp(hidden, layer.post_attention_layernorm, info.real)
 
 
-def _sandwich_layer(
+def _run_sandwich_layer(
     layer: SandwichLayer, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: None = None
 ) -> Tensor:
     attended = layer.self_attn(hidden, turn, info, layer.input_layernorm)
@@ -309,7 +313,7 @@ def _sandwich_layer(
     )
 
 
-def _attention(
+def _run_attention(
     module: Attention,
     sharing: _Sharing,
     hidden: Tensor,
@@ -318,7 +322,7 @@ def _attention(
     norm: Norm,
 ) -> Tensor:
     rows, length = turn[0].shape[:2]
-    projected = _columns(
+    projected = _run_column_parallel(
         [module.q_proj, module.k_proj, module.v_proj], hidden, norm, sharing, module.head_width
     )
     width = (
@@ -330,10 +334,12 @@ def _attention(
     v = module.clamp(v).transpose(1, 2)
     q, k, v, sinks = module.to_heads(q, k, v, get_local(module.sinks))
     attended = module.to_tokens(module.attend(q, k, v, info, sinks=sinks))
-    return _row(module.o_proj, attended.transpose(1, 2).reshape(rows * length, -1), sharing.group)
+    return _run_row_parallel(
+        module.o_proj, attended.transpose(1, 2).reshape(rows * length, -1), sharing.group
+    )
 
 
-def _mlp(
+def _run_mlp(
     module: MLP,
     sharing: _Sharing,
     activation: str,
@@ -341,7 +347,7 @@ def _mlp(
     norm: Norm,
     real: RealTokens | None = None,
 ) -> Tensor:
-    gate, up = _columns([module.gate_proj, module.up_proj], hidden, norm, sharing)
+    gate, up = _run_column_parallel([module.gate_proj, module.up_proj], hidden, norm, sharing)
     down, group = module.down_proj, sharing.group
     if isinstance(down, QuantizedLinear):
         plain = scatter(down.product(gated_activation(gate, up, activation)), group)
@@ -357,17 +363,17 @@ def _mlp(
         )
     else:
         narrow = gated_linear(gate, up, get_local(down.lora_A.weight), activation)
-    return _widened(down, plain, scatter(narrow, group))
+    return _add_lora_up(down, plain, scatter(narrow, group))
 
 
-def _columns(
+def _run_column_parallel(
     linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, head_width: int = 0
 ) -> list[Tensor]:
     """Normed tokens through linears that are cut by rows: `[N, o / t]` each. head_width: of copied
     kv heads.
     """
     group, shard = sharing.group, norm(hidden)
-    cut = [_own_rows(linear, sharing, head_width) for linear in linears]
+    cut = [_choose_rows(linear, sharing, head_width) for linear in linears]
     if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
         kind = "offset" if norm.norm is offset_rms_norm else "rms"
         normed = NormedFrom(hidden.detach(), get_local(norm.weight).detach(), norm.eps, kind)
@@ -377,19 +383,19 @@ def _columns(
             shard, weights, biases, group, keep_gathered=sharing.keep_gathered, normed=normed
         )
     gathered = gather(shard, group)
-    plain = [_frozen(linear, gathered, rows) for linear, rows in zip(linears, cut, strict=True)]
+    plain = [_run_frozen(linear, gathered, rows) for linear, rows in zip(linears, cut, strict=True)]
     adapted = [linear for linear in linears if _is_adapted(linear)]
     if not adapted:
         return plain
-    narrow = torch.cat([_narrowed(linear, shard) for linear in adapted], dim=-1)
+    narrow = torch.cat([_apply_lora_down(linear, shard) for linear in adapted], dim=-1)
     parts = iter(gather(narrow, group).split([linear.settings.rank for linear in adapted], dim=-1))
     return [
-        _widened(linear, out, next(parts), rows) if _is_adapted(linear) else out
+        _add_lora_up(linear, out, next(parts), rows) if _is_adapted(linear) else out
         for linear, out, rows in zip(linears, plain, cut, strict=True)
     ]
 
 
-def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
+def _run_row_parallel(linear: Any, inputs: Tensor, group: Group) -> Tensor:
     """Inputs `[N, i / t]` through a linear that is cut by columns, summed over the group: `[n,
     d]`.
     """
@@ -399,13 +405,13 @@ def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
     )
     plain = plain if linear.bias is None else plain + get_local(linear.bias)
     return (
-        _widened(linear, plain, scatter(_narrowed(linear, inputs), group))
+        _add_lora_up(linear, plain, scatter(_apply_lora_down(linear, inputs), group))
         if _is_adapted(linear)
         else plain
     )
 
 
-def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tensor | None], Any]:
+def _choose_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tensor | None], Any]:
     """Return what takes a rank's rows of a parameter: its part, or, of kv heads that all ranks
     have, the one it computes.
     """
@@ -418,7 +424,7 @@ def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tens
     return lambda parameter: None if parameter is None else get_local(parameter)[rows]
 
 
-def _frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
+def _run_frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
     """Return what a linear that is cut by rows makes of all tokens, without its adapter."""
     if isinstance(linear, QuantizedLinear):
         return linear.product(whole, rows(linear.bias))
@@ -429,14 +435,14 @@ def _is_adapted(linear: nn.Module) -> bool:
     return isinstance(linear, AdaptedMatrix) and not linear.is_off
 
 
-def _narrowed(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
+def _apply_lora_down(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
     """Hidden `[..., in]` through the adapter's A: `[..., r]`."""
     rate = linear.settings.dropout
     dropped = F.dropout(hidden, rate) if rate and linear.training else hidden
     return cast_linear(dropped, get_local(linear.lora_A.weight))
 
 
-def _widened(
+def _add_lora_up(
     linear: AdaptedMatrix,
     plain: Tensor,
     narrow: Tensor,
@@ -447,7 +453,7 @@ def _widened(
     return (plain + update).to(plain.dtype)
 
 
-def _embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
+def _run_embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
     """Tokens `[b, s]` to this rank's part of their embeddings `[n, d]`: each rank looks up what it
     has.
     """
@@ -464,7 +470,7 @@ def _embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
     return hidden if scale is None else hidden * hidden.new_full((), scale)
 
 
-def _head(
+def _run_head(
     head: OutputHead,
     group: Group,
     hidden: Tensor,
@@ -482,7 +488,7 @@ def _head(
     return run_head_loss(head_loss, hidden, weight, labels, softcap=head.softcap, group=group)
 
 
-def _score_head(
+def _run_score_head(
     head: ScoreHead,
     group: Group,
     hidden: Tensor,
@@ -498,7 +504,7 @@ def _score_head(
     return found if labels is None else found.view(*labels.shape, -1)
 
 
-def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _restore_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Logits `[N, v]` as `[b, s, v]`."""
 
     def run(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -524,7 +530,7 @@ def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
-def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:
+def list_expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:
     """Return the parameters that hold gate above up, of which each rank has a part of either:
     dimension and runs.
     """
@@ -545,7 +551,7 @@ def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, 
     }
 
 
-def share_quantized(
+def share_quantized_experts(
     module: QuantizedExperts, name: str, group: Group, mixture: MixtureSpec
 ) -> None:
     """Tell quantized experts which part of their weights this rank computes with."""
@@ -558,14 +564,14 @@ def share_quantized(
         )
 
 
-def shared_mixture(
+def run_mixture(
     module: Mixture, group: Group, hidden: Tensor, norm: nn.Module, real: RealTokens | None = None
 ) -> Tensor:
     """Turn the stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`.
     real: of all N tokens.
     """
     shard = norm(hidden)
-    logits = _logits(module.router, shard)
+    logits = _compute_router_logits(module.router, shard)
     scores, chosen = module.choose(logits)
     groups = group_tokens(wait(start_gather(chosen, group)), logits.shape[1])
     count, own_real = shard.shape[0], None
@@ -578,7 +584,7 @@ def shared_mixture(
     return summed if bias is None else summed + bias
 
 
-def _logits(router: Any, tokens: Tensor) -> Tensor:
+def _compute_router_logits(router: Any, tokens: Tensor) -> Tensor:
     logits = wide_linear(tokens, get_local(router.weight), get_local(router.bias))
     if not isinstance(router, AdaptedRouter) or router.is_off:
         return logits
@@ -586,7 +592,7 @@ def _logits(router: Any, tokens: Tensor) -> Tensor:
     return (logits + nn.functional.linear(narrow, get_local(router.lora_B.weight))).to(logits.dtype)
 
 
-def part_of_experts(
+def run_experts(
     experts: Experts,
     tokens: Tensor,
     scores: Tensor,
@@ -598,19 +604,21 @@ def part_of_experts(
     biases of down add to its own tokens `[n, d]`. scores: of all tokens, and of its own. A call of
     the module, which FSDP gathers for it.
     """
-    inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
+    inner = _run_expert_matrix(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
         inner = inner + gather_row_biases(get_local(experts.gate_up_proj.bias), groups)
     product = scored_product(inner, order_by_expert(scores, groups), experts.gate)
     del inner
-    summed = sum_choices(_rows(experts.down_proj, product, groups, of_tokens=False), groups)
+    summed = sum_choices(
+        _run_expert_matrix(experts.down_proj, product, groups, of_tokens=False), groups
+    )
     bias = experts.down_proj.bias
     return summed, None if bias is None else compute_scored_bias(
         get_local(bias), own_scores, own_chosen
     )
 
 
-def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
+def _run_expert_matrix(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
     """Rows through a rank's part of the experts' matrices, with their adapters."""
     if isinstance(module, QuantizedExperts):
         plain = module.grouped_product(rows, groups, of_tokens)
@@ -624,7 +632,7 @@ def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tens
     return module.add_update(plain, rows, groups, of_tokens, *factors)
 
 
-def shared_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
+def run_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
     """Return a norm over the channels of all heads `[..., h / t, e]`, of which each rank has some;
     the mean is over all.
     """

@@ -22,19 +22,19 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     counts = {
         "attention heads": spec.num_heads,
         "tokens of the vocabulary": spec.vocab_size,
-    } | _widths(spec)
+    } | _get_widths(spec)
     copies = parallel.tensor_replicate_kv_heads and not spec.width_norms
-    if not _copied(spec, copies, size):
+    if not _copies_kv_heads(spec, copies, size):
         counts["key and value heads"] = spec.num_kv_heads
     legal = [
         other
         for other in range(1, spec.num_heads + 1)
         if all(
             count % other == 0
-            for count in (spec.num_heads, spec.vocab_size, *_widths(spec).values())
+            for count in (spec.num_heads, spec.vocab_size, *_get_widths(spec).values())
         )
-        and (spec.num_kv_heads % other == 0 or _copied(spec, copies, other))
-        and not _uncuttable(spec, quantize, other, copies)
+        and (spec.num_kv_heads % other == 0 or _copies_kv_heads(spec, copies, other))
+        and not _list_uncuttable(spec, quantize, other, copies)
     ]
     sizes = f"sizes that fit: {', '.join(map(str, legal))}"
     faults = [
@@ -43,10 +43,10 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         for what, count in counts.items()
         if count % size
     ]
-    helps_to_copy = not copies and not spec.width_norms and _copied(spec, True, size)
+    helps_to_copy = not copies and not spec.width_norms and _copies_kv_heads(spec, True, size)
     if helps_to_copy and spec.num_kv_heads % size and spec.num_heads % size == 0:
         faults[-1] += "; parallel.tensor_replicate_kv_heads=true gives every rank their weights"
-    uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
+    uncuttable = [] if faults else _list_uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(
             f"parallel.tensor={size}: lora.quantize_base={quantize} does not cut"
@@ -57,7 +57,7 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         raise ConfigError(*faults)
 
 
-def _widths(spec: DecoderSpec) -> dict[str, int]:
+def _get_widths(spec: DecoderSpec) -> dict[str, int]:
     """Return what is cut of the layers besides attention: the channels of MLPs, of experts, or of
     both.
     """
@@ -66,14 +66,14 @@ def _widths(spec: DecoderSpec) -> dict[str, int]:
     return widths if mixture is None else widths | {"channels of an expert": mixture.mlp_width}
 
 
-def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
+def _copies_kv_heads(spec: DecoderSpec, copies: bool, size: int) -> bool:
     """Return True if all `size` ranks have all kv heads, of which each needs one
     (`parallel.tensor_replicate_kv_heads`).
     """
     return copies and size % spec.num_kv_heads == 0
 
 
-def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
+def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
     """Return the linears of a layer whose quantized weight `size` ranks cannot cut."""
     if quantize == "none" or size == 1:
         return []
@@ -81,8 +81,8 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
     kv_heads = spec.num_kv_heads * spec.head_width
     inputs = {"o_proj": heads, "down_proj": spec.mlp_width}
     outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-    found = _uncuttable_experts(spec, quantize, size)
-    dense = "MLP channels" in _widths(spec)
+    found = _list_uncuttable_experts(spec, quantize, size)
+    dense = "MLP channels" in _get_widths(spec)
     for matrix in (*COLUMN, *ROW):
         if matrix in MLP and not dense:
             continue
@@ -90,7 +90,7 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
         in_features = inputs.get(matrix, spec.width)
         parts = (
             spec.num_kv_heads
-            if _copied(spec, copies, size) and matrix in ("k_proj", "v_proj")
+            if _copies_kv_heads(spec, copies, size) and matrix in ("k_proj", "v_proj")
             else size
         )
         if can_quantize(in_features, out_features, quantize) and not can_cut(
@@ -100,7 +100,7 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
     return found
 
 
-def _uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
+def _list_uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
     """Return the matrices of experts, gate and up being one, that `size` ranks cannot cut. In int8
     gate and up are not.
     """

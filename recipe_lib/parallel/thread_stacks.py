@@ -28,7 +28,7 @@ class StackLine(NamedTuple):
 
 
 class WatchedThread(NamedTuple):
-    """A thread that lives as long as somebody asks for its stack; made in it, by `this_thread`.
+    """A thread that lives as long as somebody asks for its stack; made in it, by `get_current_thread`.
 
     ident: its `threading.get_ident()`. state: the address of its PyThreadState, where one thread's
     stack can be had.
@@ -38,8 +38,8 @@ class WatchedThread(NamedTuple):
     state: int | None
 
 
-def this_thread() -> WatchedThread:
-    """Return the calling thread, for `stack_of` in another one.
+def get_current_thread() -> WatchedThread:
+    """Return the calling thread, for `read_stack` in another one.
 
     Python 3.11 adds a thread's state to its list before it has filled it: who goes through the list
     while a thread of C++ first calls Python, as those of autograd do in each backward, ends the
@@ -52,7 +52,7 @@ def this_thread() -> WatchedThread:
     return WatchedThread(threading.get_ident(), current())
 
 
-def stack_of(thread: WatchedThread) -> list[StackLine]:
+def read_stack(thread: WatchedThread) -> list[StackLine]:
     """Return the innermost 100 calls of a thread, innermost first; [] if it is not found.
 
     As faulthandler writes them, which reads the interpreter's frames and makes no objects of them.

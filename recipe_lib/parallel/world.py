@@ -76,7 +76,7 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
             yield Meeting(rank, size, local_rank, heartbeat)
         return
     rank, size, local_rank = _read_environment()
-    _check_device_count(_device_type(cfg.device), local_rank)
+    _check_device_count(_choose_device_type(cfg.device), local_rank)
     store = _connect_store(rank, size, timeout)
     healthy = size == 1
     try:
@@ -121,7 +121,7 @@ def _read_integer(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _device_type(device: str) -> str:
+def _choose_device_type(device: str) -> str:
     """`cpu` or `cuda`, from the config's `device`."""
     available = torch.get_device_module("cuda").is_available()
     if device == "cuda" and not available:
@@ -151,7 +151,7 @@ def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
     """Join the default process group, unless it is there already; return this rank's device. Waits
     for all ranks.
     """
-    device_type = _device_type(cfg.device)
+    device_type = _choose_device_type(cfg.device)
     if ranks.store is not None:
         if device_type == "cuda":
             torch.get_device_module(device_type).set_device(ranks.local_rank)
@@ -258,7 +258,9 @@ class World:
         if self.copies > 1 or self.pipeline is not None:
             dist.all_reduce(
                 tensor,
-                group=None if self.tensor is None else _flat_without_tensor(self.mesh).get_group(),
+                group=None
+                if self.tensor is None
+                else _flatten_without_tensor(self.mesh).get_group(),
             )
         return tensor
 
@@ -357,7 +359,7 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
             dist.distributed_c10d._world.pg_names
         ):  # their limits are ten minutes by default
             dist.distributed_c10d._set_pg_timeout(_group_limit(cfg), group)
-    world = world_of(
+    world = build_world(
         mesh,
         rank=ranks.rank,
         size=ranks.size,
@@ -368,7 +370,7 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     return replace(world, heartbeat=ranks.heartbeat)
 
 
-def world_of(
+def build_world(
     mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1
 ) -> World:
     """Return the world of a mesh with the dimensions `MESH_DIMS`, of whose data dimensions each
@@ -379,7 +381,7 @@ def world_of(
     group, sequence, place = None, None, None
     if sizes["tensor"] > 1:
         group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
-        _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
+        _flatten_without_tensor(mesh)  # by all ranks, before one of them needs it
     if sizes["pipeline"] > 1:
         place = PipelineRank(
             mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist())
@@ -401,12 +403,12 @@ def world_of(
     return World(rank, size, local_rank, device, mesh, *others, group, sequence, place)
 
 
-def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
+def _flatten_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
     """Return all dimensions but those that share matrices as one."""
     return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
 
 
-def communicators(parallel: ParallelConfig, size: int) -> list[int]:
+def count_communicator_ranks(parallel: ParallelConfig, size: int) -> list[int]:
     """Return the sizes of the groups of a rank that communicate on its device: its dimensions of
     the mesh, those that share its sequences, and all ranks.
 

@@ -47,7 +47,7 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
     `ExternalSpec.stage_parts`.
     """
     parallel: ParallelConfig = cfg.parallel
-    sizes = sizes_of(spec)
+    sizes = get_sizes(spec)
     stages, layers = count_stages(parallel), sizes.num_layers
     if stages > layers:
         raise ConfigError(
@@ -58,15 +58,18 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
         )
     counts = parallel.pipeline_layers_per_stage
     if counts is None:
-        layer, head = time_of(sizes, cfg)
+        layer, head = estimate_times(sizes, cfg)
         by_time = parallel.pipeline_balance == "compute"
         last = find_stage_rank(parallel, stages - 1)
 
         def time_cost(rank: int, counts: dict[int, int]) -> float:
             return layer * sum(counts.values()) + (head if rank == last else 0)
 
-        counts = _balanced(
-            parallel, layers, time_cost if by_time else memory_of(sizes, cfg, shards), head / layer
+        counts = _balance_layers(
+            parallel,
+            layers,
+            time_cost if by_time else make_memory_cost(sizes, cfg, shards),
+            head / layer,
         )
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         none = next(
@@ -112,7 +115,7 @@ class _Sizes:
 Sizes = DecoderSpec | _Sizes  # what times and bytes are counted by
 
 
-def sizes_of(spec: ModelSpec) -> Sizes:
+def get_sizes(spec: ModelSpec) -> Sizes:
     """Return a model's sizes. Raise ConfigError: see `ExternalSpec.stage_parts`."""
     if isinstance(spec, DecoderSpec):
         return spec
@@ -130,7 +133,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
 Cost = Callable[[int, dict[int, int]], float]  # of a rank with so many layers in each of its stages
 
 
-def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) -> list[int]:
+def _balance_layers(parallel: ParallelConfig, layers: int, cost: Cost, head: float) -> list[int]:
     """Return the layers of each stage, such that the rank with the largest cost has as little as
     can be.
 
@@ -143,14 +146,14 @@ def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) ->
     last = count_stages(parallel) - 1
     given = {rank: dict.fromkeys(stages[rank], 1) for rank in ranks}
     for _ in range(layers - last - 1):
-        more = {rank: _with_one_more(given[rank], last, head) for rank in ranks}
+        more = {rank: _add_layer(given[rank], last, head) for rank in ranks}
         chosen = min(reversed(ranks), key=lambda rank: cost(rank, more[rank]))
         given[chosen] = more[chosen]
     counts = {stage: count for rank in ranks for stage, count in given[rank].items()}
     return [counts[stage] for stage in range(last + 1)]
 
 
-def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
+def _add_layer(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
     """Return a rank's layers on each of its stages with one more, on the stage that then takes the
     least time.
     """
@@ -158,12 +161,12 @@ def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, 
     return counts | {chosen: counts[chosen] + 1}
 
 
-def layer_weights(spec: Sizes) -> int:
+def count_layer_weights(spec: Sizes) -> int:
     """Return the elements of one layer's matrices: queries and output, keys and values, MLP; of a
     mixture those of all experts and of the router, on average over the layers.
     """
-    return _attention_weights(spec) + round(
-        _of_layer(
+    return _count_attention_weights(spec) + round(
+        _average_over_layers(
             spec,
             3 * spec.width * spec.mlp_width,
             lambda mixture: mixture.num_experts * spec.width * (1 + 3 * mixture.mlp_width),
@@ -171,12 +174,12 @@ def layer_weights(spec: Sizes) -> int:
     )
 
 
-def computing_weights(spec: Sizes) -> int:
+def count_active_weights(spec: Sizes) -> int:
     """Return the same of those that compute a token: of a mixture the router and the experts of its
     choices.
     """
-    return _attention_weights(spec) + round(
-        _of_layer(
+    return _count_attention_weights(spec) + round(
+        _average_over_layers(
             spec,
             3 * spec.width * spec.mlp_width,
             lambda mixture: (
@@ -186,11 +189,13 @@ def computing_weights(spec: Sizes) -> int:
     )
 
 
-def _attention_weights(spec: Sizes) -> int:
+def _count_attention_weights(spec: Sizes) -> int:
     return 2 * spec.width * (spec.num_heads + spec.num_kv_heads) * spec.head_width
 
 
-def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int]) -> float:
+def _average_over_layers(
+    spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int]
+) -> float:
     """Return what a layer has on average. dense: one with an MLP."""
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
         return dense
@@ -199,7 +204,7 @@ def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int])
     return share * of_mixture(spec.mixture) + (1 - share) * dense
 
 
-def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
+def estimate_times(spec: Sizes, cfg: Any) -> tuple[float, float]:
     """(a layer's, the head's) time for a token, forward and backward, in floating-point operations.
 
     A layer: 2 for each weight forward, as many for the gradient of its input, and of its weights if
@@ -212,13 +217,13 @@ def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
     seen = [half if window is None else min(half, window) for window in spec.windows]
     attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
     passes = 3 if cfg.trained_adapters is None else 2
-    layer = 2 * computing_weights(spec) * (passes + _AGAIN[again]) + attention * (
+    layer = 2 * count_active_weights(spec) * (passes + _AGAIN[again]) + attention * (
         4.5 if again == "full" else 3.5
     )
     return layer, 2.0 * spec.head_rows * spec.width * passes
 
 
-def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
+def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     """Return the bytes of a rank: parameters, gradients and optimizer states, embedding and head
     where they are, and what the layers keep of the micro-batches in flight; the head's gradient
     before it is added, and one chunk of its logits.
@@ -250,9 +255,14 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
         for kept in (states, vocabulary_states)
     )
     vocabulary = spec.vocab_size * spec.width
-    layer = layer_weights(spec) * (per_weight if adapters is None else layer_width / parts)
-    layer += _adapter_weights(spec, adapter_rank, adapts_experts) * (2 * width + states) / parts
-    kept, deferred = kept_of_layer(spec, again), deferred_of_layer(spec) if adapters is None else 0
+    layer = count_layer_weights(spec) * (per_weight if adapters is None else layer_width / parts)
+    layer += (
+        _count_adapter_weights(spec, adapter_rank, adapts_experts) * (2 * width + states) / parts
+    )
+    kept, deferred = (
+        count_kept_elements(spec, again),
+        count_deferred_elements(spec) if adapters is None else 0,
+    )
     matrix = spec.head_rows * spec.width
     chunk = tokens * parallel.tensor / cfg.memory.loss_chunks
     logits = chunk * spec.head_rows * (width + 8) / parallel.tensor
@@ -284,7 +294,7 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     return cost
 
 
-def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
+def count_kept_elements(spec: Sizes, checkpointing: str) -> int:
     """Return the elements a token that a layer keeps from forward to backward:
     `memory.activation_checkpointing` none, selective or full. budget: as full, since what is kept
     beyond the inputs does not depend on the number of layers.
@@ -293,25 +303,32 @@ def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
     if checkpointing in ("full", "budget"):
         return spec.width
     if checkpointing == "selective":  # which keeps nothing of experts
-        return 2 * spec.width + queries + keys + round(_of_layer(spec, spec.mlp_width, lambda _: 0))
-    inner = _of_layer(
+        return (
+            2 * spec.width
+            + queries
+            + keys
+            + round(_average_over_layers(spec, spec.mlp_width, lambda _: 0))
+        )
+    inner = _average_over_layers(
         spec, 4 * spec.mlp_width, lambda mixture: 3 * mixture.top_k * mixture.mlp_width
     )
     return 4 * spec.width + 2 * queries + 2 * keys + round(inner)
 
 
-def deferred_of_layer(spec: Sizes) -> int:
+def count_deferred_elements(spec: Sizes) -> int:
     """Return the elements a token that a layer's weight gradients take: each linear's input, shared
     ones once, and its output's gradient.
     """
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     inner = round(
-        _of_layer(spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width)
+        _average_over_layers(
+            spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width
+        )
     )
     return 4 * spec.width + 2 * queries + 2 * keys + 3 * inner
 
 
-def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
+def _count_adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
     """Return the elements of a layer's adapters, one on each of its seven linears. experts: of a
     mixture, too, two on each.
     """
@@ -320,5 +337,5 @@ def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
     def of_experts(mixture: MixtureSpec) -> int:
         return mixture.num_experts * (2 * spec.width + 3 * mixture.mlp_width) if experts else 0
 
-    inner = round(_of_layer(spec, 3 * (spec.width + spec.mlp_width), of_experts))
+    inner = round(_average_over_layers(spec, 3 * (spec.width + spec.mlp_width), of_experts))
     return rank * (2 * (spec.width + queries) + 2 * (spec.width + keys) + inner)

@@ -259,7 +259,7 @@ class Pipeline:
         if self._reduction is None:
             raise RuntimeError("the head of a pipeline goes backward in the loop over `train`")
         # Not sooner: until here the head's units may still be kept for the next micro-batch.
-        self._reduction.reduce_if_last(self.head())
+        self._reduction.reduce_if_last(self.get_head_modules())
         loss.backward()
 
     @torch.no_grad()
@@ -295,7 +295,7 @@ class Pipeline:
         is_copy = self._model.spec.tied and last != 0 and self._place == last
         return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
-    def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
+    def list_in_flight(self, micro_batches: int) -> list[dict[int, int]]:
         """Return what this rank may keep at once: by stage, the micro-batches between their forward
         and their backward.
         """
@@ -345,9 +345,9 @@ class Pipeline:
 
         Raise ConfigError if nothing is trained.
         """
-        mine = {stage: _are_trained(self.layers_of(stage)) for stage in self.layers}
+        mine = {stage: _has_trained(self.get_stage_modules(stage)) for stage in self.layers}
         if self.has_last:
-            mine[self._stages] = _are_trained(self.head())
+            mine[self._stages] = _has_trained(self.get_head_modules())
         is_alone = not holds_values(self._world.device) or dist.get_backend() == "fake"
         if is_alone:  # in a simulation: the others' are like ours
             return [mine.get(stage, any(mine.values())) for stage in range(self._stages + 1)]
@@ -361,7 +361,7 @@ class Pipeline:
             )
         return [is_trained[str(stage)] for stage in range(self._stages + 1)]
 
-    def layers_of(self, stage: int) -> list[nn.Module]:
+    def get_stage_modules(self, stage: int) -> list[nn.Module]:
         """Return the layers of one of this rank's stages, and of the first the embedding: the head
         is after all stages.
         """
@@ -369,12 +369,12 @@ class Pipeline:
         names += self._parts.first if stage == 0 else ()
         return [self._model.get_submodule(name) for name in names]
 
-    def head(self) -> list[nn.Module]:
+    def get_head_modules(self) -> list[nn.Module]:
         """Return what is behind the last layer."""
         return [self._model.get_submodule(name) for name in self._parts.last]
 
 
-def _are_trained(modules: Sequence[nn.Module]) -> bool:
+def _has_trained(modules: Sequence[nn.Module]) -> bool:
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
@@ -492,7 +492,7 @@ class _Step:
             gradient = yield from self._run_head(action.micro_batch, kept)
         else:
             gradient = self._take(action) if kept.graph is not None else None
-        self._reduction.reduce_if_last(self._pipeline.layers_of(action.stage))
+        self._reduction.reduce_if_last(self._pipeline.get_stage_modules(action.stage))
         if kept.graph is not None:
             torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
         del gradient
@@ -518,14 +518,14 @@ class _Step:
 
     def _run_input_gradient(self, action: Action) -> Iterator[tuple[int, Batch]]:
         """Run backward without the weight gradients of linears, which are deferred."""
-        with self._reduction.unreduced(), defer_weight_gradients() as later:
+        with self._reduction.postpone_reduction(), defer_weight_gradients() as later:
             yield from self._run_backward(action)
         self._later[action.stage, action.micro_batch] = later
 
     def _run_weight_gradients(self, action: Action) -> None:
         pipeline = self._pipeline
-        head = pipeline.head() if action.stage == pipeline._stages - 1 else []
-        self._reduction.reduce_if_last([*pipeline.layers_of(action.stage), *head])
+        head = pipeline.get_head_modules() if action.stage == pipeline._stages - 1 else []
+        self._reduction.reduce_if_last([*pipeline.get_stage_modules(action.stage), *head])
         self._reduction.add(self._later.pop((action.stage, action.micro_batch)))
 
     def _receive(self, action: Action) -> None:

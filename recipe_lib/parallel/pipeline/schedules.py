@@ -103,7 +103,7 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
     if parallel.pipeline_max_deferred_weight_grads is not None:
         orders = {
-            rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads)
+            rank: _limit_deferred(order, parallel.pipeline_max_deferred_weight_grads)
             for rank, order in orders.items()
         }
     _check_complete(orders, count_stages(parallel), micro_batches)
@@ -125,7 +125,7 @@ def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
     return moments
 
 
-def _sooner(order: list[Action], most: int) -> list[Action]:
+def _limit_deferred(order: list[Action], most: int) -> list[Action]:
     """Return the order with weight gradients made sooner where more than `most` would wait: before
     another input gradient.
     """

@@ -68,20 +68,20 @@ class Timeline:
         """Seconds until the last rank is done."""
         return max((span.end for span in self.spans), default=0)
 
-    def busy(self, rank: int) -> float:
+    def sum_busy_seconds(self, rank: int) -> float:
         """Seconds that a rank computes."""
         return sum(span.end - span.start for span in self.spans if span.rank == rank)
 
-    def idle_share(self, rank: int) -> float:
+    def compute_idle_share(self, rank: int) -> float:
         """Return the part of `total` in which a rank does not compute, waiting before its first and
         after its last action included.
         """
-        return (self.total - self.busy(rank)) / self.total
+        return (self.total - self.sum_busy_seconds(rank)) / self.total
 
     @property
     def bubble(self) -> float:
         """The part of all ranks' time together, ranks x `total`, in which they do not compute: the
-        mean of `idle_share`.
+        mean of `compute_idle_share`.
         """
         available = self.ranks * self.total
         return (available - sum(span.end - span.start for span in self.spans)) / available

@@ -22,7 +22,7 @@ from recipe_lib.config.compute_capability import VARLEN_CAPABILITY
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.ops import dtensor_shards as parts
-from recipe_lib.parallel.world import World, world_of
+from recipe_lib.parallel.world import World, build_world
 from recipe_lib.plan.simulated_world.patches import Patch, apply_patches
 from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME, register_device
 
@@ -65,7 +65,7 @@ def enter_simulated_world(
         stack.enter_context(apply_patches(_tell_meshes_apart(hash((rank, shape)))))
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
         stack.enter_context(apply_patches([*_make_meshes_real(), *_use_own_streams()]))
-        yield world_of(
+        yield build_world(
             mesh, rank, size=ranks, local_rank=0, device=device, context=parallel.context
         )
 
