@@ -20,7 +20,7 @@ from recipe_lib.optim.optimizers import count_local_bytes
 from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.fsdp import evaluate_in_parts
-from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.tensor import check_tensor
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.host_memory import check_host_memory
