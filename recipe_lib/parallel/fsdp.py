@@ -111,7 +111,6 @@ def count_whole_elements(parameter: Tensor) -> int:
 
 
 def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
-    """Return the units of a named policy, see `resolve_wrapping`."""
     layers = list_layer_names(model)
     if not layers:
         raise ConfigError(

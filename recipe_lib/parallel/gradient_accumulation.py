@@ -138,7 +138,6 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def _move(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the parameters' gradients to their sums, and take them off the parameters."""
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -362,7 +361,13 @@ class DeferredReduction:
 
     def add(self, later: list[DeferredGradients]) -> None:
         """Compute the gradients, last layer first, and reduce a unit's before the next one's."""
-        units = self._map_units() if self._root is not None else {}
+        # By the id of each unsharded parameter, its unit.
+        units = {
+            id(entry._unsharded_param): unit
+            for unit in self._units
+            for entry in list_param_entries(unit)
+            if hasattr(entry, "_unsharded_param")
+        }
         current: FSDPModule | None = None
         later.reverse()
         while later:
@@ -411,15 +416,6 @@ class DeferredReduction:
             self._root.set_requires_gradient_sync(True)
             self._root.set_reshard_after_backward(True)
             end_backward(self._root)
-
-    def _map_units(self) -> dict[int, FSDPModule]:
-        """Return the unit of each unsharded parameter, by its id."""
-        entries = [(unit, entry) for unit in self._units for entry in list_param_entries(unit)]
-        return {
-            id(entry._unsharded_param): unit
-            for unit, entry in entries
-            if hasattr(entry, "_unsharded_param")
-        }
 
 
 def _list_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:

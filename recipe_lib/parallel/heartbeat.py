@@ -113,12 +113,12 @@ def find_silent(
     machine that cannot be reached, or busy in a call that lets no thread beat; one that has not met
     the others may still import.
     """
-    silent = []
-    for rank, beat in beats.items():
-        patience = min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_SECONDS
-        if beat.unheard >= timeout * (STEP_SECONDS if rank in stopped else patience):
-            silent.append(rank)
-    return silent
+    patience = {
+        rank: min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_SECONDS
+        for rank, beat in beats.items()
+    }
+    patience |= dict.fromkeys(stopped, STEP_SECONDS)
+    return [rank for rank, beat in beats.items() if beat.unheard >= timeout * patience[rank]]
 
 
 def find_behind(beats: Mapping[int, Beat]) -> list[int]:
@@ -187,7 +187,8 @@ class Heartbeat:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._node = name_node()
+        # This machine, as torchrun counts them, or else by its name.
+        self._node = os.environ.get("GROUP_RANK") or socket.gethostname()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
         self._main = get_current_thread()
         self._once = threading.Lock()
@@ -210,9 +211,11 @@ class Heartbeat:
 
     def __enter__(self) -> Self:
         if self._store is not None:
-            for run in (self._talk, self._look):
-                thread = threading.Thread(target=run, name="heartbeat", daemon=True)
-                self._threads.append(thread)
+            self._threads = [
+                threading.Thread(target=run, name="heartbeat", daemon=True)
+                for run in (self._talk, self._look)
+            ]
+            for thread in self._threads:
                 thread.start()
         return self
 
@@ -380,13 +383,11 @@ class Heartbeat:
         return Failure(self._rank, [line])
 
     def _blame_store(self, seconds: float) -> Failure:
-        """Return the failure that the store has not answered for so long."""
         address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         store = f"the store of the run at {address} (rank 0 or its launcher)"
         return self._blame(f"{store} is stopped or unreachable for {seconds:.0f} s")
 
     def _describe_own_wait(self) -> str:
-        """Return for how long this rank is at what."""
         beat = self._make_beat()
         return f"rank {self._rank} waits for {beat.still:.0f} s in {beat.at}"
 
@@ -519,7 +520,6 @@ class Heartbeat:
             self._end(failure)
 
     def _end(self, failure: Failure) -> None:
-        """End this process, with the failure's lines if no other one here writes them."""
         self._once.acquire()  # for good: of two threads the first one ends the process
         # A stuck thread may hold what is flushed.
         timer = threading.Timer(LINE_SECONDS, lambda: os._exit(failure.code))
@@ -545,15 +545,9 @@ class Heartbeat:
         return True
 
     def _wait(self, is_ready: Callable[[], bool], seconds: float) -> None:
-        """Wait until something is so, for so many seconds at most."""
         deadline = time.monotonic() + seconds
         while not is_ready() and time.monotonic() < deadline:
             time.sleep(0.02)
-
-
-def name_node() -> str:
-    """Return this machine, as torchrun counts them, or else by its name."""
-    return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def find_stopped_ranks() -> set[int]:

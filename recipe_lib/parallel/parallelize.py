@@ -333,5 +333,4 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
 
 
 def _run_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
-    """Run a linear whose weight gradient can be deferred."""
     return linear(hidden, module.weight, module.bias)

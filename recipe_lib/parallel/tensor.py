@@ -45,8 +45,6 @@ from recipe_lib.parallel.world import World
 # The linears of a layer of which each rank has some outputs, and those of which it has some inputs.
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_GATE_UP = "experts.gate_up_proj."
 _MATRICES = (*COLUMN_PARALLEL, *ROW_PARALLEL, "gate_up_proj", "embed_tokens", "lm_head")
 _KNOWN = tuple(
     kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm)
@@ -84,8 +82,9 @@ def shard_tensors(
             _share_quantized_experts(module, name, group, spec.mixture)
         elif isinstance(module, QuantizedLinear):
             head = kv_head if name.endswith(("k_proj", "v_proj")) else None
-            is_row_parallel = name.endswith(ROW_PARALLEL)
-            _take_part(module, group, is_row_parallel, kv_head=head, head_width=spec.head_width)
+            _take_part(
+                module, group, name.endswith(ROW_PARALLEL), kv_head=head, head_width=spec.head_width
+            )
     gradients = _place_parameters(
         model, world.mesh["tensor"], ("k_proj", "v_proj") if copies_kv_heads else ()
     )
@@ -264,12 +263,9 @@ def _list_expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict
         for rank in range(size)
         for half in range(2)
     )
-    cut = ("weight", "bias", "lora_B.weight")
-    return {
-        name: (1, runs)
-        for name, _ in model.named_parameters()
-        if f".{_GATE_UP}" in name and name.partition(_GATE_UP)[2] in cut
-    }
+    leaves = ("weight", "bias", "lora_B.weight")
+    ends = tuple(f".experts.gate_up_proj.{leaf}" for leaf in leaves)
+    return {name: (1, runs) for name, _ in model.named_parameters() if name.endswith(ends)}
 
 
 def _share_quantized_experts(
@@ -355,7 +351,7 @@ def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) 
     uncuttable = _list_uncuttable_experts(spec, quantize, size)
     has_mlps = "MLP channels" in _get_widths(spec)
     for matrix in (*COLUMN_PARALLEL, *ROW_PARALLEL):
-        if matrix in _MLP and not has_mlps:
+        if matrix in ("gate_proj", "up_proj", "down_proj") and not has_mlps:
             continue
         out_features = spec.width if matrix in ROW_PARALLEL else outputs.get(matrix, spec.mlp_width)
         in_features = inputs.get(matrix, spec.width)

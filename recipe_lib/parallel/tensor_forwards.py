@@ -352,7 +352,6 @@ def run_mixture(
 
 
 def _compute_router_logits(router: Any, tokens: Tensor) -> Tensor:
-    """Return the router's logits of `[n, d]`, its adapter's update included."""
     logits = wide_linear(tokens, get_local(router.weight), get_local(router.bias))
     if not isinstance(router, AdaptedRouter) or router.is_off:
         return logits

@@ -29,8 +29,6 @@ from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
 from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError
 
-_LONGEST_LIMIT = 30 * 86400.0  # seconds
-
 
 class WorldConfig(Protocol):
     """What a config needs for a world."""
@@ -69,8 +67,8 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
         size = dist.get_world_size()
         local_rank = _read_integer("LOCAL_RANK", default=0)
         is_simulated = dist.get_backend() == "fake"
-        store = dist.distributed_c10d._get_default_store()
-        with Heartbeat(None if is_simulated else store, rank, size, timeout) as heartbeat:
+        store = None if is_simulated else dist.distributed_c10d._get_default_store()
+        with Heartbeat(store, rank, size, timeout) as heartbeat:
             yield Meeting(rank, size, local_rank, heartbeat)
         return
     rank, size, local_rank = _read_environment()
@@ -113,7 +111,6 @@ def _read_environment() -> tuple[int, int, int]:
 
 
 def _read_integer(name: str, default: int | None = None) -> int:
-    """Return an environment variable's number. Raise SetupError if it is none."""
     text = os.environ.get(name) or (None if default is None else str(default))
     if text is None or not text.isdecimal():
         raise SetupError(
@@ -175,9 +172,9 @@ def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
 
 
 def _group_limit(cfg: WorldConfig) -> timedelta:
-    """Return how long a collective may take: twice as long as the heartbeat is patient at most."""
+    # Twice as long as the heartbeat is patient, 30 days at most.
     timeout = cfg.parallel.heartbeat_timeout_seconds
-    return timedelta(seconds=min(2 * LONG_SECONDS * timeout, _LONGEST_LIMIT))
+    return timedelta(seconds=min(2 * LONG_SECONDS * timeout, 30 * 86400.0))
 
 
 def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
