@@ -354,8 +354,10 @@ def shard_model(
 def _leave_out_streamed(unit: Unit, model: nn.Module, streamed: set[nn.Parameter]) -> Unit:
     """Return a unit whose bytes are without those of parameters on the host."""
     members = [model.get_submodule(name).parameters() for name in unit.names]
-    in_unit = streamed.intersection(chain.from_iterable(members))
-    hosted_bytes = sum(locate_local_part(parameter)[0].nbytes for parameter in in_unit)
+    hosted_bytes = sum(
+        locate_local_part(parameter)[0].nbytes
+        for parameter in streamed.intersection(chain.from_iterable(members))
+    )
     return replace(unit, bytes=unit.bytes - hosted_bytes)
 
 

@@ -43,7 +43,7 @@ def list_collectives_once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
 
 
 class GradientAccumulation:
-    """What happens to a model's gradients before and after the backward of each micro-batch.
+    """The handling of a model's gradients before and after each micro-batch's backward.
 
     Without a pipeline `begin` comes before each micro-batch and `add` after its backward. A
     pipeline calls `begin` once, `add` after each action that makes gradients, and reduces its

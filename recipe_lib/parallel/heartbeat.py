@@ -81,7 +81,7 @@ class PeerFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank has said last."""
+    """The last message of a rank."""
 
     at: str = "starting"  # `step 12, at recipe.py:120 (train_step)`
     patience: float = LONG_SECONDS  # how many timeouts that may take
@@ -363,8 +363,11 @@ class Heartbeat:
             seconds = max(known[rank].unheard for rank in silent)
             return self._blame(f"{name_ranks(silent)} {how} for {seconds:.0f} s")
         behind = find_behind(known)
-        is_every_one_late = all(is_overdue(known[rank], timeout) for rank in behind)
-        if behind and self._rank not in behind and is_every_one_late:
+        if (
+            behind
+            and self._rank not in behind
+            and all(is_overdue(known[rank], timeout) for rank in behind)
+        ):
             lines = [
                 f"rank {rank} has made no progress for {known[rank].quiet:.0f} s in"
                 f" {known[rank].at}"
@@ -379,13 +382,15 @@ class Heartbeat:
     def _blame(self, text: str) -> Failure:
         """Return a failure of this line, with what this rank is at, and what to do."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
-        line = f"{text}; {self._describe_own_wait()}; set {key} higher if the run is only slow"
-        return Failure(self._rank, [line])
+        wait = self._describe_own_wait()
+        return Failure(self._rank, [f"{text}; {wait}; set {key} higher if the run is only slow"])
 
     def _blame_store(self, seconds: float) -> Failure:
         address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        store = f"the store of the run at {address} (rank 0 or its launcher)"
-        return self._blame(f"{store} is stopped or unreachable for {seconds:.0f} s")
+        return self._blame(
+            f"the store of the run at {address} (rank 0 or its launcher) is stopped or unreachable"
+            f" for {seconds:.0f} s"
+        )
 
     def _describe_own_wait(self) -> str:
         beat = self._make_beat()

@@ -40,7 +40,7 @@ from recipe_lib.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Parallel:
-    """What was decided for one model on this rank.
+    """The decisions for one model on this rank.
 
     What trains, runs or saves the model takes it as an argument.
     """
@@ -182,8 +182,11 @@ def describe_units(model: nn.Module, parallel: Parallel) -> str:
     """
     hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
     if parallel.replicas is not None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        count = sum(count_whole_elements(parameter) for parameter in trained)
+        count = sum(
+            count_whole_elements(parameter)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
         return (
             f"FSDP: off (ddp): {parallel.replicas.ranks} ranks have the same parameters, and sum"
             f" the gradients of {format_count(count)} of them once a step{hosted}"

@@ -263,8 +263,7 @@ def _list_expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict
         for rank in range(size)
         for half in range(2)
     )
-    leaves = ("weight", "bias", "lora_B.weight")
-    ends = tuple(f".experts.gate_up_proj.{leaf}" for leaf in leaves)
+    ends = tuple(f".experts.gate_up_proj.{leaf}" for leaf in ("weight", "bias", "lora_B.weight"))
     return {name: (1, runs) for name, _ in model.named_parameters() if name.endswith(ends)}
 
 
@@ -275,8 +274,9 @@ def _share_quantized_experts(
     if name.endswith("experts.down_proj"):
         module.take_part((0, module.out_features), _get_part(module.in_features, group))
     else:
-        num_runs = module.num_experts * (1 if mixture.interleaved else 2)
-        module.take_part_of_runs(num_runs, group.rank, group.size)
+        module.take_part_of_runs(
+            module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size
+        )
 
 
 # Which sizes of a group can share a model, by its shape alone.

@@ -70,7 +70,7 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the ranks of a group share attention and MLP."""
+    """The settings by which the ranks of a group share attention and MLP."""
 
     group: Group
     keep_gathered: bool  # gathered tokens stay for backward
@@ -312,8 +312,7 @@ def run_score_head(
     Each rank computes those of its own tokens.
     """
     weight = get_local(head.weight)
-    own_scores = F.linear(hidden.to(weight.dtype), weight)
-    scores = gather_tokens(own_scores.unsqueeze(0), group).squeeze(0)
+    scores = gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
     return scores if labels is None else scores.view(*labels.shape, -1)
 
 

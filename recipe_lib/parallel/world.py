@@ -31,7 +31,7 @@ from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedErr
 
 
 class WorldConfig(Protocol):
-    """What a config needs for a world."""
+    """The part of a config that makes a world."""
 
     device: str
     parallel: ParallelConfig
@@ -382,10 +382,9 @@ def build_world(
         data_rank = data_rank * sizes[name] + place[name]
     sequence = None
     if context > 1:
-        by_context = mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"])
-        ranks = by_context.movedim(2, -1).reshape(-1, context)
+        neighbors = mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"]).movedim(2, -1)
         # Every rank makes all of the groups.
-        own_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        own_group, _ = dist.new_subgroups_by_enumeration(neighbors.reshape(-1, context).tolist())
         sequence = Group(own_group.group_name, context, data_rank % context)
     return World(
         rank=rank,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's parameter groups, one for each unit and one for the root; a unit of several modules
+    """Yield FSDP's parameter groups, one for each unit and one for the root; a unit of several modules
     comes once.
     """
     seen = set()
@@ -25,7 +25,7 @@ def groups(model: nn.Module) -> Iterator[Any]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Bytes of whole parameters in memory."""
+    """Return the bytes of whole parameters in memory."""
     return sum(
         tensor.untyped_storage().nbytes()
         for group in groups(model)
@@ -35,7 +35,7 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def unreduced_bytes(model: nn.Module) -> int:
-    """Bytes of whole gradients in memory that the ranks have not summed yet."""
+    """Return the bytes of whole gradients in memory that the ranks have not summed yet."""
     total = 0
     for group in groups(model):
         for parameter in group.fsdp_params:

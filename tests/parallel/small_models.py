@@ -18,7 +18,7 @@ ROWS, LENGTH = 8, 12
 
 
 def small_spec(*, tied: bool = False, layers: int = 3, vocabulary: int = VOCABULARY) -> DecoderSpec:
-    """A Llama whose embedding is larger than a layer: 512 x 32 against about 10 x 32 x 32."""
+    """Return a Llama whose embedding is larger than a layer: 512 x 32 against about 10 x 32 x 32."""
     spec = build_spec(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -41,7 +41,7 @@ def small_spec(*, tied: bool = False, layers: int = 3, vocabulary: int = VOCABUL
 
 
 def small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Tokens and labels `[rows, LENGTH]`, some of them ignored, not equally many in each row."""
+    """Return tokens and labels `[rows, LENGTH]`, some of them ignored, not equally many in each row."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
     labels = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
@@ -65,7 +65,7 @@ def plain_gradients(
 
 
 def start_adapters(model: nn.Module) -> None:
-    """Draws a model's adapters; B is not zero, which would hide A's gradient."""
+    """Draw a model's adapters; B is not zero, which would hide A's gradient."""
     init_adapters(model, 4)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -73,7 +73,7 @@ def start_adapters(model: nn.Module) -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by name; sharded ones are gathered (a collective)."""
+    """Return whole gradients by name; sharded ones are gathered (a collective)."""
     found = {
         name: parameter.grad
         for name, parameter in model.named_parameters()

@@ -243,8 +243,9 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     if adapters is None:
         layer = count_layer_weights(spec) * ((2 * width + states + copies) / parts)
     else:
-        base_width = _QUANTIZED.get(adapters.quantize_base) or width
-        layer = count_layer_weights(spec) * (base_width / parts)
+        layer = count_layer_weights(spec) * (
+            (_QUANTIZED.get(adapters.quantize_base) or width) / parts
+        )
         adapts_experts = "experts" in adapters.target_modules
         adapter_weights = _count_adapter_weights(spec, adapters.rank, adapts_experts)
         layer += adapter_weights * (2 * width + states) / parts
@@ -311,10 +312,11 @@ def _count_adapter_weights(spec: Sizes, rank: int, adapts_experts: bool) -> int:
 
     adapts_experts: of a mixture, too, two on each expert.
     """
-
-    def count_of_experts(mixture: MixtureSpec) -> int:
-        factors = mixture.num_experts * (2 * spec.width + 3 * mixture.mlp_width)
-        return factors if adapts_experts else 0
-
-    inner = _average_over_layers(spec, 3 * (spec.width + spec.mlp_width), count_of_experts)
+    inner = _average_over_layers(
+        spec,
+        3 * (spec.width + spec.mlp_width),
+        lambda mixture: (
+            mixture.num_experts * (2 * spec.width + 3 * mixture.mlp_width) if adapts_experts else 0
+        ),
+    )
     return rank * (4 * spec.width + 2 * _count_attention_channels(spec) + inner)

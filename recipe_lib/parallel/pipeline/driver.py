@@ -71,7 +71,7 @@ class OnItsWay:
 
 
 class Transport:
-    """What one rank of a pipeline sends to and receives from the others.
+    """The exchange of tensors between one rank of a pipeline and the others.
 
     Two ranks have to exchange their tensors in one order, which is the schedule's affair: NCCL
     knows no tags. gloo does, and gets them, so that there a mistake would be noticed. Ranks that
@@ -157,7 +157,7 @@ on_action: Callable[[Action | None], None] | None = None
 
 @dataclass
 class _Kept:
-    """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph."""
+    """A micro-batch in a stage from forward to backward, besides autograd's graph."""
 
     received: Tensor | None  # its input, for the gradient of it; None where nobody wants that
     # The way into the graph from its output, which is gone; None where nothing is trained.
@@ -343,8 +343,8 @@ class Pipeline:
             own_stages[self._stages] = _has_trained(self.get_head_modules())
         if not holds_values(self._world.device) or dist.get_backend() == "fake":
             # In a simulation the other ranks' stages are like this one's.
-            is_any_trained = any(own_stages.values())
-            return [own_stages.get(stage, is_any_trained) for stage in range(self._stages + 1)]
+            default = any(own_stages.values())
+            return [own_stages.get(stage, default) for stage in range(self._stages + 1)]
         is_trained: dict[str, bool] = {}  # by number of a stage
         for stages_of_rank in self._world.gather_json(own_stages):
             is_trained |= stages_of_rank
@@ -574,5 +574,5 @@ class _Step:
 
     def _make_tag(self, receive: Action) -> int:
         """Return the tag of a transfer, by the stage that receives."""
-        number = receive.micro_batch * self._pipeline._stages + receive.stage
-        return number * 2 + (receive.kind == kinds.RECEIVE_GRADIENT)
+        is_gradient = receive.kind == kinds.RECEIVE_GRADIENT
+        return 2 * (receive.micro_batch * self._pipeline._stages + receive.stage) + is_gradient

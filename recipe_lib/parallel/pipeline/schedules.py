@@ -52,7 +52,7 @@ _KINDS = {
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """What a stage does with a micro-batch."""
+    """An action of a stage on a micro-batch."""
 
     stage: int
     kind: str  # of COMPUTE, or RF, SF, RB, SB: it receives or sends

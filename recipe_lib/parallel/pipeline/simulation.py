@@ -96,7 +96,7 @@ def simulate(
 
 
 class _Simulation:
-    """What is under way: where each rank is, and which of its exchanges wait for the other rank."""
+    """The state of a simulated step: where each rank is, and which of its exchanges wait."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def get_partner(action: Action) -> Action:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a stage holds of one micro-batch, in bytes; each storage counts once."""
+    """The bytes that a stage holds of one micro-batch; each storage counts once."""
 
     kept: int  # after its forward: with the stage's input, of the last stage its output too
     deferred: int = 0  # after its input gradient, until its weight gradients are made
@@ -287,7 +287,7 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Live:
-    """What a rank holds after an action, in bytes."""
+    """The bytes that a rank holds after an action."""
 
     action: Action
     kept: int  # of its stages, see `StageBytes`
