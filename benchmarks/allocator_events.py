@@ -68,7 +68,7 @@ class EventReplay:
         )
 
 
-def events_from_snapshot(
+def read_snapshot_events(
     snapshot: dict[str, Any],
     *,
     device: int = 0,
@@ -117,10 +117,14 @@ def events_from_snapshot(
         raise ValueError(
             f"the history ends with {reserved} bytes reserved, the segments hold {held}"
         )
-    return {"settings": asdict(_settings(snapshot, cap)), "measured": figures, "events": events}
+    return {
+        "settings": asdict(_read_settings(snapshot, cap)),
+        "measured": figures,
+        "events": events,
+    }
 
 
-def _settings(snapshot: dict[str, Any], cap: int | None) -> AllocatorSettings:
+def _read_settings(snapshot: dict[str, Any], cap: int | None) -> AllocatorSettings:
     """Return those of the snapshot; ValueError for what the model does not have."""
     found = snapshot.get("allocator_settings", {})
     split = int(found.get("max_split_size", -1))
@@ -195,14 +199,14 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
         elif action in ("free", "free_requested"):
             # Completed only as the next allocation waits for all streams, a free looks as if it had
             # been at once.
-            if action == "free_requested" or _fills_up(allocator, events, index + 1):
+            if action == "free_requested" or _is_filling_up(allocator, events, index + 1):
                 unfinished[address] = (
                     -1 - index
                 )  # a stream of its own, so that it alone can be finished
                 allocator.record_stream(live[address], unfinished[address])
             allocator.free(live.pop(address))
         elif action in ("free_completed", *_GIVEN_BACK) and index >= handled:
-            if _fills_up(allocator, events, index):
+            if _is_filling_up(allocator, events, index):
                 handled = _end_of_run(events, index)  # by the model itself, in that allocation
             elif action == "free_completed":
                 allocator.finish(unfinished[address])
@@ -229,7 +233,7 @@ def _end_of_run(events: list[Event], index: int) -> int:
     return index
 
 
-def _fills_up(allocator: CachingAllocator, events: list[Event], index: int) -> bool:
+def _is_filling_up(allocator: CachingAllocator, events: list[Event], index: int) -> bool:
     """Here begins what the allocator did for an allocation that comes next and found no room under
     the cap.
     """
@@ -242,14 +246,16 @@ def _fills_up(allocator: CachingAllocator, events: list[Event], index: int) -> b
     size = round_size(events[end][2])
     if allocator.reserved + compute_segment_size(size) <= cap:
         return False
-    return events[end][0] == "oom" or _gives_back(events[index:end])
+    return events[end][0] == "oom" or _is_giving_back(events[index:end])
 
 
-def _gives_back(events: list[Event]) -> bool:
+def _is_giving_back(events: list[Event]) -> bool:
     return any(action in _GIVEN_BACK for action, *_ in events)
 
 
-def smallest_cap(trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING) -> int:
+def find_smallest_cap(
+    trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING
+) -> int:
     """The least device memory, in bytes, that the segments can be held to and the run still goes
     through, with retries.
 

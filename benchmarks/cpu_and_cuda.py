@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import REPOSITORY, describe_device, run_apart
-from benchmarks.gpu_plan import begun_report, hardware_of
-from benchmarks.gpu_plan_report import device_word, head, write_pair
+from benchmarks.gpu_plan import begin_report, look_up_hardware
+from benchmarks.gpu_plan_report import format_head, name_device, write_pair
 from recipe_lib.config.registry import register
 from tests.recipes import distill_models, labeled_runs, test_adapter_levers
 from tests.recipes.levers import HALVING, LEVERS, LOSS, TOGETHER, on_one_rank
@@ -95,33 +95,36 @@ class RunPair:
     data: str = ""
 
 
-def cases() -> list[RunPair]:
+def list_cases() -> list[RunPair]:
     """Return all of them, in the order in which they are run."""
     found = [
-        *_levers(),
-        *_families(),
-        *_mixtures(),
-        *_adapters(),
-        *_low_precision(),
-        *_labeled(),
-        *_distilled(),
+        *_list_lever_cases(),
+        *_list_family_cases(),
+        *_list_mixture_cases(),
+        *_list_adapter_cases(),
+        *_list_low_precision_cases(),
+        *_list_labeled_cases(),
+        *_list_distilled_cases(),
     ]
     random.Random(1).shuffle(found)
     return found
 
 
-def _on_any_device(words: tuple[str, ...]) -> tuple[str, ...]:
+def _move_to_any_device(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for word in words if not word.startswith("device="))
 
 
-def _levers() -> list[RunPair]:
+def _list_lever_cases() -> list[RunPair]:
     """Each lever that one process can have, and the tests' runs of many together."""
     singles = [
         setting for setting in LEVERS if setting.ranks == 2 and not HALVING & set(setting.overrides)
     ]
     pairs = [
         RunPair(
-            f"full {setting}", FULL, _on_any_device(setting.overrides), max(2e-4, setting.tolerance)
+            f"full {setting}",
+            FULL,
+            _move_to_any_device(setting.overrides),
+            max(2e-4, setting.tolerance),
         )
         for setting in singles
     ]
@@ -129,11 +132,13 @@ def _levers() -> list[RunPair]:
         settings = on_one_rank(row)
         words = tuple(dict.fromkeys(word for setting in settings for word in setting.overrides))
         tolerance = max([2e-4, *(setting.tolerance for setting in settings)])
-        pairs.append(RunPair(f"full together {number}", FULL, _on_any_device(words), tolerance))
+        pairs.append(
+            RunPair(f"full together {number}", FULL, _move_to_any_device(words), tolerance)
+        )
     return pairs
 
 
-def _families() -> list[RunPair]:
+def _list_family_cases() -> list[RunPair]:
     pairs = []
     for model in FAMILIES:
         for dtype, tolerance in (("fp32", 2e-4), ("bf16", 2e-2)):
@@ -157,7 +162,7 @@ def _families() -> list[RunPair]:
     return pairs
 
 
-def _mixtures() -> list[RunPair]:
+def _list_mixture_cases() -> list[RunPair]:
     pairs = []
     for model in MIXTURES:
         for dtype, tolerance in (("fp32", 2e-4), ("bf16", 3e-2)):
@@ -187,12 +192,12 @@ def _mixtures() -> list[RunPair]:
     return pairs
 
 
-def _adapters() -> list[RunPair]:
+def _list_adapter_cases() -> list[RunPair]:
     pairs = []
     for kind, lever in test_adapter_levers.CASES:
         if lever.ranks == 2 and not lever.refuses(kind):
             more_rows = PACKED if lever.overrides == test_adapter_levers.PACKED else ()
-            own = _on_any_device((*ADAPTERS, *kind.overrides, *lever.overrides))
+            own = _move_to_any_device((*ADAPTERS, *kind.overrides, *lever.overrides))
             words = tuple(latest(*own, *more_rows))
             tolerance = max(kind.tolerance, lever.tolerance, 5e-4)
             pairs.append(RunPair(f"adapter {kind}: {lever or 'alone'}", LORA, words, tolerance))
@@ -205,7 +210,7 @@ def _adapters() -> list[RunPair]:
     return pairs
 
 
-def _low_precision() -> list[RunPair]:
+def _list_low_precision_cases() -> list[RunPair]:
     """Matmuls and codes of 8 and 4 bits, and what exists on a GPU alone, which the CPU's run has no
     like of.
     """
@@ -231,7 +236,7 @@ def _low_precision() -> list[RunPair]:
     return pairs
 
 
-def _labeled() -> list[RunPair]:
+def _list_labeled_cases() -> list[RunPair]:
     preference = "data.format=preference"
     kinds = {
         "dpo": (DPO, "pairs", (preference,)),
@@ -251,7 +256,7 @@ def _labeled() -> list[RunPair]:
     ]
 
 
-def _distilled() -> list[RunPair]:
+def _list_distilled_cases() -> list[RunPair]:
     teachers = (
         (),
         ("distill.quantize_teacher=nf4",),
@@ -267,7 +272,7 @@ def _distilled() -> list[RunPair]:
 # Running
 
 
-def command_of(pair: RunPair, folder: Path) -> list[str]:
+def build_command(pair: RunPair, folder: Path) -> list[str]:
     """Return the recipe's words, whose files are in the folder."""
     output = folder / "out"
     words = [word.format(folder=folder) for word in pair.words]
@@ -320,7 +325,7 @@ def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
         for number, device in enumerate(("cpu", second)):
             torch._dynamo.reset()
             words = latest(
-                *command_of(pair, folder), f"device={'auto' if device == 'cuda' else device}"
+                *build_command(pair, folder), f"device={'auto' if device == 'cuda' else device}"
             )
             run = run_here(latest(*words, *(pair.basis if number == 0 else ())), recipe=pair.recipe)
             lines = (
@@ -338,7 +343,7 @@ def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
     return result
 
 
-def difference(row: Mapping[str, Any]) -> float | None:
+def compute_difference(row: Mapping[str, Any]) -> float | None:
     """Return the largest relative difference of the losses; None where a run has none."""
     pairs = (
         list(zip(row["cpu"]["losses"], row["second"]["losses"], strict=False))
@@ -380,7 +385,7 @@ def main(argv: list[str]) -> int:
         if second == "cuda"
         else {"type": "cpu", "name": "cpu"}
     )
-    report = begun_report("cpu_and_cuda", argv, device, hardware_of(device))
+    report = begin_report("cpu_and_cuda", argv, device, look_up_hardware(device))
     report["command"] = " ".join(["python -m benchmarks.cpu_and_cuda", *argv])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as folder:
@@ -406,10 +411,10 @@ def main(argv: list[str]) -> int:
             )
     report["seconds"] = round(time.monotonic() - started)
     paths = write_pair(
-        options.output / f"cpu-and-cuda-{device_word(device)}", report, to_markdown(report)
+        options.output / f"cpu-and-cuda-{name_device(device)}", report, format_page(report)
     )
-    print(summary(report), *paths, sep="\n")
-    return 1 if any(verdict_of(row) == DIFFERS for row in report["rows"]) else 0
+    print(summarize(report), *paths, sep="\n")
+    return 1 if any(judge_row(row) == DIFFERS for row in report["rows"]) else 0
 
 
 def _run_part(options: argparse.Namespace, second: str) -> None:
@@ -417,7 +422,7 @@ def _run_part(options: argparse.Namespace, second: str) -> None:
     torch.set_num_threads(2)
     started = time.monotonic()
     rows = []
-    for pair in [pair for pair in cases() if options.only in pair.name][
+    for pair in [pair for pair in list_cases() if options.only in pair.name][
         options.part :: options.processes
     ]:
         left = options.minutes * 60 - (time.monotonic() - started)
@@ -427,7 +432,7 @@ def _run_part(options: argparse.Namespace, second: str) -> None:
         found = run_apart(functools.partial(run_pair, pair, second), min(CASE_SECONDS, left))
         rows.append(found if "name" in found else {"name": pair.name, **found})
         print(
-            f"{time.monotonic() - started:5.0f} s  {pair.name}: {verdict_of(rows[-1])}", flush=True
+            f"{time.monotonic() - started:5.0f} s  {pair.name}: {judge_row(rows[-1])}", flush=True
         )
     (options.output / f"{options.part}.json").write_text(json.dumps(rows), encoding="utf-8")
 
@@ -443,29 +448,31 @@ EQUAL, DIFFERS, REFUSED, ONE_SIDE, NOT_RUN = (
 )
 
 
-def verdict_of(row: Mapping[str, Any]) -> str:
+def judge_row(row: Mapping[str, Any]) -> str:
     """Return what came of a row, in one of five words."""
     if "cpu" not in row:
         return NOT_RUN
-    apart = difference(row)
+    apart = compute_difference(row)
     if apart is not None:
         return EQUAL if apart <= row["tolerance"] else DIFFERS
     return REFUSED if row["cpu"]["code"] and row["second"]["code"] else ONE_SIDE
 
 
-def summary(report: Mapping[str, Any]) -> str:
+def summarize(report: Mapping[str, Any]) -> str:
     """Return how many rows came out how, in a line."""
-    verdicts = [verdict_of(row) for row in report["rows"]]
-    compared = [row for row in report["rows"] if difference(row) is not None]
+    verdicts = [judge_row(row) for row in report["rows"]]
+    compared = [row for row in report["rows"] if compute_difference(row) is not None]
     fp32 = [
-        difference(row) or 0.0
+        compute_difference(row) or 0.0
         for row in compared
-        if row["tolerance"] <= 1e-3 and verdict_of(row) == EQUAL
+        if row["tolerance"] <= 1e-3 and judge_row(row) == EQUAL
     ]
     line = f"{verdicts.count(EQUAL)} of {len(compared)} equal within their tolerances"
     line += f" (those of at most 1e-3 to {max(fp32):.1e})" if fp32 else ""
     apart = [
-        f"{row['name']} by {difference(row):.1e}" for row in compared if verdict_of(row) == DIFFERS
+        f"{row['name']} by {compute_difference(row):.1e}"
+        for row in compared
+        if judge_row(row) == DIFFERS
     ]
     line += f"; differs: {', '.join(apart)}" if apart else ""
     told = [
@@ -476,30 +483,30 @@ def summary(report: Mapping[str, Any]) -> str:
     return "; ".join([line, *told])
 
 
-def to_markdown(report: Mapping[str, Any]) -> str:
+def format_page(report: Mapping[str, Any]) -> str:
     """Return the page."""
     gpu = report["device"].get("type") == "cuda"
     lines = [
         f"# The same runs on the CPU and on {'CUDA' if gpu else 'the CPU again: a dry run'}",
         "",
     ]
-    lines += [*head(dict(report)), "", HOW, "", f"- {summary(report)}", ""]
+    lines += [*format_head(dict(report)), "", HOW, "", f"- {summarize(report)}", ""]
     lines += ["| run | losses on the CPU | differ by | tolerance | |", "|---|---|---:|---:|---|"]
-    for row in sorted(report["rows"], key=lambda row: (verdict_of(row) != DIFFERS, row["name"])):
-        apart = difference(row)
+    for row in sorted(report["rows"], key=lambda row: (judge_row(row) != DIFFERS, row["name"])):
+        apart = compute_difference(row)
         if apart is None:
             continue
         losses = ", ".join(f"{loss:.5f}" for loss in row["cpu"]["losses"])
         lines.append(
-            f"| {_shown(row)} | {losses} | {apart:.1e} | {row['tolerance']:g} | {verdict_of(row)} |"
+            f"| {_format_row(row)} | {losses} | {apart:.1e} | {row['tolerance']:g} | {judge_row(row)} |"
         )
-    rest = [row for row in report["rows"] if difference(row) is None]
+    rest = [row for row in report["rows"] if compute_difference(row) is None]
     if rest:
         lines += ["", "## Not compared", "", "| run | | CPU | second |", "|---|---|---|---|"]
     for row in sorted(rest, key=lambda row: row["name"]):
-        said = [_said(row[side]) if side in row else "" for side in ("cpu", "second")]
-        why = row.get("skipped") or row.get("failed") or verdict_of(row)
-        lines.append(f"| {_shown(row)} | {why} | {' | '.join(said)} |")
+        said = [_describe_side(row[side]) if side in row else "" for side in ("cpu", "second")]
+        why = row.get("skipped") or row.get("failed") or judge_row(row)
+        lines.append(f"| {_format_row(row)} | {why} | {' | '.join(said)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -507,12 +514,12 @@ HOW = f"""{STEPS} steps of a tiny model on one process, the same rows in the sam
 `{{folder}}` is the run's own files. A difference is the largest of the steps' losses, relative to the CPU's."""
 
 
-def _shown(row: Mapping[str, Any]) -> str:
+def _format_row(row: Mapping[str, Any]) -> str:
     words = " ".join(row.get("words", ()))
     return f"{row['name']}: `{words}`" if words and words not in row["name"] else row["name"]
 
 
-def _said(side: Mapping[str, Any]) -> str:
+def _describe_side(side: Mapping[str, Any]) -> str:
     return side["said"].replace("|", "/") if side["code"] else "trains"
 
 

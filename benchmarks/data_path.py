@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     if arguments.side:
-        print(json.dumps(one_side(arguments.side, arguments.folder)))
+        print(json.dumps(measure_side(arguments.side, arguments.folder)))
         return
     from benchmarks.realdata import find_real_data  # the other side's Python has no package of ours
 
@@ -248,9 +248,9 @@ def run_side(
     return {kind: sorted(values)[len(values) // 2] for kind, values in seconds.items()}, said
 
 
-def one_side(side: str, folder: Path) -> dict[str, Any]:
+def measure_side(side: str, folder: Path) -> dict[str, Any]:
     """What it made, the seconds it took beside the imports, and the most memory."""
-    found = (ours if side == "ours" else trl)(folder)
+    found = (run_ours if side == "ours" else run_trl)(folder)
     most = sum(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -277,7 +277,7 @@ def check_words(folder: Path) -> list[str]:
     ]
 
 
-def ours(folder: Path) -> dict[str, Any]:
+def run_ours(folder: Path) -> dict[str, Any]:
     """By the recipe's own calls."""
     import recipe_lib
     from recipe_lib.config import load_config
@@ -302,7 +302,7 @@ def ours(folder: Path) -> dict[str, Any]:
     }
 
 
-def trl(folder: Path) -> dict[str, Any]:
+def run_trl(folder: Path) -> dict[str, Any]:
     """By making its trainer, which prepares the rows."""
     import datasets
     import transformers

@@ -57,17 +57,20 @@ def main() -> None:
         )
         for kind in (LABELS, *arguments.kinds):
             for seed in arguments.seeds:
-                words = [f"data.source={rows}", *student(kind, seed, arguments.epochs, teacher)]
+                words = [
+                    f"data.source={rows}",
+                    *build_student_overrides(kind, seed, arguments.epochs, teacher),
+                ]
                 output = (
                     arguments.folder
                     / f"{arguments.rows} {arguments.epochs} {share:g} {kind} {seed}"
                 )
-                loss = last_of(
+                loss = read_last(
                     train("distill_distributed", "demo/distill", output, *words), "cross_entropy"
                 )
                 found.setdefault(kind, {}).setdefault(data, []).append(loss)
                 print(f"{data}, {kind}, seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
-    text = table(last_of(teacher, "loss"), found, arguments)
+    text = format_table(read_last(teacher, "loss"), found, arguments)
     if len(sys.argv) == 1 or sys.argv[1:] == ["--folder", str(arguments.folder)]:
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
@@ -87,7 +90,7 @@ def write_rows(path: Path, count: int, share: float) -> Path:
     return path
 
 
-def student(kind: str, seed: int, epochs: int, teacher: Path) -> list[str]:
+def build_student_overrides(kind: str, seed: int, epochs: int, teacher: Path) -> list[str]:
     """Overrides of configs/demo/distill.yaml."""
     loss = (
         ["distill.weight=0"]
@@ -108,7 +111,7 @@ def train(recipe: str, config: str, output: Path, *words: str) -> Path:
     return output
 
 
-def last_of(run: Path, name: str) -> float:
+def read_last(run: Path, name: str) -> float:
     """The last validation's number of a run."""
     lines = [
         json.loads(line)
@@ -117,7 +120,7 @@ def last_of(run: Path, name: str) -> float:
     return float([line[f"validation_{name}"] for line in lines if f"validation_{name}" in line][-1])
 
 
-def table(teacher: float, found: Found, arguments: argparse.Namespace) -> str:
+def format_table(teacher: float, found: Found, arguments: argparse.Namespace) -> str:
     """Markdown: a row of each way to train, means over seeds with the lowest and the highest."""
     data = list(found[LABELS])
     steps = arguments.rows // 32 * arguments.epochs

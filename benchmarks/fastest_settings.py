@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.planned_peaks import (
     FASTEST,
-    meant_for,
-    names,
+    find_meant_cards,
+    list_names,
     read_fastest,
     read_plans,
     write_header,
@@ -59,10 +59,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     found, plans = read_fastest(), read_plans()
-    chosen = arguments.names or [name for name in names() if not name.startswith("demo/")]
+    chosen = arguments.names or [name for name in list_names() if not name.startswith("demo/")]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
-        begun = {pool.submit(fastest_of, name, *meant_for(plans[name])): name for name in chosen}
+        begun = {
+            pool.submit(find_fastest, name, *find_meant_cards(plans[name])): name for name in chosen
+        }
         for future in as_completed(begun):
             name = begun[future]
             found[name] = asdict(future.result())
@@ -73,28 +75,28 @@ def main() -> None:
             print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
 
 
-def fastest_of(name: str, size: int, ranks: int) -> Fastest:
+def find_fastest(name: str, size: int, ranks: int) -> Fastest:
     """The fastest settings of a config on so many cards of so many GB, in this process."""
     cards = f"{ranks}x{size}GB"
-    best = searched(name, cards).fitting[0]
-    cfg, settings = prepared(name, cards)
+    best = search_settings(name, cards).fitting[0]
+    cfg, settings = prepare_request(name, cards)
     kind = find_recipe_class(find_config_recipe(name))
     plain = estimate_run(kind, cfg, settings)
     return Fastest(cards, format_overrides(best.changes), best.speed, plain.tokens / plain.seconds)
 
 
-def searched(name: str, cards: str, words: tuple[str, ...] = ()) -> SearchResult:
+def search_settings(name: str, cards: str, words: tuple[str, ...] = ()) -> SearchResult:
     """The fastest settings of a config with these overrides, which stay, on cards such as `4x24GB`;
     in this process.
     """
-    cfg, settings = prepared(name, cards, words)
+    cfg, settings = prepare_request(name, cards, words)
     fixed = {word.partition("=")[0] for word in words} | {METHOD}
     return search(
         find_recipe_class(find_config_recipe(name)), cfg, settings, want=1, fixed=fixed, processes=1
     )
 
 
-def prepared(
+def prepare_request(
     name: str, cards: str, words: tuple[str, ...] | list[str] = ()
 ) -> tuple[Any, PlanSettings]:
     """What a plan takes: the config and where it runs, with sequences as long as it allows."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import longest
-from benchmarks.fastest_settings import searched
+from benchmarks.fastest_settings import search_settings
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.plan.search.trials import format_overrides
@@ -112,11 +112,11 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     model, method, cards = cell
     line = Line(model, method, cards, None)
     config, on = f"{MODELS[model]}_{method}", f"{cards}x24GB"
-    found = [searched(config, on)]
+    found = [search_settings(config, on)]
     if method == "full" and not any(
         result.fitting and OFFLOADED not in result.fitting[0].changes for result in found
     ):
-        found.append(searched(config, on, IN_BACKWARD))
+        found.append(search_settings(config, on, IN_BACKWARD))
     line.tried, line.skipped = (
         sum(getattr(result, name) for result in found) for name in ("tried", "skipped")
     )
@@ -163,12 +163,12 @@ def write_section(lines: list[Line], model: str) -> str:
         parts += [
             f"### {model}, {title}",
             f"`{command}`, {sequences} sequences of {cfg.max_seq_len} tokens per rank and step.",
-            table(of_method),
+            format_table(of_method),
         ]
     return "\n\n".join(parts)
 
 
-def table(lines: list[Line]) -> str:
+def format_table(lines: list[Line]) -> str:
     """The lines of one model and method."""
     rows = [
         "| cards | settings | tokens/s | active | reserved | host | verdict | tried |",

@@ -180,13 +180,13 @@ def write_page(kept: dict[str, str]) -> str:
         for row in system.rows:
             differs = f"; *differs*: {row.differs}" if row.differs else ""
             lines.append(
-                f"| {row.shown} | {_command(row)} | {read_cell(row, kept)}{row.note}{differs} |"
+                f"| {row.shown} | {_build_command(row)} | {read_cell(row, kept)}{row.note}{differs} |"
             )
         lines += [f"| {shown} | - | {why} |" for shown, why in system.missing]
     return "\n".join(lines) + "\n"
 
 
-def _command(row: Row) -> str:
+def _build_command(row: Row) -> str:
     where = f", [{Path(row.page).stem}]({row.page.removeprefix('docs/')})" if row.page else ""
     return (LONG[row.command] if row.command in LONG else f"`{row.command}`") + where
 

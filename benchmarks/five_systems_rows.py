@@ -97,12 +97,12 @@ NONE, FULL = "## Activation checkpointing: none", "## Activation checkpointing: 
 NO_MARKS = "planned as if memory that FSDP1 marks came back at once, which is too low"
 
 
-def planner_row(run: str, metric: str, stack: str = "theirs") -> str:
+def build_planner_row(run: str, metric: str, stack: str = "theirs") -> str:
     """The pattern of a row of the page of replications: published, planned, error."""
-    return rf"^\| ({re_quote(run)} \| {stack} \| {metric} \| .*) \|$"
+    return rf"^\| ({quote_pattern(run)} \| {stack} \| {metric} \| .*) \|$"
 
 
-def re_quote(text: str) -> str:
+def quote_pattern(text: str) -> str:
     """The characters that mean something in a pattern, quoted."""
     return "".join(f"\\{letter}" if letter in "|/+()." else letter for letter in text)
 
@@ -118,17 +118,17 @@ TORCHTUNE = System(
         Row("unit tests of the policy", "pytest tests/parallel/test_fsdp_wrap_policy.py -q -m \"not slow\"", PASSED),
         Row("full fine-tuning of 8B on 4 x 24 GB with batch_size=1", FOUR_CARDS, VERDICT,
             differs="planned for cards of 24 GB; theirs was measured, with a card that is not stated"),
-        Row("peak active memory 24.17 / 20.83 GB", REPLICATE, planner_row("layers", "active"), PLANNER),
-        Row("", REPLICATE, planner_row("memory_efficient", "active"), PLANNER,
+        Row("peak active memory 24.17 / 20.83 GB", REPLICATE, build_planner_row("layers", "active"), PLANNER),
+        Row("", REPLICATE, build_planner_row("memory_efficient", "active"), PLANNER,
             note="; freed memory that FSDP1 still marks counts, and depends on the host's speed"),
-        Row("peak allocated 21.99 / 19.09 GB", REPLICATE, planner_row("layers", "allocated"), PLANNER),
-        Row("", REPLICATE, planner_row("memory_efficient", "allocated"), PLANNER),
+        Row("peak allocated 21.99 / 19.09 GB", REPLICATE, build_planner_row("layers", "allocated"), PLANNER),
+        Row("", REPLICATE, build_planner_row("memory_efficient", "allocated"), PLANNER),
         Row("peak reserved 27.91 / 23.70 GB", REPLICATE,
             r"^\| 6 \| [\d.]+ \| [\d.]+ \| \S+ \| (.*? \| .*?) \| [\d.]+ \| [\d.]+ \| \S+ \| (.*) \|$", PLANNER,
             note=" (planned and error, layers, then memory_efficient), with the marks of FSDP1",
             differs="how far their host was ahead is not stated; planned with 6 us an operator"),
-        Row("", REPLICATE, planner_row("layers", "reserved"), PLANNER, differs=NO_MARKS),
-        Row("", REPLICATE, planner_row("memory_efficient", "reserved"), PLANNER, differs=NO_MARKS),
+        Row("", REPLICATE, build_planner_row("layers", "reserved"), PLANNER, differs=NO_MARKS),
+        Row("", REPLICATE, build_planner_row("memory_efficient", "reserved"), PLANNER, differs=NO_MARKS),
         Row("1.08 / 1.06 iterations a second: wrapping takes 1.9 % of the time", REPLICATE,
             r"^\| (published|a100-80gb|a100-80gb-pcie) \| .* \| ([+-][\d.]+%) \|$", PLANNER, 3,
             note=" slower",

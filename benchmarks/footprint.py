@@ -80,8 +80,8 @@ def main() -> None:
             subprocess.run([python, "-c", SIZES], capture_output=True, check=True).stdout
         )
         command, *rest = HELP[tool.split()[0]]
-        asked = seconds([str(Path(folder) / "bin" / command), *rest], arguments.repeats)
-        imported = seconds(
+        asked = measure_seconds([str(Path(folder) / "bin" / command), *rest], arguments.repeats)
+        imported = measure_seconds(
             [str(python), "-c", f"import {TRAINING[tool.split()[0]]}"], arguments.repeats
         )
         lines.append(
@@ -99,7 +99,7 @@ def main() -> None:
     )
 
 
-def seconds(command: list[str], repeats: int) -> float:
+def measure_seconds(command: list[str], repeats: int) -> float:
     """Median CPU seconds of a command, its children's included."""
     found = []
     for _ in range(repeats + 1):

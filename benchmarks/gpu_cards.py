@@ -28,14 +28,14 @@ from typing import Any
 
 from benchmarks import gpu_plan
 from benchmarks.fit import CARDS, METHODS, MODELS, Line
-from benchmarks.gpu_check import REPOSITORY, describe_device, minutes, run_apart
-from benchmarks.gpu_ladder import is_wrong, planned_line, told
+from benchmarks.gpu_check import REPOSITORY, describe_device, parse_minutes, run_apart
+from benchmarks.gpu_ladder import is_wrong, plan_line, run_or_tell
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
 from benchmarks.gpu_plan_report import (
     DRY_HOW,
-    device_word,
-    errors_of,
-    head,
+    compute_errors,
+    format_head,
+    name_device,
     share_below,
     write_pair,
 )
@@ -121,7 +121,7 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--only", default="", help="lines whose config has this in it, such as 8B_full"
     )
-    parser.add_argument("--minutes", type=minutes, default=MINUTES, help="time for all of it")
+    parser.add_argument("--minutes", type=parse_minutes, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
     return run_for_exit_code(lambda: _run(options, words))
 
@@ -130,12 +130,12 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
-    hardware = gpu_plan.hardware_of(device)
-    report = gpu_plan.begun_report("cards", words, device, hardware)
+    hardware = gpu_plan.look_up_hardware(device)
+    report = gpu_plan.begin_report("cards", words, device, hardware)
     known = (
-        jobs(read_lines(options.lines), read_longest(options.lines))
+        list_jobs(read_lines(options.lines), read_longest(options.lines))
         if gpu
-        else jobs(DRY, DRY_LONGEST)
+        else list_jobs(DRY, DRY_LONGEST)
     )
     todo = [job for job in known if options.only in job.case.config]
     if not todo:
@@ -146,25 +146,25 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
     name = "-".join(
         [
             "gpu-cards",
-            device_word(device),
+            name_device(device),
             *([options.only.replace("/", "-")] if options.only else []),
         ]
     )
     paths: list[Path] = []
-    with gpu_plan.planners([job.case for job in todo], hardware, planned_line) as planned:
+    with gpu_plan.plan_in_processes([job.case for job in todo], hardware, plan_line) as planned:
         for job in todo:
             left = options.minutes * 60 - (time.monotonic() - started)
-            row = row_of(job)
+            row = build_row(job)
             if left < 5:
                 row |= {"skipped": "no time left"}
             else:
-                row |= measured(job, gpu, row["cap"], min(CASE_SECONDS, left))
+                row |= measure_job(job, gpu, row["cap"], min(CASE_SECONDS, left))
                 row |= {"planned": planned(job.case, max(left, 5))}
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
-            print(f"{report['seconds']:5d} s  {line_text(row)}", flush=True)
-            paths = write_pair(options.output / name, report, cards_markdown(report))
-    print("\n".join([*summary(report), *map(str, paths)]))
+            print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
+            paths = write_pair(options.output / name, report, format_page(report))
+    print("\n".join([*summarize(report), *map(str, paths)]))
     return 1 if any(is_wrong(row, gpu) or was_wrong(row) for row in report["rows"]) else 0
 
 
@@ -187,7 +187,7 @@ def read_longest(file: Path) -> list[Longest]:
     return [line for line in read(beside) if f"{line.size}GB" == CARD] if beside.is_file() else []
 
 
-def jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:
+def list_jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:
     """What to run: each line that fits and each longest row, in the order of FIRST, then small
     models before large ones.
     """
@@ -223,7 +223,7 @@ def _place(job: Job) -> tuple[int, int, bool, int, int]:
     return place, size, bool(job.tokens), methods.index(job.method), job.cards
 
 
-def row_of(job: Job) -> dict[str, Any]:
+def build_row(job: Job) -> dict[str, Any]:
     """A row of the report, without what is measured. cap: bytes that torch may take on such a
     card.
     """
@@ -238,12 +238,12 @@ def row_of(job: Job) -> dict[str, Any]:
     }
 
 
-def measured(job: Job, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
+def measure_job(job: Job, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
     """{"measured": ...}, {"failed": why} or {"skipped": why}; expandable: it took such segments to
     go through.
     """
     if not gpu:
-        result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, job.case), seconds)
+        result = run_apart(functools.partial(run_or_tell, gpu_plan.trace_on_cpu, job.case), seconds)
         return result if "failed" in result else {"measured": result}
     free, _ = find_free_host_memory()
     if job.host > free:
@@ -253,7 +253,8 @@ def measured(job: Job, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for expandable in (False, True):
         result = run_apart(
-            functools.partial(told, gpu_plan.measure, job.case, expandable, cap, steady=1), seconds
+            functools.partial(run_or_tell, gpu_plan.measure, job.case, expandable, cap, steady=1),
+            seconds,
         )
         if "failed" in result:
             return found or result
@@ -268,7 +269,7 @@ def was_wrong(row: dict[str, Any]) -> bool:
     return "out_of_memory" in row.get("measured", {})
 
 
-def outcome(row: dict[str, Any]) -> str:
+def describe_outcome(row: dict[str, Any]) -> str:
     """What came of it: `ran`, `ran, expandable segments`, `ran out`, or why it was not run."""
     if "measured" not in row:
         return str(row.get("failed") or row.get("skipped") or "not measured")
@@ -277,24 +278,26 @@ def outcome(row: dict[str, Any]) -> str:
     return "ran, expandable segments" if row["expandable"] else "ran"
 
 
-def line_text(row: dict[str, Any]) -> str:
+def describe_line(row: dict[str, Any]) -> str:
     """A line and what came of it, in a few words."""
     rows = f"a row of {row['tokens']}" if row["tokens"] else "as it is"
-    text = f"{row['model']} {row['method']}, {row['cards']} cards, {rows}: {outcome(row)}"
+    text = f"{row['model']} {row['method']}, {row['cards']} cards, {rows}: {describe_outcome(row)}"
     peaks = row.get("measured", {}).get("peaks")
     name = "active" if _has(peaks or {}, "active") else "requested"
-    return f"{text}, {format_bytes(_most(peaks, name))} {name}" if peaks else text
+    return f"{text}, {format_bytes(_find_most(peaks, name))} {name}" if peaks else text
 
 
-def summary(report: dict[str, Any]) -> list[str]:
+def summarize(report: dict[str, Any]) -> list[str]:
     """What ran of what was said to fit, and how far off the plans are, a line each."""
     rows = report["rows"]
-    counts = Counter((row["said"], outcome(row).split(",")[0]) for row in rows if "measured" in row)
+    counts = Counter(
+        (row["said"], describe_outcome(row).split(",")[0]) for row in rows if "measured" in row
+    )
     lines = [f"said {said}, {found}: {count}" for (said, found), count in sorted(counts.items())]
     # Under a cap the allocator gives back what it would have kept, so that reserved bytes cannot be
     # compared.
     errors = [
-        error for row in rows if "active" in row.get("planned", {}) for error in errors_of(row)
+        error for row in rows if "active" in row.get("planned", {}) for error in compute_errors(row)
     ]
     metric = (
         "requested" if report["device"].get("type") == "cpu" else "active"
@@ -319,27 +322,30 @@ HEADS = ("config", "cards", "settings", "rows of", "cap", "page says", "page: ac
          "reserved", "measured: active", "reserved", "retries", "found")  # fmt: skip
 
 
-def cards_markdown(report: dict[str, Any]) -> str:
+def format_page(report: dict[str, Any]) -> str:
     """The report."""
     dry = report["device"].get("type") != "cuda"
     lines = [
         f"# Cards of {CARD}: {report['kind']}",
         "",
-        *head(report),
+        *format_head(report),
         "",
         HOW_DRY if dry else HOW,
         "",
     ]
     lines += [
-        *(f"- {line}" for line in summary(report)),
+        *(f"- {line}" for line in summarize(report)),
         "",
         f"| {' | '.join(HEADS)} |",
         "|---" * len(HEADS) + "|",
     ]
-    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in report["rows"])]) + "\n"
+    return (
+        "\n".join([*lines, *(f"| {' | '.join(_build_cells(row))} |" for row in report["rows"])])
+        + "\n"
+    )
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _build_cells(row: dict[str, Any]) -> list[str]:
     planned, found = row.get("planned", {}), row.get("measured", {})
     peaks = found.get("peaks") or {}
     words = f"`{' '.join(row['overrides'])}`" if row["overrides"] else "nothing"
@@ -356,16 +362,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
         format_bytes(planned[name]) if name in planned else "" for name in ("active", "reserved")
     ]
     cells += [
-        format_bytes(_most(peaks, name)) if _has(peaks, name) else ""
+        format_bytes(_find_most(peaks, name)) if _has(peaks, name) else ""
         for name in ("active", "reserved")
     ]
-    return [*cells, str(found.get("retries", "")), outcome(row)]
+    return [*cells, str(found.get("retries", "")), describe_outcome(row)]
 
 
 def _has(peaks: dict[str, dict[str, int]], name: str) -> bool:
     return bool(peaks) and all(name in phase for phase in peaks.values())
 
 
-def _most(peaks: dict[str, dict[str, int]], name: str) -> int:
+def _find_most(peaks: dict[str, dict[str, int]], name: str) -> int:
     """The most of any phase."""
     return max(phase[name] for phase in peaks.values())

@@ -186,7 +186,7 @@ def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any
         return json.loads(answer.read_text())
 
 
-def minutes(text: str) -> float:
+def parse_minutes(text: str) -> float:
     """A time limit that was typed; more than none."""
     value = float(text)
     if not 0 < value < math.inf:
@@ -284,12 +284,12 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
             recipe.model,
             Parallel(units=resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy)),
         )
-        batches = random_batches(case, recipe)
+        batches = make_random_batches(case, recipe)
         for step in range(1, case.steps + 1):
             phase = f"step {step}"
             if step <= 2:
                 peak.reset()
-            with timed(device, result["seconds"]):
+            with record_time(device, result["seconds"]):
                 done = recipe.train_step(batches)
             if case.kind == "speed":
                 result["losses"].append(round(done.loss.item(), 5))
@@ -304,12 +304,12 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
             "allocator": module.memory.get_allocator_backend(),
         }
     if case.kind == "speed" and len(result["seconds"]) == case.steps:
-        result |= speed_of(case, recipe.spec, recipe.model, result["seconds"])
+        result |= measure_speed(case, recipe.spec, recipe.model, result["seconds"])
     return result
 
 
 @contextmanager
-def timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
+def record_time(device: torch.device, seconds: list[float]) -> Iterator[None]:
     """Appends the seconds that the block takes, the device's work included."""
     began = time.perf_counter()
     yield
@@ -342,7 +342,7 @@ def fill_weights(model: torch.nn.Module) -> None:
             local.normal_(0.0, 0.02)
 
 
-def random_batches(case: Case, recipe: Any) -> StepBatches:
+def make_random_batches(case: Case, recipe: Any) -> StepBatches:
     """One micro-batch of random tokens, every one of them trained."""
     generator = torch.Generator().manual_seed(1)
     shape = (case.batch_size, case.sequence + 1)
@@ -352,7 +352,7 @@ def random_batches(case: Case, recipe: Any) -> StepBatches:
     return StepBatches([batch], num_label_tokens=count, total_tokens=count, padded_tokens=count)
 
 
-def speed_of(
+def measure_speed(
     case: Case, spec: DecoderSpec, model: torch.nn.Module, seconds: list[float]
 ) -> dict[str, Any]:
     """Tokens and model FLOP a second over the second half of the steps.
@@ -389,7 +389,7 @@ def measure_matmul() -> dict[str, Any]:
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds: list[float] = []
     for _ in range(4):
-        with timed(device, seconds):
+        with record_time(device, seconds):
             for _ in range(repeats):
                 left @ right
     return {"size": size, "flop_per_second": 2 * size**3 * repeats / max(min(seconds[1:]), 1e-9)}

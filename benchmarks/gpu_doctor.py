@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recipe_lib.cli import doctor
 from recipe_lib.cli.doctor_report import find_faults, format_report
-from recipe_lib.cli.local_gpus import list_local_gpus
+from recipe_lib.cli.launch import list_local_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DRY_RUN = "dry-run-cpu"

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.triton_code import bytes_in, kernels_in, triton_code
+from benchmarks.triton_code import count_bytes, count_kernels, generate_triton_code
 from recipe_lib.adapters import nf4, quantized
 from recipe_lib.ops import capped_attention, chunked_heads, fused_kernels, gated, rope
 
@@ -75,31 +75,31 @@ class Kernel:
     make: Callable[[torch.device, bool], tuple[Any, ...]]
 
 
-def _random(device: torch.device, *shape: int) -> Tensor:
+def _make_random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).bfloat16()
 
 
-def _rotation(device: torch.device, small: bool) -> tuple[Any, ...]:
+def _build_rotation(device: torch.device, small: bool) -> tuple[Any, ...]:
     tokens, heads = (1, 1) if small else (TOKENS, HEADS)
     angles = torch.rand(1, tokens, 1, HEAD_WIDTH // 2, device=device)
-    return _random(device, 1, tokens, heads, HEAD_WIDTH), angles.cos(), angles.sin(), False
+    return _make_random(device, 1, tokens, heads, HEAD_WIDTH), angles.cos(), angles.sin(), False
 
 
-def _gate(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+def _build_gate(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         return (
-            *(_random(device, *((2, 16) if small else (TOKENS, INNER))) for _ in range(count)),
+            *(_make_random(device, *((2, 16) if small else (TOKENS, INNER))) for _ in range(count)),
             "silu",
         )
 
     return make
 
 
-def _logits(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+def _build_logits(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         rows, columns = (2, 16) if small else (CHUNK, VOCABULARY)
         logits, labels = (
-            _random(device, rows, columns),
+            _make_random(device, rows, columns),
             torch.randint(columns, (rows,), device=device),
         )
         if not with_gradients:
@@ -115,7 +115,7 @@ def _logits(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, .
     return make
 
 
-def _nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
+def _build_nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
     blocks = 2 if small else INNER * WIDTH // nf4.BLOCK
     codes = torch.randint(256, (blocks, nf4.BLOCK // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(-127, 128, (blocks,), device=device, dtype=torch.int8)
@@ -130,61 +130,77 @@ def _nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
     )
 
 
-def _int8(device: torch.device, small: bool) -> tuple[Any, ...]:
+def _build_int8(device: torch.device, small: bool) -> tuple[Any, ...]:
     rows, columns = (2, 16) if small else (INNER, WIDTH)
     codes = torch.randint(-127, 128, (rows, columns), device=device, dtype=torch.int8)
     return codes, torch.rand(rows, device=device), torch.bfloat16
 
 
-def _scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+def _build_scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         shape = (1, 2, 2, 16) if small else SCORES
         reach = capped_attention.compute_reach(None, *shape[2:], shape[3], device)
-        return *(_random(device, *shape) for _ in range(count)), reach, 50.0, 256**-0.5
+        return *(_make_random(device, *shape) for _ in range(count)), reach, 50.0, 256**-0.5
 
     return make
 
 
-def _inner(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+def _build_inner(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     """Of an expert: gradients `[m, f]` of the product, if two are asked for, inner channels `[m,
     2f]`, scores.
     """
 
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         rows, width = (2, 16) if small else (8 * TOKENS, 768)
-        first = (_random(device, rows, width),) * (count - 1)
+        first = (_make_random(device, rows, width),) * (count - 1)
         settings = ("silu", False, 1.0, float("inf"))
-        return *first, _random(device, rows, 2 * width), torch.rand(rows, device=device), *settings
+        return (
+            *first,
+            _make_random(device, rows, 2 * width),
+            torch.rand(rows, device=device),
+            *settings,
+        )
 
     return make
 
 
 KERNELS = (
-    Kernel("rotate", "queries of 2048 tokens", rope._rotate, _rotation),
-    Kernel("gated_product", "2048 x 14336", gated.compute_gated_product, _gate(2)),
-    Kernel("gated_gradients", "2048 x 14336", gated.compute_gated_product_gradients, _gate(3)),
-    Kernel("scored_product", "16384 x 768 of experts", gated.compute_scored_product, _inner(1)),
+    Kernel("rotate", "queries of 2048 tokens", rope._rotate, _build_rotation),
+    Kernel("gated_product", "2048 x 14336", gated.compute_gated_product, _build_gate(2)),
+    Kernel(
+        "gated_gradients", "2048 x 14336", gated.compute_gated_product_gradients, _build_gate(3)
+    ),
+    Kernel(
+        "scored_product", "16384 x 768 of experts", gated.compute_scored_product, _build_inner(1)
+    ),
     Kernel(
         "scored_product_gradients",
         "16384 x 768 of experts",
         gated.compute_scored_product_gradients,
-        _inner(2),
+        _build_inner(2),
     ),
-    Kernel("label_log_probs", "logits 128 x 128256", chunked_heads.label_log_probs, _logits(False)),
+    Kernel(
+        "label_log_probs",
+        "logits 128 x 128256",
+        chunked_heads.label_log_probs,
+        _build_logits(False),
+    ),
     Kernel(
         "label_log_prob_gradients",
         "logits 128 x 128256",
         chunked_heads.label_log_prob_gradients,
-        _logits(True),
+        _build_logits(True),
     ),
-    Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _nf4),
-    Kernel("dequantize_int8", "14336 x 4096", quantized._dequantize, _int8),
-    Kernel("capped_shares", "scores 8 x 1024 x 4096", capped_attention.capped_shares, _scores(1)),
+    Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _build_nf4),
+    Kernel("dequantize_int8", "14336 x 4096", quantized._dequantize, _build_int8),
+    Kernel(
+        "capped_shares", "scores 8 x 1024 x 4096", capped_attention.capped_shares, _build_scores(1)
+    ),
     Kernel(
         "capped_score_gradients",
         "scores 8 x 1024 x 4096",
         capped_attention.capped_score_gradients,
-        _scores(2),
+        _build_scores(2),
     ),
 )
 
@@ -205,13 +221,17 @@ def main(words: list[str]) -> int:
     torch.manual_seed(0)
     rows, faults = [], 0
     for kernel in KERNELS:
-        difference = largest_difference(kernel, device)
+        difference = find_largest_difference(kernel, device)
         faults += difference > 2**-7
-        cells = [f"`{kernel.name}`", kernel.of, *(generated(kernel) if has_triton else ("-", "-"))]
+        cells = [
+            f"`{kernel.name}`",
+            kernel.of,
+            *(measure_generated(kernel) if has_triton else ("-", "-")),
+        ]
         cells += [
-            f"{1e6 * host_seconds(kernel, device):.0f}",
+            f"{1e6 * measure_host_seconds(kernel, device):.0f}",
             f"{difference:.1e}",
-            *times(kernel, device),
+            *measure_times(kernel, device),
         ]
         rows.append("| " + " | ".join(cells) + " |")
         print(rows[-1], flush=True)
@@ -219,13 +239,13 @@ def main(words: list[str]) -> int:
     note = "" if on_gpu else "Nothing here was measured on a GPU: times of kernels are missing."
     text = TEXT.format(
         torch=torch.__version__, device=torch.cuda.get_device_name() if on_gpu else "a CPU, one thread", note=note,
-        table="\n".join(table), calls=CALLS, triton=_version(has_triton),
+        table="\n".join(table), calls=CALLS, triton=_describe_versions(has_triton),
     )  # fmt: skip
     (output / "fused_kernels.md").write_text(text)
     return 1 if faults else 0
 
 
-def _version(has_triton: bool) -> str:
+def _describe_versions(has_triton: bool) -> str:
     if not has_triton:
         return "(triton is not installed)"
     import triton
@@ -233,17 +253,17 @@ def _version(has_triton: bool) -> str:
     return f"with triton {triton.__version__}"
 
 
-def generated(kernel: Kernel) -> tuple[str, str]:
+def measure_generated(kernel: Kernel) -> tuple[str, str]:
     """Triton kernels, and MiB of memory besides the results."""
     arguments = kernel.make(torch.device("cpu"), False)
-    code = triton_code(kernel.function.__wrapped__, *arguments)
+    code = generate_triton_code(kernel.function.__wrapped__, *arguments)
     shapes = getattr(torch.ops.tune_recipes, kernel.name)
     results = shapes(*(one.to("meta") if isinstance(one, Tensor) else one for one in arguments))
     own = sum(one.nbytes for one in ([results] if isinstance(results, Tensor) else results))
-    return str(kernels_in(code)), f"{(bytes_in(code) - own) / 2**20:.2f}"
+    return str(count_kernels(code)), f"{(count_bytes(code) - own) / 2**20:.2f}"
 
 
-def largest_difference(kernel: Kernel, device: torch.device) -> float:
+def find_largest_difference(kernel: Kernel, device: torch.device) -> float:
     """Of all results, over the largest number of each."""
     arguments, function = kernel.make(device, False), kernel.function.__wrapped__
     pairs = [(fused_kernels.call_compiled(function, *arguments), function(*arguments))]
@@ -255,7 +275,7 @@ def largest_difference(kernel: Kernel, device: torch.device) -> float:
     )
 
 
-def host_seconds(kernel: Kernel, device: torch.device) -> float:
+def measure_host_seconds(kernel: Kernel, device: torch.device) -> float:
     """Median seconds of a call of the compiled operator with a few numbers, until the host goes
     on.
     """
@@ -267,7 +287,7 @@ def host_seconds(kernel: Kernel, device: torch.device) -> float:
     return statistics.median(found[20:])
 
 
-def times(kernel: Kernel, device: torch.device) -> tuple[str, str, str]:
+def measure_times(kernel: Kernel, device: torch.device) -> tuple[str, str, str]:
     """Microseconds on a GPU, fused and one by one, and their ratio."""
     if device.type != "cuda":
         return "-", "-", "-"

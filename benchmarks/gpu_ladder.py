@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_plan
-from benchmarks.gpu_check import REPOSITORY, describe_device, minutes, run_apart
-from benchmarks.gpu_ladder_cases import METHODS, ConfigCase, Rung, rungs
-from benchmarks.gpu_ladder_report import key_of, ladder_markdown, line_text, summary
-from benchmarks.gpu_plan_report import device_word, write_pair
+from benchmarks.gpu_check import REPOSITORY, describe_device, parse_minutes, run_apart
+from benchmarks.gpu_ladder_cases import METHODS, ConfigCase, Rung, list_rungs
+from benchmarks.gpu_ladder_report import build_key, describe_line, format_page, summarize
+from benchmarks.gpu_plan_report import name_device, write_pair
 from recipe_lib.errors import UserError, run_for_exit_code
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -60,7 +60,7 @@ def main(words: list[str] | None = None) -> int:
         "--device", default=DEVICE, help=f"with --planned: the card to plan for; default: {DEVICE}"
     )
     parser.add_argument("--only", choices=METHODS, help="one method's lines")
-    parser.add_argument("--minutes", type=minutes, default=MINUTES, help="time for all of it")
+    parser.add_argument("--minutes", type=parse_minutes, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
     folder = options.output.parent if options.planned else options.output
     try:
@@ -77,29 +77,29 @@ def _run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
-    hardware = gpu_plan.hardware_of(device)
-    report = gpu_plan.begun_report(
+    hardware = gpu_plan.look_up_hardware(device)
+    report = gpu_plan.begin_report(
         "ladder", ["--only", options.only] if options.only else [], device, hardware
     )
-    todo = rungs(gpu, methods)
+    todo = list_rungs(gpu, methods)
     paths: list[Path] = []
-    with gpu_plan.planners([rung.case for rung in todo], hardware, planned_line) as planned:
+    with gpu_plan.plan_in_processes([rung.case for rung in todo], hardware, plan_line) as planned:
         for rung in todo:
             left = options.minutes * 60 - (time.monotonic() - started)
-            row = row_of(rung)
+            row = build_row(rung)
             if left < 5:
                 row |= {"skipped": "no time left"}
             else:
                 row |= {"planned": planned(rung.case, left)}
-                row |= measured_line(rung.case, row["planned"], gpu, min(CASE_SECONDS, left))
+                row |= measure_line(rung.case, row["planned"], gpu, min(CASE_SECONDS, left))
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
-            print(f"{report['seconds']:5d} s  {line_text(row)}", flush=True)
+            print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
             name = "-".join(
-                ["gpu-ladder", device_word(device), *([options.only] if options.only else [])]
+                ["gpu-ladder", name_device(device), *([options.only] if options.only else [])]
             )
-            paths = write_pair(options.output / name, report, ladder_markdown(report))
-    print("\n".join([*summary(report), *map(str, paths)]))
+            paths = write_pair(options.output / name, report, format_page(report))
+    print("\n".join([*summarize(report), *map(str, paths)]))
     return 1 if any(is_wrong(row, gpu) for row in report["rows"]) else 0
 
 
@@ -123,24 +123,24 @@ def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int
     """
     file = output.with_suffix(".json")
     earlier = json.loads(file.read_text())["rows"] if file.exists() else []
-    kept = {key_of(row): row for row in earlier if row["method"] not in methods}
+    kept = {build_key(row): row for row in earlier if row["method"] not in methods}
     report = {
         "command": COMMAND,
         "torch": torch.__version__,
         "device": {"type": "planned", "name": hardware.name, "memory": hardware.memory},
         "rows": [],
     }
-    order, todo = rungs(True), rungs(True, methods)
-    with gpu_plan.planners([rung.case for rung in todo], hardware, planned_line) as planned:
+    order, todo = list_rungs(True), list_rungs(True, methods)
+    with gpu_plan.plan_in_processes([rung.case for rung in todo], hardware, plan_line) as planned:
         for rung in todo:
-            kept[rung.key] = row_of(rung) | {"planned": planned(rung.case, float("inf"))}
+            kept[rung.key] = build_row(rung) | {"planned": planned(rung.case, float("inf"))}
             report["rows"] = [kept[rung.key] for rung in order if rung.key in kept]
-            print(line_text(kept[rung.key]), flush=True)
-            write_pair(output.with_suffix(""), report, ladder_markdown(report))
+            print(describe_line(kept[rung.key]), flush=True)
+            write_pair(output.with_suffix(""), report, format_page(report))
     return 1 if any(is_wrong(row, True) for row in report["rows"]) else 0
 
 
-def row_of(rung: Rung) -> dict[str, Any]:
+def build_row(rung: Rung) -> dict[str, Any]:
     """A row of the report, without figures."""
     cfg = rung.case.read()
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
@@ -159,8 +159,8 @@ def row_of(rung: Rung) -> dict[str, Any]:
     }
 
 
-def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
-    """The peaks of a step by phase, as `planned_peaks` gives them, and besides `requested`,
+def plan_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
+    """The peaks of a step by phase, as `plan_peaks` gives them, and besides `requested`,
     `active` and `reserved`, the most of them; `host`; `tokens_per_second`, None where no time is
     planned; `verdict`. Or {"refused": the line} where the config or the device does not have it.
     """
@@ -173,7 +173,7 @@ def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
         return {"refused": str(error)}
     rank = plan.heaviest
     steps = [peak for peak in rank.peaks if peak.phase in (FIRST, STEADY)]
-    return gpu_plan.peaks_of(rank) | {
+    return gpu_plan.read_peaks(rank) | {
         "requested": max(peak.requested for peak in steps),
         "active": max(peak.active for peak in steps),
         "reserved": max(peak.reserved for peak in steps),
@@ -183,7 +183,7 @@ def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def measured_line(
+def measure_line(
     case: ConfigCase, planned: dict[str, Any], gpu: bool, seconds: float
 ) -> dict[str, Any]:
     """{"measured": ...}, {"failed": why}, or nothing for what is refused, or compiled where there
@@ -192,7 +192,7 @@ def measured_line(
     if "refused" in planned or (not gpu and case.read().compile):
         return {}
     if not gpu:
-        result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, case), seconds)
+        result = run_apart(functools.partial(run_or_tell, gpu_plan.trace_on_cpu, case), seconds)
         return result if "failed" in result else {"measured": result}
     free, _ = find_free_host_memory()
     if planned.get("host", 0) > free:
@@ -202,7 +202,7 @@ def measured_line(
             )
         }
     result = run_apart(
-        functools.partial(told, gpu_plan.measure, case, steady=STEADY_STEPS), seconds
+        functools.partial(run_or_tell, gpu_plan.measure, case, steady=STEADY_STEPS), seconds
     )
     if "failed" in result:
         return result
@@ -213,7 +213,9 @@ def measured_line(
     return {"measured": result}
 
 
-def told(work: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> dict[str, Any]:
+def run_or_tell(
+    work: Callable[..., dict[str, Any]], *arguments: Any, **named: Any
+) -> dict[str, Any]:
     """`work(...)`; {"failed": the line} for an error that a user would be told."""
     try:
         return work(*arguments, **named)

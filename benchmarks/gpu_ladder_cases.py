@@ -138,12 +138,12 @@ class Rung:
         return (self.method, self.basis, self.words)
 
 
-def rungs(gpu: bool, methods: Iterable[str] = METHODS) -> list[Rung]:
+def list_rungs(gpu: bool, methods: Iterable[str] = METHODS) -> list[Rung]:
     """All lines of these methods: of Llama 3 8B, or of a tiny model for a dry run."""
-    return [rung for method in methods for rung in ladder(method, gpu)]
+    return [rung for method in methods for rung in build_ladder(method, gpu)]
 
 
-def ladder(method: str, real: bool = True) -> list[Rung]:
+def build_ladder(method: str, real: bool = True) -> list[Rung]:
     """The lines of a method: plain and each lever added to it; shipped, and everything, and each
     lever removed.
     """
@@ -157,7 +157,7 @@ def ladder(method: str, real: bool = True) -> list[Rung]:
         PLAIN: (
             *case.overrides,
             *ONE_ROW,
-            *(word for change in _turned_off(case, off) for word in change),
+            *(word for change in _list_turned_off(case, off) for word in change),
         ),
         SHIPPED: case.overrides,
         EVERYTHING: (
@@ -177,16 +177,16 @@ def ladder(method: str, real: bool = True) -> list[Rung]:
         else:
             changes = [
                 (change, False, True)
-                for change in _turned_off(start, [lever.off for lever in mine])
+                for change in _list_turned_off(start, [lever.off for lever in mine])
             ]
         found += [
-            Rung(method, basis, change, _with(start, change), basis != PLAIN, rounds, exact)
+            Rung(method, basis, change, _change_case(start, change), basis != PLAIN, rounds, exact)
             for change, rounds, exact in changes
         ]
     return found
 
 
-def _turned_off(case: ConfigCase, changes: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _list_turned_off(case: ConfigCase, changes: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Those of the changes, each of which turns a lever off, that make another config of this
     one.
     """
@@ -194,5 +194,5 @@ def _turned_off(case: ConfigCase, changes: Iterable[tuple[str, ...]]) -> list[tu
     return [change for change in dict.fromkeys(changes) if case.read(*change) != own]
 
 
-def _with(case: ConfigCase, words: tuple[str, ...]) -> ConfigCase:
+def _change_case(case: ConfigCase, words: tuple[str, ...]) -> ConfigCase:
     return dataclasses.replace(case, overrides=(*case.overrides, *words))

@@ -5,7 +5,7 @@ basis.
 from typing import Any
 
 from benchmarks.gpu_ladder_cases import EVERYTHING, METHODS, PLAIN, SHIPPED
-from benchmarks.gpu_plan_report import DRY_HOW, errors_of, head, share_below
+from benchmarks.gpu_plan_report import DRY_HOW, compute_errors, format_head, share_below
 from recipe_lib.units import Bytes, format_bytes, format_change, format_count
 
 TITLES = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -31,7 +31,7 @@ HOW_DRY = f"""{DRY_HOW} What offloads has nowhere to go on a CPU, where `memory.
 is planned as if it had, and torch's own loss kernel is planned on paper: these two need not be equal."""
 
 
-def ladder_markdown(report: dict[str, Any]) -> str:
+def format_page(report: dict[str, Any]) -> str:
     """The report's tables."""
     kind = report["device"]["type"]
     if kind == "planned":
@@ -45,13 +45,13 @@ def ladder_markdown(report: dict[str, Any]) -> str:
         lines = [
             f"# The ladder: {report['kind']}",
             "",
-            *head(report),
+            *format_head(report),
             "",
             HOW_MEASURED if kind == "cuda" else HOW_DRY,
         ]
-        lines += ["", *(f"- {line}" for line in summary(report))]
+        lines += ["", *(f"- {line}" for line in summarize(report))]
     lines += ["", COLUMNS]
-    by_key = {key_of(row): row for row in report["rows"]}
+    by_key = {build_key(row): row for row in report["rows"]}
     for method in METHODS:
         own = [row for row in report["rows"] if row["method"] == method]
         if own:
@@ -61,14 +61,14 @@ def ladder_markdown(report: dict[str, Any]) -> str:
             if rows:
                 lines += [
                     "",
-                    f"{said} The first: `{_command(rows[0])}`.",
+                    f"{said} The first: `{_build_command(rows[0])}`.",
                     "",
-                    *_table(rows, by_key, kind),
+                    *_format_table(rows, by_key, kind),
                 ]
     return "\n".join(lines) + "\n"
 
 
-def summary(report: dict[str, Any]) -> list[str]:
+def summarize(report: dict[str, Any]) -> list[str]:
     """How far off the plans are, and what is missing, a line each."""
     rows, lines = report["rows"], []
     comparable = [
@@ -76,7 +76,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         for row in rows
         if "measured" in row and "active" in row["planned"]
     ]
-    errors = [error for row in comparable for error in errors_of(row)]
+    errors = [error for row in comparable for error in compute_errors(row)]
     for metric in ("active", "reserved"):
         found = [error for _, name, error in errors if name == metric]
         if found:
@@ -85,7 +85,8 @@ def summary(report: dict[str, Any]) -> list[str]:
                          f"within {most:.2%}, worst {max(found, key=abs):+.2%}")  # fmt: skip
     if report["device"]["type"] == "cpu":
         equal = sum(
-            _most(row["measured"], "requested") == row["planned"]["requested"] for row in comparable
+            _find_most(row["measured"], "requested") == row["planned"]["requested"]
+            for row in comparable
         )
         lines.append(f"planned bytes are those of the run: {equal} of {len(comparable)} lines")
     for word in ("failed", "skipped"):
@@ -102,7 +103,7 @@ def name_of(row: dict[str, Any]) -> str:
     return f"`{' '.join(row['words'])}`{' *' if row['rounds'] else ''}"
 
 
-def line_text(row: dict[str, Any]) -> str:
+def describe_line(row: dict[str, Any]) -> str:
     """What came of a line, in a few words."""
     planned, measured = row.get("planned", {}), row.get("measured", {})
     words = [
@@ -117,7 +118,7 @@ def line_text(row: dict[str, Any]) -> str:
             if all("active" in found for found in measured["peaks"].values())
             else "requested"
         )
-        words.append(f"measured {format_bytes(_most(measured, name))}")
+        words.append(f"measured {format_bytes(_find_most(measured, name))}")
     words += (
         [f"out of memory in the {measured['out_of_memory']}"] if "out_of_memory" in measured else []
     )
@@ -127,16 +128,18 @@ def line_text(row: dict[str, Any]) -> str:
 _REASONS = ("failed", "skipped", "refused")
 
 
-def key_of(row: dict[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+def build_key(row: dict[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     """What no other row has, as `Rung.key`."""
     return row["method"], row["basis"], tuple(row["words"])
 
 
-def _command(row: dict[str, Any]) -> str:
+def _build_command(row: dict[str, Any]) -> str:
     return " ".join(["tune plan --config", row["config"], *row["overrides"]])
 
 
-def _table(rows: list[dict[str, Any]], by_key: dict[Any, dict[str, Any]], kind: str) -> list[str]:
+def _format_table(
+    rows: list[dict[str, Any]], by_key: dict[Any, dict[str, Any]], kind: str
+) -> list[str]:
     """One line a row; kind: of the device."""
     heads = ["line", "rows a step", "active", "change", "reserved"]
     heads += {
@@ -160,16 +163,16 @@ def _table(rows: list[dict[str, Any]], by_key: dict[Any, dict[str, Any]], kind: 
     for row in rows:
         method, basis, words = row["against"]
         base = by_key.get((method, basis, tuple(words)), {})
-        cells = _planned_cells(row, base, kind)
+        cells = _build_planned_cells(row, base, kind)
         if kind != "planned":
-            cells += _measured_cells(row, base, kind)
+            cells += _build_measured_cells(row, base, kind)
         lines.append(
             f"| {name_of(row)} | {row['rows']} x {row['row_tokens']} | {' | '.join(cells)} |"
         )
     return lines
 
 
-def _planned_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list[str]:
+def _build_planned_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list[str]:
     """Active, its change and reserved; host, tokens/s and their ratio where it is a GPU; the
     verdict on a card.
     """
@@ -188,12 +191,12 @@ def _planned_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list
         return cells
     cells += [
         format_bytes(planned["host"]),
-        *_speed(planned, other if base is not row else {}, "not planned"),
+        *_format_speed(planned, other if base is not row else {}, "not planned"),
     ]
     return [*cells, planned["verdict"]] if kind == "planned" else cells
 
 
-def _measured_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list[str]:
+def _build_measured_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list[str]:
     """Active, its change, reserved, pinned, tokens/s and their ratio; of a trace on the CPU
     requested bytes, and whether they are what was planned.
     """
@@ -208,20 +211,24 @@ def _measured_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> lis
         )
         return [why, *[""] * (count - 1)]
     if kind == "cpu":
-        requested = _most(measured, "requested")
+        requested = _find_most(measured, "requested")
         same = requested == row["planned"]["requested"]
         return [
             format_bytes(requested),
             "yes" if same else "no" if row["exact"] else "no, nor has it to be",
         ]
-    active = _most(measured, "active")
+    active = _find_most(measured, "active")
     compared = other.get("peaks") and "out_of_memory" not in other
-    change = format_change(Bytes(active - _most(other, "active"))) if compared else ""
-    cells = [format_bytes(active), change, format_bytes(_most(measured, "reserved"))]
-    return [*cells, format_bytes(measured["pinned"]), *_speed(measured, other, "not measured")]
+    change = format_change(Bytes(active - _find_most(other, "active"))) if compared else ""
+    cells = [format_bytes(active), change, format_bytes(_find_most(measured, "reserved"))]
+    return [
+        *cells,
+        format_bytes(measured["pinned"]),
+        *_format_speed(measured, other, "not measured"),
+    ]
 
 
-def _speed(figures: dict[str, Any], other: dict[str, Any], missing: str) -> list[str]:
+def _format_speed(figures: dict[str, Any], other: dict[str, Any], missing: str) -> list[str]:
     """Tokens/s, and as a multiple of the other line's."""
     rate, against = figures.get("tokens_per_second"), other.get("tokens_per_second")
     if not rate:
@@ -229,6 +236,6 @@ def _speed(figures: dict[str, Any], other: dict[str, Any], missing: str) -> list
     return [format_count(rate), f"{rate / against:.2f} x" if against else ""]
 
 
-def _most(measured: dict[str, Any], name: str) -> int:
+def _find_most(measured: dict[str, Any], name: str) -> int:
     """The most of any phase."""
     return max(int(peaks[name]) for peaks in measured["peaks"].values())

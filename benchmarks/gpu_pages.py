@@ -17,9 +17,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "measurements"
 CARD = "nvidia-h200"
 PAGES: Mapping[str, Callable[[Any], str]] = {
     f"gpu-plan-{CARD}": gpu_plan_report.plan_markdown,
-    f"gpu-times-{CARD}": gpu_times.to_markdown,
-    f"peers-{CARD}": peers_report.to_markdown,
-    f"cpu-and-cuda-{CARD}": cpu_and_cuda.to_markdown,
+    f"gpu-times-{CARD}": gpu_times.format_page,
+    f"peers-{CARD}": peers_report.format_page,
+    f"cpu-and-cuda-{CARD}": cpu_and_cuda.format_page,
 }
 SUMMARY = "on_a_gpu"
 TEXT = """# What has run on a GPU, and what has not
@@ -54,11 +54,11 @@ def make_pages(folder: Path = FOLDER) -> dict[str, str]:
         stem: json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")) for stem in PAGES
     }
     pages = {f"{stem}.md": PAGES[stem](report) for stem, report in reports.items()}
-    return pages | {f"{SUMMARY}.md": _summary(*reports.values())}
+    return pages | {f"{SUMMARY}.md": _summarize(*reports.values())}
 
 
-def _summary(plan: Any, times: Any, peers: Any, values: Any) -> str:
-    lines = gpu_plan_report.summary(plan)
+def _summarize(plan: Any, times: Any, peers: Any, values: Any) -> str:
+    lines = gpu_plan_report.summarize(plan)
     rows = [
         ("planned and measured peaks", "; ".join(lines[:4]), f"gpu-plan-{CARD}"),
         (
@@ -69,14 +69,14 @@ def _summary(plan: Any, times: Any, peers: Any, values: Any) -> str:
         ("the allocator's history replayed", lines[5].partition(": ")[2], f"gpu-plan-{CARD}"),
         (
             "the same runs on the CPU and on CUDA",
-            cpu_and_cuda.summary(values),
+            cpu_and_cuda.summarize(values),
             f"cpu-and-cuda-{CARD}",
         ),
-        ("seconds of a step", gpu_times.summary(times), f"gpu-times-{CARD}"),
-        ("head to head", peers_report.fastest(peers), f"peers-{CARD}"),
+        ("seconds of a step", gpu_times.summarize(times), f"gpu-times-{CARD}"),
+        ("head to head", peers_report.find_fastest(peers), f"peers-{CARD}"),
         (
             "rates by `tune doctor --write`",
-            gpu_times.rates_text(times, FOLDER),
+            gpu_times.describe_rates(times, FOLDER),
             f"gpu-times-{CARD}",
         ),
     ]

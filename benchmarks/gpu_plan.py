@@ -33,15 +33,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.allocator_events import (
-    events_from_snapshot,
+    find_smallest_cap,
     read_fixture,
+    read_snapshot_events,
     replay_events,
-    smallest_cap,
     write_fixture,
 )
 from benchmarks.gpu_check import REPOSITORY, describe_device, fill_weights, run_apart
-from benchmarks.gpu_plan_cases import PlanCase, Runnable, cases, describe, recorded
-from benchmarks.gpu_plan_report import errors_of, summary, write_plan_report
+from benchmarks.gpu_plan_cases import PlanCase, Runnable, describe, list_cases, list_recorded_cases
+from benchmarks.gpu_plan_report import compute_errors, summarize, write_plan_report
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -89,11 +89,11 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
-    hardware = hardware_of(device)
-    report = begun_report("plan", argv, device, hardware)
-    todo = jobs(gpu)
+    hardware = look_up_hardware(device)
+    report = begin_report("plan", argv, device, hardware)
+    todo = list_jobs(gpu)
     paths: list[Path] = []
-    with planners([job.case for job in todo if job.kind == "peaks"], hardware) as planned:
+    with plan_in_processes([job.case for job in todo if job.kind == "peaks"], hardware) as planned:
         for job in todo:
             left = options.minutes * 60 - (time.monotonic() - started)
             row = run_job(job, gpu, planned, left, report, options.fixtures)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
             report["seconds"] = round(time.monotonic() - started)
             print(f"{report['seconds']:5d} s  {name_of(job)}: {describe_row(row)}", flush=True)
             paths = write_plan_report(report, options.output)
-    print("\n".join(summary(report)))
+    print("\n".join(summarize(report)))
     print("\n".join(map(str, paths)))
     ran_out = any(
         row.get("said") == "fits" and row.get("found") == "ran out" for row in report["rows"]
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
     return 1 if ran_out or any("failed" in row for row in report["rows"]) else 0
 
 
-def begun_report(
+def begin_report(
     part: str, argv: list[str], device: dict[str, Any], hardware: Hardware
 ) -> dict[str, Any]:
     """A report of `gpu_check.py PART` without rows."""
@@ -129,21 +129,25 @@ def begun_report(
     }
 
 
-def jobs(gpu: bool) -> list[Job]:
+def list_jobs(gpu: bool) -> list[Job]:
     """What to do, the most telling first: events, which are quick; a config of each kind;
     thresholds; the others.
     """
     if not gpu:
-        return [Job("peaks", case) for case in cases(gpu)]
-    peaks = [Job("peaks", case, expandable) for case in cases(gpu) for expandable in (False, True)]
+        return [Job("peaks", case) for case in list_cases(gpu)]
+    peaks = [
+        Job("peaks", case, expandable) for case in list_cases(gpu) for expandable in (False, True)
+    ]
     telling = 2 * 12
     events = [
-        Job("events", case, expandable) for case in recorded() for expandable in (False, True)
+        Job("events", case, expandable)
+        for case in list_recorded_cases()
+        for expandable in (False, True)
     ]
-    events.append(Job("events", recorded()[0], factor=0.5))
+    events.append(Job("events", list_recorded_cases()[0], factor=0.5))
     thresholds = [
         Job("threshold", case, expandable, factor)
-        for case in cases(gpu)
+        for case in list_cases(gpu)
         if case.threshold
         for expandable in (False, True)
         for factor in (1 - MARGIN, 1 + MARGIN)
@@ -151,7 +155,7 @@ def jobs(gpu: bool) -> list[Job]:
     return [*events, *peaks[:telling], *thresholds, *peaks[telling:]]
 
 
-def hardware_of(device: dict[str, Any]) -> Hardware:
+def look_up_hardware(device: dict[str, Any]) -> Hardware:
     """The table's entry for the device, with the memory that it has; by its size where the table
     does not have it.
     """
@@ -168,13 +172,13 @@ def hardware_of(device: dict[str, Any]) -> Hardware:
 
 
 @contextmanager
-def planners(
+def plan_in_processes(
     wanted: Sequence[Runnable], hardware: Hardware, plan: Planner | None = None
 ) -> Iterator[Callable[[Any, float], dict[str, Any]]]:
     """Plans the cases in as many processes as there are cores to spare; yields what waits for a
     case's plan.
 
-    plan: what makes one, `planned_peaks` or another.
+    plan: what makes one, `plan_peaks` or another.
     """
     todo = list(dict.fromkeys(wanted))
     workers = max(1, min(12, (os.cpu_count() or 1) - 2, len(todo)))
@@ -184,7 +188,7 @@ def planners(
         pieces = list(places.items())
         processes = [
             context.Process(
-                target=_plan_all, args=(pieces[at::workers], hardware, plan or planned_peaks)
+                target=_plan_all, args=(pieces[at::workers], hardware, plan or plan_peaks)
             )
             for at in range(workers)
         ]
@@ -224,20 +228,22 @@ def _plan_all(todo: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -
         part.replace(place)
 
 
-def planned_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
-    """By phase what `peaks_of` gives; for a threshold the smallest caps."""
+def plan_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
+    """By phase what `read_peaks` gives; for a threshold the smallest caps."""
     recipe_class, cfg = case.load()
     settings = PlanSettings(
         hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False
     )
     plan, trace = make_plan(recipe_class, cfg, settings)
-    found: dict[str, Any] = peaks_of(plan.heaviest)
+    found: dict[str, Any] = read_peaks(plan.heaviest)
     if case.threshold:
-        found["caps"] = [smallest_cap(trace, expandable=expandable) for expandable in (False, True)]
+        found["caps"] = [
+            find_smallest_cap(trace, expandable=expandable) for expandable in (False, True)
+        ]
     return found
 
 
-def peaks_of(rank: RankPlan) -> dict[str, dict[str, int]]:
+def read_peaks(rank: RankPlan) -> dict[str, dict[str, int]]:
     """By phase `requested`, `active`, `allocated`, `reserved`, `reserved_expandable`."""
     names = ("requested", "active", "allocated", "reserved", "reserved_expandable")
     return {peak.phase: {name: getattr(peak, name) for name in names} for peak in rank.peaks}
@@ -264,7 +270,7 @@ def run_job(
         return row | {"skipped": "no time left"}
     seconds = min(CASE_SECONDS, left)
     if job.kind == "events":
-        return row | _events(job, seconds, report, fixtures)
+        return row | _record_events(job, seconds, report, fixtures)
     plan = planned(job.case, left)
     if "failed" in plan:
         return row | plan
@@ -329,7 +335,7 @@ def measure(
             figures = {name: stats[f"{name}_bytes.all.peak"] for name in names} | {
                 "retries": result["retries"]
             }
-            stream = events_from_snapshot(snapshot, cap=cap or None, measured=figures)
+            stream = read_snapshot_events(snapshot, cap=cap or None, measured=figures)
             write_fixture(stream, Path(history))
             result["figures"] = figures
     return result
@@ -404,7 +410,9 @@ def trace_on_cpu(case: Runnable) -> dict[str, Any]:
     return {"peaks": {phase: {"requested": peaks[phase]} for phase in (FIRST, STEADY)}}
 
 
-def _events(job: Job, seconds: float, report: dict[str, Any], fixtures: Path) -> dict[str, Any]:
+def _record_events(
+    job: Job, seconds: float, report: dict[str, Any], fixtures: Path
+) -> dict[str, Any]:
     """Records a case's events, keeps them if they are few enough, and replays them."""
     cap = 0
     if job.factor:
@@ -478,5 +486,7 @@ def describe_row(row: dict[str, Any]) -> str:
         return f"{row['file']}, {row.get('events')} events, {'exact' if exact else 'differs'}"
     if "out_of_memory" in row["measured"]:
         return f"out of memory in {row['measured']['out_of_memory']}"
-    found = [f"{name} {error:+.2%}" for phase, name, error in errors_of(row) if phase == STEADY]
+    found = [
+        f"{name} {error:+.2%}" for phase, name, error in compute_errors(row) if phase == STEADY
+    ]
     return ", ".join(found)

@@ -149,7 +149,7 @@ def describe(case: PlanCase) -> str:
     )
 
 
-def cases(gpu: bool) -> list[PlanCase]:
+def list_cases(gpu: bool) -> list[PlanCase]:
     """The configs, the most telling first, in case time runs out."""
     if not gpu:
         return [
@@ -167,18 +167,18 @@ def cases(gpu: bool) -> list[PlanCase]:
             *(PlanCase(method, TINY, 2, 64) for method in ("distill", "qat", *LABELED)),
         ]
     return [
-        *_telling(),
-        *_methods(),
-        *_levers(),
-        *_mixtures(),
-        *_compiled(),
-        *_pipelines(),
-        *_full(),
-        *_adapters(),
+        *_list_telling_cases(),
+        *_list_method_cases(),
+        *_list_lever_cases(),
+        *_list_mixture_cases(),
+        *_list_compiled_cases(),
+        *_list_pipeline_cases(),
+        *_build_full_case(),
+        *_build_adapter_case(),
     ]
 
 
-def recorded() -> list[PlanCase]:
+def list_recorded_cases() -> list[PlanCase]:
     """Those whose allocator's events are kept as fixtures: small models with tensors of all
     sizes.
     """
@@ -189,7 +189,7 @@ def recorded() -> list[PlanCase]:
     ]
 
 
-def _telling() -> list[PlanCase]:
+def _list_telling_cases() -> list[PlanCase]:
     """One of each kind."""
     big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
     return [
@@ -208,7 +208,7 @@ def _telling() -> list[PlanCase]:
     ]
 
 
-def _methods() -> list[PlanCase]:
+def _list_method_cases() -> list[PlanCase]:
     """A teacher in 4 bits, in host memory, whole and sharded; rounded weights; pairs, labels and
     score heads.
     """
@@ -230,7 +230,7 @@ def _methods() -> list[PlanCase]:
     ]
 
 
-def _levers() -> list[PlanCase]:
+def _list_lever_cases() -> list[PlanCase]:
     """What is freed sooner, rounded, made again or kept on the host."""
     big, small = "llama3/8B", "llama3_2/1B"
     return [
@@ -263,7 +263,7 @@ def _levers() -> list[PlanCase]:
     ]
 
 
-def _mixtures() -> list[PlanCase]:
+def _list_mixture_cases() -> list[PlanCase]:
     """Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and
     attention with sinks.
     """
@@ -283,7 +283,7 @@ def _mixtures() -> list[PlanCase]:
     ]
 
 
-def _compiled() -> list[PlanCase]:
+def _list_compiled_cases() -> list[PlanCase]:
     """Layers compiled, of which the plan runs the module that inductor writes; the code is for a
     CPU there.
     """
@@ -300,7 +300,7 @@ def _compiled() -> list[PlanCase]:
     ]
 
 
-def _pipelines() -> list[PlanCase]:
+def _list_pipeline_cases() -> list[PlanCase]:
     """Stages of pipelines, each run by itself."""
     big, small = "llama3/8B", "llama3_2/1B"
     stages = [
@@ -317,7 +317,7 @@ def _pipelines() -> list[PlanCase]:
     return [*stages, PlanCase("qlora", big, 2, 2048, rank=1, schedule="1f1b")]
 
 
-def _full() -> list[PlanCase]:
+def _build_full_case() -> list[PlanCase]:
     big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
     return [
         PlanCase("full", big, 4, 2048, wrapping="layers"),
@@ -346,7 +346,7 @@ def _full() -> list[PlanCase]:
     ]
 
 
-def _adapters() -> list[PlanCase]:
+def _build_adapter_case() -> list[PlanCase]:
     big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
     return [
         PlanCase("lora", big, 1, 8192),

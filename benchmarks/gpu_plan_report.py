@@ -28,11 +28,11 @@ def write_plan_report(report: dict[str, Any], folder: Path) -> list[Path]:
     paths.
     """
     return write_pair(
-        folder / f"gpu-plan-{device_word(report['device'])}", report, plan_markdown(report)
+        folder / f"gpu-plan-{name_device(report['device'])}", report, plan_markdown(report)
     )
 
 
-def device_word(device: dict[str, Any]) -> str:
+def name_device(device: dict[str, Any]) -> str:
     """What a report's files are named after: the device, or `dry-run-cpu`."""
     return (
         "-".join(str(device["name"]).lower().split())
@@ -52,19 +52,19 @@ def write_pair(stem: Path, report: Any, text: str) -> list[Path]:
     return paths
 
 
-def errors_of(row: dict[str, Any]) -> list[tuple[str, str, float]]:
+def compute_errors(row: dict[str, Any]) -> list[tuple[str, str, float]]:
     """(phase, metric, signed error) of what a row has measured."""
     found = []
     for phase, peaks in row.get("measured", {}).get("peaks", {}).items():
         for metric in METRICS:
             if metric in peaks:
                 found.append(
-                    (phase, metric, planned_figure(row, phase, metric) / peaks[metric] - 1)
+                    (phase, metric, get_planned_figure(row, phase, metric) / peaks[metric] - 1)
                 )
     return found
 
 
-def planned_figure(row: dict[str, Any], phase: str, metric: str) -> int:
+def get_planned_figure(row: dict[str, Any], phase: str, metric: str) -> int:
     """What was planned for a figure of a row, bytes."""
     expandable = metric == "reserved" and row["expandable"]
     return int(row["planned"][phase]["reserved_expandable" if expandable else metric])
@@ -76,10 +76,10 @@ def share_below(errors: Iterable[float], share: float) -> float:
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
 
 
-def summary(report: dict[str, Any]) -> list[str]:
+def summarize(report: dict[str, Any]) -> list[str]:
     """Errors, goals, the confusion matrix and the replays, a line each."""
     rows = report["rows"]
-    errors = [error for row in rows for error in errors_of(row)]
+    errors = [error for row in rows for error in compute_errors(row)]
     lines = []
     for metric in METRICS:
         found = [error for _, name, error in errors if name == metric]
@@ -127,20 +127,20 @@ def summary(report: dict[str, Any]) -> list[str]:
 def plan_markdown(report: dict[str, Any]) -> str:
     """The report's tables."""
     rows, dry = report["rows"], report["device"].get("type") != "cuda"
-    lines = [f"# Planner: {report['kind']}", "", *head(report), ""]
-    lines += [DRY_HOW if dry else HOW, "", *(f"- {line}" for line in summary(report))]
+    lines = [f"# Planner: {report['kind']}", "", *format_head(report), ""]
+    lines += [DRY_HOW if dry else HOW, "", *(f"- {line}" for line in summarize(report))]
     peaks = [row for row in rows if row["kind"] == "peaks"]
-    lines += ["", "## Peaks", "", *_peak_table(peaks)]
+    lines += ["", "## Peaks", "", *_format_peaks(peaks)]
     thresholds = [row for row in rows if row["kind"] == "threshold"]
     if thresholds:
-        lines += ["", "## Thresholds", "", *_threshold_table(thresholds)]
+        lines += ["", "## Thresholds", "", *_format_thresholds(thresholds)]
     events = [row for row in rows if row["kind"] == "events"]
     if events:
-        lines += ["", "## Recorded events", "", *_event_table(events)]
+        lines += ["", "## Recorded events", "", *_format_events(events)]
     return "\n".join(lines) + "\n"
 
 
-def head(report: dict[str, Any]) -> list[str]:
+def format_head(report: dict[str, Any]) -> list[str]:
     """When, with which command, with what and on which device, as a list."""
     device, versions = report["device"], report["versions"]
     seconds = f", {report['seconds']} s" if "seconds" in report else ""
@@ -157,7 +157,7 @@ def head(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _settings(row: dict[str, Any]) -> str:
+def _describe_settings(row: dict[str, Any]) -> str:
     case = row["case"]
     packed = f" in {case['documents']} documents" if case["documents"] else ""
     ranks = f"{case.get('rank', 0)} of {case['ranks']} {case.get('schedule', '')}".strip()
@@ -170,7 +170,7 @@ def _settings(row: dict[str, Any]) -> str:
     )
 
 
-def _peak_table(rows: list[dict[str, Any]]) -> list[str]:
+def _format_peaks(rows: list[dict[str, Any]]) -> list[str]:
     """One line a config and phase: measured, planned and error of each figure."""
     heads = [f"{metric}: {what}" for metric in METRICS for what in ("measured", "planned", "error")]
     names = ["config", "ranks", "tokens", "settings", "allocator", "phase", *heads]
@@ -178,25 +178,25 @@ def _peak_table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         why = row.get("failed") or row.get("skipped")
         if why:
-            lines.append(f"{_settings(row)}| {why} {'| ' * len(heads)}|")
+            lines.append(f"{_describe_settings(row)}| {why} {'| ' * len(heads)}|")
             continue
-        errors = {(phase, metric): error for phase, metric, error in errors_of(row)}
+        errors = {(phase, metric): error for phase, metric, error in compute_errors(row)}
         for phase, peaks in row["measured"]["peaks"].items():
             cells = []
             for metric in METRICS:
                 found = f"{peaks[metric] / GIB:.3f}" if metric in peaks else "not measured"
                 error = f"{errors[phase, metric]:+.2%}" if metric in peaks else ""
-                cells += [found, f"{planned_figure(row, phase, metric) / GIB:.3f}", error]
-            lines.append(f"{_settings(row)}| {phase} | {' | '.join(cells)} |")
+                cells += [found, f"{get_planned_figure(row, phase, metric) / GIB:.3f}", error]
+            lines.append(f"{_describe_settings(row)}| {phase} | {' | '.join(cells)} |")
         if "out_of_memory" in row["measured"]:
             lines.append(
-                f"{_settings(row)}| out of memory, {row['measured']['out_of_memory']}"
+                f"{_describe_settings(row)}| out of memory, {row['measured']['out_of_memory']}"
                 f" {'| ' * len(heads)}|"
             )
     return lines
 
 
-def _threshold_table(rows: list[dict[str, Any]]) -> list[str]:
+def _format_thresholds(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, GiB | said | found | retries |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -211,11 +211,11 @@ def _threshold_table(rows: list[dict[str, Any]]) -> list[str]:
             ]
         else:
             figures = ["", "", row.get("failed") or row.get("skipped") or "", ""]
-        lines.append(f"{_settings(row)}| {' | '.join(figures)} |")
+        lines.append(f"{_describe_settings(row)}| {' | '.join(figures)} |")
     return lines
 
 
-def _event_table(rows: list[dict[str, Any]]) -> list[str]:
+def _format_events(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, MiB | file | events | replay |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -233,5 +233,5 @@ def _event_table(rows: list[dict[str, Any]]) -> list[str]:
             ]
         else:
             figures = ["", "", "", row.get("failed") or row.get("skipped") or ""]
-        lines.append(f"{_settings(row)}| {' | '.join(figures)} |")
+        lines.append(f"{_describe_settings(row)}| {' | '.join(figures)} |")
     return lines

@@ -26,7 +26,7 @@ def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
     name = "dry-run-cpu" if dry else "-".join(str(device["name"]).lower().split())
     paths = [folder / f"gpu-check-{name}{suffix}" for suffix in (".json", ".md")]
     for path, text in zip(
-        paths, (json.dumps(report, indent=1) + "\n", to_markdown(report)), strict=True
+        paths, (json.dumps(report, indent=1) + "\n", format_page(report)), strict=True
     ):
         part = path.with_name(path.name + ".part")
         part.write_text(text)
@@ -34,7 +34,7 @@ def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
     return paths
 
 
-def to_markdown(report: dict[str, Any]) -> str:
+def format_page(report: dict[str, Any]) -> str:
     """The report's tables."""
     device, versions = report["device"], report["versions"]
     lines = [
@@ -61,7 +61,7 @@ def to_markdown(report: dict[str, Any]) -> str:
             "",
             "## Memory",
             "",
-            *_memory_table(memory, "not applied" if dry_run else report["cap_gib"]),
+            *_format_memory(memory, "not applied" if dry_run else report["cap_gib"]),
         ]
     if speed:
         matmul: dict[str, Any] = next(
@@ -71,13 +71,13 @@ def to_markdown(report: dict[str, Any]) -> str:
             "",
             "## Time",
             "",
-            *_speed_table(speed, matmul.get("flop_per_second"), device.get("datasheet_rate")),
+            *_format_speeds(speed, matmul.get("flop_per_second"), device.get("datasheet_rate")),
         ]
-        lines += _curves(speed)
+        lines += _draw_curves(speed)
     return "\n".join(lines) + "\n"
 
 
-def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
+def _format_memory(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
     rows = [
         (
             "| model | method | ranks | tokens | wrapping | cap, GiB | active | allocated |"
@@ -114,11 +114,11 @@ def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
     return rows
 
 
-def _speed_table(
+def _format_speeds(
     entries: list[dict[str, Any]], measured: float | None, datasheet: float | None
 ) -> list[str]:
     rows = [
-        f"bf16 matmul rate: measured {_rate(measured)}, datasheet {_rate(datasheet)}.",
+        f"bf16 matmul rate: measured {_format_rate(measured)}, datasheet {_format_rate(datasheet)}.",
         "",
         (
             "| model | method | batch | tokens | checkpointing | compiled | tokens/s | model"
@@ -145,7 +145,7 @@ def _speed_table(
     return rows
 
 
-def _curves(entries: list[dict[str, Any]]) -> list[str]:
+def _draw_curves(entries: list[dict[str, Any]]) -> list[str]:
     lines = []
     for entry in entries:
         case, result = entry["case"], entry["result"]
@@ -165,7 +165,7 @@ def _curves(entries: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _rate(rate: float | None) -> str:
+def _format_rate(rate: float | None) -> str:
     return f"{rate / 1e12:.3g} TFLOP/s" if rate else "unknown"
 
 

@@ -56,25 +56,25 @@ def main(words: list[str]) -> int:
     for name in CASES if on_gpu else DRY_CASES:
         row: dict[str, Any] = {
             "case": name,
-            "ours": run_apart(functools.partial(simulated, name), 90),
+            "ours": run_apart(functools.partial(simulate_case, name), 90),
         }
         if on_gpu:
-            row["sanitizer"] = run_apart(functools.partial(sanitized, name), 120)
-            row["host"] = run_apart(functools.partial(waits, name), 120)
+            row["sanitizer"] = run_apart(functools.partial(run_sanitizer, name), 120)
+            row["host"] = run_apart(functools.partial(count_waits, name), 120)
         rows.append(row)
-        print(line_of(row), flush=True)
-    queue = run_apart(queued_launches, 60) if on_gpu else {}
+        print(format_line(row), flush=True)
+    queue = run_apart(count_queued_launches, 60) if on_gpu else {}
     write(rows, device, options.output, queue)
-    return 1 if "failed" in queue or any(wrong(row) for row in rows) else 0
+    return 1 if "failed" in queue or any(has_failed(row) for row in rows) else 0
 
 
-def simulated(name: str) -> dict[str, Any]:
+def simulate_case(name: str) -> dict[str, Any]:
     """What our checker finds, and the host's waits in a step."""
     checker = follow(CASES[name])
     return {"faults": checker.list_faults(), "waits": len(checker.waits)}
 
 
-def sanitized(name: str) -> dict[str, Any]:
+def run_sanitizer(name: str) -> dict[str, Any]:
     """What torch's sanitizer reports of the same steps on the GPU."""
     from torch.cuda import _sanitizer
 
@@ -93,7 +93,7 @@ def sanitized(name: str) -> dict[str, Any]:
     return {"faults": reported[:20], "count": len(reported)}
 
 
-def waits(name: str) -> dict[str, Any]:
+def count_waits(name: str) -> dict[str, Any]:
     """How often torch sees the host wait in the last step, the numbers that are logged among it."""
     counts: list[int] = []
     run(CASES[name], counts)
@@ -105,7 +105,7 @@ def run(case: Case, counts: list[int] | None = None) -> None:
     host waits, by step.
     """
     from benchmarks.gpu_cases import Case as Measured
-    from benchmarks.gpu_check import fill_weights, random_batches
+    from benchmarks.gpu_check import fill_weights, make_random_batches
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     recipe_file = find_config_recipe(case.config)
@@ -117,7 +117,9 @@ def run(case: Case, counts: list[int] | None = None) -> None:
             recipe.setup_model()
             fill_weights(recipe.model)
             recipe.setup_optimizer()
-            batches = random_batches(Measured("speed", "", 128, batch_size=cfg.batch_size), recipe)
+            batches = make_random_batches(
+                Measured("speed", "", 128, batch_size=cfg.batch_size), recipe
+            )
             for _ in range(STEPS):
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
@@ -130,7 +132,7 @@ def run(case: Case, counts: list[int] | None = None) -> None:
                     counts.append(sum("synchronizing" in str(one.message) for one in caught))
 
 
-def queued_launches() -> dict[str, Any]:
+def count_queued_launches() -> dict[str, Any]:
     """How many kernels a host issues on a busy stream before a launch waits, counted to
     MOST_LAUNCHES.
     """
@@ -146,13 +148,13 @@ def queued_launches() -> dict[str, Any]:
     return {"launches": MOST_LAUNCHES}
 
 
-def wrong(row: dict[str, Any]) -> bool:
+def has_failed(row: dict[str, Any]) -> bool:
     """Whether a check failed to run or found something."""
     parts = [row[name] for name in ("ours", "sanitizer") if name in row]
     return any("failed" in part or part["faults"] for part in parts)
 
 
-def line_of(row: dict[str, Any]) -> str:
+def format_line(row: dict[str, Any]) -> str:
     """A case in a line of a table."""
     ours, sanitizer, host = row["ours"], row.get("sanitizer", {}), row.get("host", {})
     cells = [
@@ -168,7 +170,7 @@ def line_of(row: dict[str, Any]) -> str:
 def write(
     rows: list[dict[str, Any]], device: dict[str, Any], folder: Path, queue: dict[str, Any]
 ) -> None:
-    """A table, and all that was said as JSON. queue: of `queued_launches`; empty without a GPU."""
+    """A table, and all that was said as JSON. queue: of `count_queued_launches`; empty without a GPU."""
     name = "-".join(device["name"].lower().split()) if queue else "dry-run-cpu"
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"gpu-streams-{name}"
@@ -189,7 +191,7 @@ def write(
             " warnings of waits a step |"
         ),
         "|---|---:|---:|---:|---:|",
-        *map(line_of, rows),
+        *map(format_line, rows),
         "",
         (
             f"Kernels that a host issues on a busy stream before it waits: {launches}; the planner"

@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.tp_memory import CACHED, OURS, STOCK, layers_of, stock_layer, way
+from benchmarks.tp_memory import (
+    CACHED,
+    OURS,
+    STOCK,
+    build_spec_of_layers,
+    build_stock_layer,
+    change_layer,
+)
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import DecoderSpec, build_meta
@@ -54,7 +61,7 @@ def main(words: list[str]) -> int:
             how: run_apart(functools.partial(measure, name, size, mode, how), 90) for how in WAYS
         }
         rows.append({"model": name, "tensor": size, "checkpointing": mode, "ways": found})
-        print(" ".join(row_of(rows[-1])), flush=True)
+        print(" ".join(build_row(rows[-1])), flush=True)
         write(rows, device, options.output)
     return 1 if any("failed" in found for row in rows for found in row["ways"].values()) else 0
 
@@ -63,15 +70,15 @@ def measure(name: str, size: int, mode: str, how: str) -> dict[str, Any]:
     """Peak bytes and seconds of forward and backward over the layers, in this process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     parallel = ParallelConfig(tensor=size)
-    with start_world(FullFinetuneConfig(parallel=parallel)) as world, way(how):
+    with start_world(FullFinetuneConfig(parallel=parallel)) as world, change_layer(how):
         on_gpu = world.device.type == "cuda"
-        spec, tokens = layers_of(name, LAYERS), TOKENS if on_gpu else 64
+        spec, tokens = build_spec_of_layers(name, LAYERS), TOKENS if on_gpu else 64
         if how == CACHED:
             parallel = replace(parallel, tensor_regather_in_backward="false")
         model = build_meta(spec, torch.bfloat16)
         if how == STOCK:
             for layer in model.model.layers:
-                stock_layer(layer, world)
+                build_stock_layer(layer, world)
         else:
             shard_tensors(model, parallel, MemoryConfig(activation_checkpointing=mode), world)
         apply_activation_checkpointing(model, mode)
@@ -81,13 +88,13 @@ def measure(name: str, size: int, mode: str, how: str) -> dict[str, Any]:
                 (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(
                     0, 0.02
                 )
-        return _timed(model, spec, size, tokens, world.device, how)
+        return _time_model(model, spec, size, tokens, world.device, how)
 
 
-def _timed(
+def _time_model(
     model: Any, spec: DecoderSpec, size: int, tokens: int, device: torch.device, how: str
 ) -> dict[str, Any]:
-    from benchmarks.gpu_check import timed
+    from benchmarks.gpu_check import record_time
 
     shape = (1, tokens // size, spec.width) if how == STOCK else (tokens // size, spec.width)
     hidden = torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -106,7 +113,7 @@ def _timed(
         if device.type == "cuda":
             module.reset_peak_memory_stats(device)
             before = module.memory_allocated(device)
-        with timed(device, seconds):
+        with record_time(device, seconds):
             out = hidden
             for layer in model.model.layers:
                 out = layer(out, turn, info, None)
@@ -117,7 +124,7 @@ def _timed(
     return {"peak": peak, "seconds": min(seconds[2:])}
 
 
-def row_of(row: dict[str, Any]) -> list[str]:
+def build_row(row: dict[str, Any]) -> list[str]:
     """The cells of one line of the table."""
     cells = [row["model"], str(row["tensor"]), row["checkpointing"]]
     for how in WAYS:
@@ -144,7 +151,7 @@ def write(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path) -> N
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     head = ["model", "t", "checkpointing", *WAYS, f"{OURS} / {STOCK}: peak, time"]
     table = "\n".join(
-        f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *map(row_of, rows))
+        f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *map(build_row, rows))
     )
     title = (
         "dry run, CPU: tiny layers, to check the code; its numbers say nothing"

@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_check import REPOSITORY, describe_device, run_apart
-from benchmarks.gpu_plan import CASE_SECONDS, begun_report, hardware_of, measure
+from benchmarks.gpu_plan import CASE_SECONDS, begin_report, look_up_hardware, measure
 from benchmarks.gpu_plan_cases import TINY, PlanCase, describe
-from benchmarks.gpu_plan_report import device_word, head, write_pair
+from benchmarks.gpu_plan_report import format_head, name_device, write_pair
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.measured.measure_rates import calibrate
@@ -62,7 +62,7 @@ file with `step_share` or `optimizer` has been measured yet."""
 DRY_HOW = """Nothing was measured on a GPU: tiny models on a CPU, to check the program."""
 
 
-def cases(gpu: bool) -> list[PlanCase]:
+def list_cases(gpu: bool) -> list[PlanCase]:
     """Return what is timed, the most telling first, in case time runs out."""
     if not gpu:
         return [PlanCase("full", TINY, 1, 64), PlanCase("lora", TINY, 1, 64, "none")]
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
                 row.setdefault("planned", {})[options.label] = apart(plan_row, row, report, rates)
         print(
             "\n".join(
-                map(str, write_pair(options.plan.with_suffix(""), report, to_markdown(report)))
+                map(str, write_pair(options.plan.with_suffix(""), report, format_page(report)))
             )
         )
         return 0
@@ -113,14 +113,14 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
-    report = begun_report("times", argv, device, hardware_of(device))
-    stem = options.output / f"gpu-times-{device_word(device)}"
+    report = begin_report("times", argv, device, look_up_hardware(device))
+    stem = options.output / f"gpu-times-{name_device(device)}"
     rates = stem.with_name(f"{stem.name}-rates.json")
     options.output.mkdir(parents=True, exist_ok=True)
     measured = run_apart(functools.partial(calibrate, "cuda" if gpu else "cpu"), CASE_SECONDS)
     rates.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     report["rates"] = rates.name
-    for case in cases(gpu):
+    for case in list_cases(gpu):
         row: dict[str, Any] = {"case": vars(case) | {"levers": list(case.levers)}}
         left = options.minutes * 60 - (time.monotonic() - started)
         work = (
@@ -134,7 +134,7 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
         report["rows"].append(row)
         report["seconds"] = round(time.monotonic() - started)
         print(f"{report['seconds']:5d} s  {describe(case)}", flush=True)
-        paths = write_pair(stem, report, to_markdown(report))
+        paths = write_pair(stem, report, format_page(report))
     print("\n".join(map(str, paths)))
     return 1 if any("failed" in row for row in report["rows"]) else 0
 
@@ -163,8 +163,8 @@ def plan_row(
     """Return the seconds of a step by what it is planned with: `seconds` as scheduled, and of each
     kind alone.
     """
-    case = case_of(row)
-    hardware = hardware_of(report["device"])
+    case = find_case(row)
+    hardware = look_up_hardware(report["device"])
     recipe_class, cfg = case.load()
     cfg.device = "cpu" if hardware.architecture == "cpu" else "auto"
     settings = PlanSettings(
@@ -178,30 +178,30 @@ def plan_row(
     return planned
 
 
-def case_of(row: Mapping[str, Any]) -> PlanCase:
+def find_case(row: Mapping[str, Any]) -> PlanCase:
     """Return the case of a row of the report."""
     return PlanCase(**row["case"] | {"levers": tuple(row["case"]["levers"])})
 
 
-def measured_seconds(row: Mapping[str, Any]) -> float:
+def compute_measured_seconds(row: Mapping[str, Any]) -> float:
     """Return the median of a row's steps after the first."""
     return median(row["seconds"][1:])
 
 
-def summary(report: Mapping[str, Any]) -> str:
+def summarize(report: Mapping[str, Any]) -> str:
     """Return how far the newest plans are off, in a line."""
     rows = [row for row in report["rows"] if row.get("planned")]
     told = []
     for way in (SHEET, CALIBRATED):
         errors = [
-            list(row["planned"].values())[-1][way]["seconds"] / measured_seconds(row) - 1
+            list(row["planned"].values())[-1][way]["seconds"] / compute_measured_seconds(row) - 1
             for row in rows
         ]
         told.append(f"by {way} {min(errors):+.1%} to {max(errors):+.1%}")
     return f"{len(rows)} steps, planned {', '.join(told)}"
 
 
-def rates_text(report: Mapping[str, Any], folder: Path) -> str:
+def describe_rates(report: Mapping[str, Any], folder: Path) -> str:
     """Return what `tune doctor` measured, in a line."""
     rates = json.loads((folder / report["rates"]).read_text(encoding="utf-8"))
     product = next(
@@ -215,26 +215,26 @@ def rates_text(report: Mapping[str, Any], folder: Path) -> str:
     )
 
 
-def to_markdown(report: Mapping[str, Any]) -> str:
+def format_page(report: Mapping[str, Any]) -> str:
     """Return the page."""
     gpu = report["device"].get("type") == "cuda"
     timed = [row for row in report["rows"] if row.get("planned")]
-    lines = [f"# Seconds of a step: {report['kind']}", "", *head(dict(report)), ""]
+    lines = [f"# Seconds of a step: {report['kind']}", "", *format_head(dict(report)), ""]
     lines += [HOW.format(rates=report["rates"]) if gpu else DRY_HOW, ""]
     for label in dict.fromkeys(label for row in timed for label in row["planned"]):
-        lines += [f"## Planned {label}", "", *_planned_table(timed, label), ""]
+        lines += [f"## Planned {label}", "", *_format_planned(timed, label), ""]
     missing = [row for row in report["rows"] if not row.get("planned")]
     if missing:
         lines += ["## Not reached", ""]
         lines += [
-            f"- {describe(case_of(row))}: {row.get('failed') or row.get('skipped')}"
+            f"- {describe(find_case(row))}: {row.get('failed') or row.get('skipped')}"
             for row in missing
         ]
         lines.append("")
-    return "\n".join([*lines, *_causes(report, timed)]).rstrip() + "\n"
+    return "\n".join([*lines, *_describe_causes(report, timed)]).rstrip() + "\n"
 
 
-def _causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+def _describe_causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Return what a report that was planned before and after a change says of its causes; nothing
     of another one.
     """
@@ -244,7 +244,7 @@ def _causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     long, short = (next(row for row in rows if (row["case"]["batch_size"], row["case"]["levers"]) == (batch, []))
                    for batch in (2, 4))  # fmt: skip
     less = {
-        "measured": measured_seconds(long) - measured_seconds(short),
+        "measured": compute_measured_seconds(long) - compute_measured_seconds(short),
         **{label: long["planned"][label][SHEET][ATTENTION] - short["planned"][label][SHEET][ATTENTION]
            for label in labels},
     }  # fmt: skip
@@ -256,7 +256,7 @@ def _causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     return [text]
 
 
-def _planned_table(rows: list[dict[str, Any]], label: str) -> list[str]:
+def _format_planned(rows: list[dict[str, Any]], label: str) -> list[str]:
     kinds = [
         kind for kind in KINDS if any(row["planned"][label][CALIBRATED].get(kind) for row in rows)
     ]
@@ -268,9 +268,9 @@ def _planned_table(rows: list[dict[str, Any]], label: str) -> list[str]:
     names += [f"{kind}, {SHEET} / {CALIBRATED}, s" for kind in kinds]
     lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
     for row in rows:
-        seconds = measured_seconds(row)
+        seconds = compute_measured_seconds(row)
         planned = row["planned"][label]
-        cells = [describe(case_of(row)), f"{seconds:.3f}"]
+        cells = [describe(find_case(row)), f"{seconds:.3f}"]
         for way in (SHEET, CALIBRATED):
             cells += [
                 f"{planned[way]['seconds']:.3f}",
@@ -278,8 +278,13 @@ def _planned_table(rows: list[dict[str, Any]], label: str) -> list[str]:
             ]
         cells += [f"{planned[SHEET][kind]:.3f} / {planned[CALIBRATED][kind]:.3f}" for kind in kinds]
         lines.append(f"| {' | '.join(cells)} |")
-    worst = {way: max((row["planned"][label][way]["seconds"] / measured_seconds(row) - 1 for row in rows), key=abs)
-             for way in (SHEET, CALIBRATED)}  # fmt: skip
+    worst = {}
+    for way in (SHEET, CALIBRATED):
+        errors = [
+            row["planned"][label][way]["seconds"] / compute_measured_seconds(row) - 1
+            for row in rows
+        ]
+        worst[way] = max(errors, key=abs)
     return [*lines, "", *(f"- {way}: worst {error:+.1%}" for way, error in worst.items())]
 
 

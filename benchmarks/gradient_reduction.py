@@ -65,15 +65,15 @@ def main() -> None:
     """Plans every case in every way and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    replace_text(parser.parse_args().output, page([(case, rows(case)) for case in CASES]))
+    replace_text(parser.parse_args().output, page([(case, build_rows(case)) for case in CASES]))
 
 
-def rows(case: Case) -> list[list[str]]:
+def build_rows(case: Case) -> list[list[str]]:
     """Cells of a case's table."""
     found = []
     first: float | None = None
     for name, overrides in case.ways.items():
-        plan = planned(case, overrides)
+        plan = plan_case(case, overrides)
         heaviest = max(
             plan["rank_plans"], key=lambda rank: max(peak["active"] for peak in rank["peaks"])
         )
@@ -96,7 +96,7 @@ def rows(case: Case) -> list[list[str]]:
     return found
 
 
-def planned(case: Case, overrides: tuple[str, ...]) -> dict[str, Any]:
+def plan_case(case: Case, overrides: tuple[str, ...]) -> dict[str, Any]:
     """The plan, as JSON has it."""
     command = [
         sys.executable,

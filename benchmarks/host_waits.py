@@ -35,7 +35,7 @@ COUNTED = [
 NOT_RUN = "-"  # refused, or of a key that the recipe has not
 
 
-def waits(recipe: str, setting: Setting | None) -> dict[str, int]:
+def count_waits(recipe: str, setting: Setting | None) -> dict[str, int]:
     """By line, of the first rank's second step. Raises UserErrors where the two do not go
     together.
     """
@@ -49,21 +49,21 @@ def waits(recipe: str, setting: Setting | None) -> dict[str, int]:
 def count(recipe: str, setting: Setting | None) -> int | str:
     """The same as one number."""
     try:
-        return sum(waits(recipe, setting).values())
+        return sum(count_waits(recipe, setting).values())
     except UserError:
         return NOT_RUN
 
 
-def counts(setting: Setting | None) -> dict[str, int | str]:
+def count_by_recipe(setting: Setting | None) -> dict[str, int | str]:
     """By recipe."""
     return {recipe: count(recipe, setting) for recipe in RECIPES}
 
 
-def rows() -> dict[str, dict[str, int | str]]:
+def build_rows() -> dict[str, dict[str, int | str]]:
     """By setting, "" for none, and recipe."""
     found = {}
     for setting in [None, *COUNTED]:
-        found["" if setting is None else str(setting)] = row = apart(counts, setting)
+        found["" if setting is None else str(setting)] = row = apart(count_by_recipe, setting)
         print(setting, row, flush=True)
     return found
 
@@ -74,7 +74,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="docs/host_waits.json")
-    parser.parse_args().output.write_text(json.dumps(rows(), indent=1) + "\n")
+    parser.parse_args().output.write_text(json.dumps(build_rows(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

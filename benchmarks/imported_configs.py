@@ -25,7 +25,7 @@ REASONS = ("there are no images here", "it measures a model", "it generates", "i
            "reinforcement learning")  # fmt: skip
 
 
-def torchtune_configs() -> Path | None:
+def find_torchtune_configs() -> Path | None:
     """The folder of torchtune's configs, named by TORCHTUNE_CONFIGS or of the installed wheel; None
     if it is not here.
 
@@ -42,7 +42,7 @@ def torchtune_configs() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def outcomes(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
+def import_all(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
     """(name, what was imported, or why it was refused) of every config in a folder."""
     for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
         name = path.relative_to(folder).as_posix()
@@ -52,14 +52,14 @@ def outcomes(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
             yield name, str(error).replace(f"{path}: ", "").replace(f"{path}:", "line ")
 
 
-def table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
-    """A row a file. found: what `outcomes` gives."""
+def format_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
+    """A row a file. found: what `import_all` gives."""
     lines = ["| config | recipe | carried | other effect | dropped |", "|---|---|---|---|---|"]
     for name, outcome in found:
         if isinstance(outcome, str):
             lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
         else:
-            counts = outcome.count_keys()
+            counts = Counter(fate.kind for fate in outcome.fates.values())
             lines.append(
                 f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |"
             )
@@ -67,7 +67,7 @@ def table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
 
 
 def count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
-    """A row a recipe, then one a reason of refusal. found: what `outcomes` gives."""
+    """A row a recipe, then one a reason of refusal. found: what `import_all` gives."""
     files: Counter[str] = Counter()
     keys: dict[str, Counter[str]] = {}
     refused: Counter[str] = Counter()
@@ -76,7 +76,8 @@ def count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
             refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
             continue
         files[outcome.recipe] += 1
-        keys.setdefault(outcome.recipe, Counter()).update(outcome.count_keys())
+        kinds = (fate.kind for fate in outcome.fates.values())
+        keys.setdefault(outcome.recipe, Counter()).update(kinds)
     lines = ["| recipe | files | keys carried | other effect | dropped |", "|---|---|---|---|---|"]
     for recipe in sorted(files):
         counts = " | ".join(str(keys[recipe][name]) for name in KINDS)
@@ -85,9 +86,9 @@ def count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def key_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
+def format_key_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a key of the files that are imported: in how many it was carried or dropped, and the
-    line that is said of it most often. found: what `outcomes` gives.
+    line that is said of it most often. found: what `import_all` gives.
     """
     kinds: dict[str, Counter[str]] = {}
     said: dict[str, Counter[str]] = {}
@@ -97,7 +98,7 @@ def key_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
         for key, fate in outcome.fates.items():
             if fate.kind in KINDS:
                 kinds.setdefault(key, Counter())[fate.kind] += 1
-                said.setdefault(key, Counter())[_in_words(fate)] += 1
+                said.setdefault(key, Counter())[_describe_fate(fate)] += 1
     lines = ["| key | carried | other effect | dropped | ours, or why |", "|---|---|---|---|---|"]
     for key in sorted(kinds):
         words = max(said[key].items(), key=lambda pair: (pair[1], pair[0]))[0]
@@ -107,7 +108,7 @@ def key_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _in_words(fate: KeyFate) -> str:
+def _describe_fate(fate: KeyFate) -> str:
     """Our keys, without the values that each file has, and why."""
     ours = ", ".join(f"`{name}`" for name in sorted(fate.ours))
     return "; ".join(part for part in (ours, fate.why) if part).replace("|", "\\|")
@@ -122,11 +123,13 @@ def main() -> None:
     parser.add_argument("--counts", action="store_true", help="a row for each recipe")
     parser.add_argument("--keys", action="store_true", help="a row for each key")
     arguments = parser.parse_args()
-    folders = arguments.folders or [folder for folder in [torchtune_configs()] if folder]
+    folders = arguments.folders or [folder for folder in [find_torchtune_configs()] if folder]
     if not folders:
         parser.error("torchtune's configs are not here: name a folder, or set TORCHTUNE_CONFIGS")
-    found = [pair for folder in folders for pair in outcomes(folder)]
-    shown = key_table if arguments.keys else count_table if arguments.counts else table
+    found = [pair for folder in folders for pair in import_all(folder)]
+    shown = (
+        format_key_table if arguments.keys else count_table if arguments.counts else format_table
+    )
     print(shown(found), end="")
 
 

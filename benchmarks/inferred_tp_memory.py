@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tp_memory import Tracker, layers_of
+from benchmarks.tp_memory import Tracker, build_spec_of_layers
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.models import build_meta, read_preset_config
@@ -34,7 +34,7 @@ TOKENS = 8192
 __doc__ = __doc__.format(more=MORE, fewer=FEWER)
 
 
-def alive(
+def measure_alive(
     name: str, layers: int, size: int, implementation: str, regather: str = "true", rows: int = 1
 ) -> int:
     """Bytes that a forward with its loss leaves alive on rank 0, besides parameters."""
@@ -44,7 +44,7 @@ def alive(
     spec: Any = (
         read_spec(config, name, implementation)
         if implementation == "transformers"
-        else layers_of(name, layers)
+        else build_spec_of_layers(name, layers)
     )
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
     with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors():
@@ -61,9 +61,11 @@ def alive(
     return found
 
 
-def kept(name: str, size: int, implementation: str, regather: str = "true") -> int:
+def measure_kept(name: str, size: int, implementation: str, regather: str = "true") -> int:
     """Bytes that a layer keeps for backward."""
-    more, fewer = (alive(name, layers, size, implementation, regather) for layers in (MORE, FEWER))
+    more, fewer = (
+        measure_alive(name, layers, size, implementation, regather) for layers in (MORE, FEWER)
+    )
     return (more - fewer) // (MORE - FEWER)
 
 
@@ -117,9 +119,9 @@ def main() -> None:
     rows = []
     for name in arguments.models:
         for size in SIZES:
-            native = kept(name, size, "native")
-            whole = kept(name, size, "transformers", "false")
-            rows.append(Row(name, size, native, kept(name, size, "transformers"), whole))
+            native = measure_kept(name, size, "native")
+            whole = measure_kept(name, size, "transformers", "false")
+            rows.append(Row(name, size, native, measure_kept(name, size, "transformers"), whole))
             print(rows[-1], f"{rows[-1].inferred / native:.3f}", flush=True)
     if arguments.output:
         arguments.output.write_text(page(rows), encoding="utf-8")

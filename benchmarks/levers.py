@@ -60,7 +60,9 @@ def report() -> str:
     reasons: list[str] = []
     cells = {}
     for a, b in combinations(names, 2):
-        cells[a, b] = _cell([(one, other) for one in _of(a) for other in _of(b)], reasons)
+        cells[a, b] = _format_cell(
+            [(one, other) for one in _name_lever(a) for other in _name_lever(b)], reasons
+        )
     lines = ["| | " + " | ".join(names) + " |", "|---|" + ":-:|" * len(names)]
     for row in names:
         marks = [
@@ -69,32 +71,32 @@ def report() -> str:
         ]
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     refused = [
-        f"{number}. {_sentence(words)}: "
+        f"{number}. {_find_sentence(words)}: "
         + "; ".join(f"{_pair(pair)}" for pair in REFUSED if refusal(pair) == words)
         for number, words in enumerate(reasons, 1)
     ]
     return TEXT.format(
         steps=STEPS,
         rows=len(TOGETHER),
-        values="\n".join(map(_value, LEVERS)),
-        waits=_waits(),
+        values="\n".join(map(_format_value, LEVERS)),
+        waits=_count_waits(),
         fine=FINE,
         matrix="\n".join(lines),
         refused="\n".join(refused),
     )
 
 
-def _sentence(words: str) -> str:
+def _find_sentence(words: str) -> str:
     """The reason in the table of combinations that has these words, or what only a run can tell."""
     told = f"reported at the start of a run: {words}"
     return next((entry.reason for entry in list_rules() if words in entry.reason), told)
 
 
-def _of(lever: str) -> list[Setting]:
+def _name_lever(lever: str) -> list[Setting]:
     return [setting for setting in LEVERS if setting.lever == lever]
 
 
-def _cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> str:
+def _format_cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> str:
     words = list(dict.fromkeys(refusal(pair) for pair in pairs if refusal(pair)))
     reasons += [word for word in words if word and word not in reasons]
     numbers = [str(reasons.index(word) + 1) for word in words if word]
@@ -104,7 +106,7 @@ def _cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> str:
     return " ".join([mark, *(f"({', '.join(numbers)})" for _ in numbers[:1])])
 
 
-def _value(setting: Setting) -> str:
+def _format_value(setting: Setting) -> str:
     basis = " ".join(setting.basis)
     other = (
         "the plain run"
@@ -119,7 +121,7 @@ def _value(setting: Setting) -> str:
     )
 
 
-def _waits() -> str:
+def _count_waits() -> str:
     """A row for the plain run, and one for each setting."""
     counts: dict[str, dict[str, int | str]] = json.loads(WAITS.read_text(encoding="utf-8"))
     plain = counts.pop("")

@@ -47,10 +47,10 @@ class Picture:
 
 def write_picture(picture: Picture, path: Path) -> None:
     """Draws the lines; at most five, told apart by color."""
-    path.write_text(drawn(picture), encoding="utf-8")
+    path.write_text(draw_picture(picture), encoding="utf-8")
 
 
-def drawn(picture: Picture) -> str:
+def draw_picture(picture: Picture) -> str:
     """The file's text."""
     points = [point for line in picture.lines for point in line.points]
     values = [value for _, value in points] + ([picture.limit[0]] if picture.limit else [])

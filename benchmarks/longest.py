@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.fastest_settings import prepared
+from benchmarks.fastest_settings import prepare_request
 from recipe_lib.cli.plan_request import find_recipe_class
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.errors import UserError
@@ -83,17 +83,23 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     known = (
-        {cell_of(line): line for line in read(arguments.output)}
+        {build_cell(line): line for line in read(arguments.output)}
         if arguments.output.exists()
         else {}
     )
-    cells = [(*of, cards, size) for of in product_of_methods() for size in SIZES for cards in CARDS]
-    wanted = [cell for cell in cells if re.search(arguments.only, "{} {}".format(*names_of(cell)))]
+    cells = [
+        (*of, cards, size) for of in list_models_and_methods() for size in SIZES for cards in CARDS
+    ]
+    wanted = [
+        cell
+        for cell in cells
+        if re.search(arguments.only, "{} {}".format(*name_config_and_cards(cell)))
+    ]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
         for future in as_completed([pool.submit(plan_line, cell) for cell in wanted]):
             line = future.result()
-            known[cell_of(line)] = line
+            known[build_cell(line)] = line
             found = [asdict(known[cell]) for cell in cells if cell in known]
             arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             print(line, file=sys.stderr, flush=True)
@@ -102,18 +108,18 @@ def main() -> None:
 Cell = tuple[str, str, int, int]
 
 
-def product_of_methods() -> Iterator[tuple[str, str]]:
+def list_models_and_methods() -> Iterator[tuple[str, str]]:
     """Every model with every method that has a config."""
     yield from ((model, method) for model in MODELS for method in METHODS)
 
 
-def names_of(cell: Cell) -> tuple[str, str]:
+def name_config_and_cards(cell: Cell) -> tuple[str, str]:
     """Its config and its cards: `llama3/8B_full`, `8x24GB`."""
     model, method, cards, size = cell
     return f"{MODELS[model]}_{method}", f"{cards}x{size}GB"
 
 
-def cell_of(line: Longest) -> Cell:
+def build_cell(line: Longest) -> Cell:
     """What a line is of."""
     return line.model, line.method, line.cards, line.size
 
@@ -131,8 +137,8 @@ def plan_line(cell: Cell) -> Longest:
     it has not.
     """
     method, cards = cell[1], cell[2]
-    config, on = names_of(cell)
-    likely = {variant: _likely(config, on, variant, cards) for variant in VARIANTS[method]}
+    config, on = name_config_and_cards(cell)
+    likely = {variant: _guess_longest(config, on, variant, cards) for variant in VARIANTS[method]}
     best = VARIANTS[method][0]
     for variant in VARIANTS[method]:
         if (
@@ -142,13 +148,13 @@ def plan_line(cell: Cell) -> Longest:
     for variant in (best, *reversed(VARIANTS[method])):
         if (
             likely[variant] >= 0
-            and (line := _longest(Longest(*cell), config, on, variant, likely[variant])).tokens
+            and (line := _find_longest(Longest(*cell), config, on, variant, likely[variant])).tokens
         ):
             return line
     return Longest(*cell)
 
 
-def settings_of(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str, ...]:
+def build_settings(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str, ...]:
     """One sequence at a time, shared by all cards, of which each computes the logits of 1,024
     tokens at a time, and the MLPs of 8,192; of more from 131,072 tokens on a card on.
     """
@@ -163,20 +169,24 @@ def settings_of(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str,
     return (*words, *shared, *variant)
 
 
-def _longest(line: Longest, config: str, on: str, variant: tuple[str, ...], at: int) -> Longest:
+def _find_longest(
+    line: Longest, config: str, on: str, variant: tuple[str, ...], at: int
+) -> Longest:
     """The first whole plan that fits, of the length at this place and of shorter ones."""
-    plans = (_planned(line, config, on, variant, tokens) for tokens in reversed(LENGTHS[: at + 1]))
+    plans = (
+        _plan_length(line, config, on, variant, tokens) for tokens in reversed(LENGTHS[: at + 1])
+    )
     return next((found for found in plans if found is not None), line)
 
 
-def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
+def _guess_longest(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
     """The place among LENGTHS of the longest that the straight line through two estimates has room
     for; -1: none.
     """
     kind, points = find_recipe_class(find_config_recipe(config)), []
     for tokens in (cards * 2**14, cards * 2**16):
         try:
-            cfg, settings = prepared(config, on, settings_of(variant, tokens, cards))
+            cfg, settings = prepare_request(config, on, build_settings(variant, tokens, cards))
             points.append((tokens, estimate_run(kind, cfg, replace(settings, timed=False)).active))
         except UserError:
             return -1  # such as heads that so many cards cannot share
@@ -187,12 +197,12 @@ def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
     return bisect.bisect_right(LENGTHS, room) - 1
 
 
-def _planned(
+def _plan_length(
     line: Longest, config: str, on: str, variant: tuple[str, ...], tokens: int
 ) -> Longest | None:
     """The whole plan of a length; None where it does not fit."""
-    words = settings_of(variant, tokens, line.cards)
-    cfg, settings = prepared(config, on, words)
+    words = build_settings(variant, tokens, line.cards)
+    cfg, settings = prepare_request(config, on, words)
     plan, trace = make_plan(find_recipe_class(find_config_recipe(config)), cfg, settings)
     if (
         plan.verdict != FITS or plan.time is None or plan.notes
@@ -241,19 +251,19 @@ MARKS = {"memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
 
 def write_page(lines: list[Longest]) -> str:
     """Return the text of docs/fit_longest.md."""
-    settings = " ".join(settings_of((), 2**16, 4))
+    settings = " ".join(build_settings((), 2**16, 4))
     parts = [TITLE.format(shortest=LENGTHS[0], longest=LENGTHS[-1], settings=settings)]
-    for model, method in product_of_methods():
+    for model, method in list_models_and_methods():
         of_method = [line for line in lines if (line.model, line.method) == (model, method)]
         if of_method:
             parts += [
                 f"## {model}, {METHODS[method]}: `{MODELS[model]}_{method}`",
-                _table(of_method),
+                _format_table(of_method),
             ]
     return "\n\n".join(parts)
 
 
-def _table(lines: list[Longest]) -> str:
+def _format_table(lines: list[Longest]) -> str:
     rows = [
         "| cards | longest sequence | | active | reserved | host | sent | step |",
         "|---|---:|---|---:|---:|---:|---:|---:|",

@@ -78,7 +78,9 @@ class Gpt:
         return Stage(self, layout, place, group, device)
 
 
-def _linear(hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any) -> Tensor:
+def _compute_linear(
+    hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any
+) -> Tensor:
     """fused: autograd does not hear of the weight's gradient, which goes to the fp32 buffer at
     once.
     """
@@ -195,7 +197,7 @@ class _Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gpt, fused = self.gpt, self.gpt.fused_weight_gradients
-        mixed = _linear(hidden, self.qkv.weight, False, fused, self.group)
+        mixed = _compute_linear(hidden, self.qkv.weight, False, fused, self.group)
         if self.qkv.bias is not None:
             mixed = mixed + self.qkv.bias
         heads, width = gpt.heads // self.group.size(), gpt.hidden // gpt.heads
@@ -203,7 +205,7 @@ class _Attention(nn.Module):
         q, k, v = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts)
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, gpt.dropout, True)[0]
         context = found.permute(2, 0, 1, 3).flatten(2).contiguous()
-        return _linear(context, self.dense.weight, True, fused, self.group)
+        return _compute_linear(context, self.dense.weight, True, fused, self.group)
 
 
 class _Mlp(nn.Module):
@@ -217,11 +219,11 @@ class _Mlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         fused = self.gpt.fused_weight_gradients
-        wide = _linear(hidden, self.up.weight, False, fused, self.group)
+        wide = _compute_linear(hidden, self.up.weight, False, fused, self.group)
         if self.up.bias is not None:
             wide = wide + self.up.bias
         gate, up = wide.chunk(2, dim=-1)
-        return _linear(F.silu(gate) * up, self.down.weight, True, fused, self.group)
+        return _compute_linear(F.silu(gate) * up, self.down.weight, True, fused, self.group)
 
 
 class _Layer(nn.Module):
@@ -280,7 +282,7 @@ class Stage(nn.Module):
         if not self.last:
             return hidden
         fused, labels = self.gpt.fused_weight_gradients, tokens[:, 1:].t().contiguous()
-        logits = _linear(self.norm(hidden), self.output.weight, False, fused, self.group)
+        logits = _compute_linear(self.norm(hidden), self.output.weight, False, fused, self.group)
         losses = _VocabularyCrossEntropy.apply(logits.float(), labels, self.group)
         return (losses.t() * weights).sum() / weights.sum()
 
@@ -328,7 +330,7 @@ class Training:
         for parameter in parameters:
             size = parameter.numel()
             parameter.main_grad = self.gradients[begin : begin + size].view(parameter.shape)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_into_main_grad)
+            parameter.register_post_accumulate_grad_hook(_accumulate_into_main_grad)
             begin += size
         self.states = [
             torch.zeros(count // layout.data, dtype=torch.float32, device=self.device)
@@ -396,7 +398,7 @@ class Training:
         return received.grad
 
 
-def _into_main_grad(parameter: Any) -> None:
+def _accumulate_into_main_grad(parameter: Any) -> None:
     parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 

@@ -39,7 +39,7 @@ BF16 = 1 / 256  # half the distance of two numbers, of one of them at most
 BLOCK = 0.9 / 128  # half the distance of two levels of 8 bits, of half of a block's largest number
 
 
-def resting_range(decay: float, half_distance: float = BF16) -> tuple[float, float]:
+def compute_resting_range(decay: float, half_distance: float = BF16) -> tuple[float, float]:
     """Return between which multiples of a mean what it averages may be while the mean stays."""
     off = half_distance / (1 - decay)
     return max(0.0, 1 - off), 1 + off
@@ -206,7 +206,7 @@ def describe_ratios(found: Tensor, exact: Tensor) -> str:
     return f"{float(ratios.median()):.3g} ({float(worst):.3g})"
 
 
-def table(betas: list[float], steps: int, every: int) -> list[list[str]]:
+def build_tables(betas: list[float], steps: int, every: int) -> list[list[str]]:
     """Return the rows of both tables for a pair of betas: kinds, then cells of steps and of second
     moments.
     """
@@ -274,13 +274,13 @@ def make_page(steps: int, every: int) -> str:
     parts = []
     header = f"| states | bytes | {' | '.join(PATTERNS)} |\n|---|---:|{'---|' * len(PATTERNS)}"
     for betas in BETAS:
-        rows = table(betas, steps, every)
+        rows = build_tables(betas, steps, every)
         for first, what in ((2, "Steps"), (2 + len(PATTERNS), "Second moments")):
             body = [" | ".join([*row[:2], *row[first : first + len(PATTERNS)]]) for row in rows]
             parts += [f"## {what}, betas {betas}\n", header, *(f"| {line} |" for line in body), ""]
-    low_95, high_95 = resting_range(0.95)
-    high_999 = resting_range(0.999)[1]
-    low_block_95, high_block_95 = resting_range(0.95, BLOCK)
+    low_95, high_95 = compute_resting_range(0.95)
+    high_999 = compute_resting_range(0.999)[1]
+    low_block_95, high_block_95 = compute_resting_range(0.95, BLOCK)
     return PAGE.format(
         torch=torch.__version__,
         steps=steps,
@@ -293,7 +293,7 @@ def make_page(steps: int, every: int) -> str:
         high_999=high_999,
         low_block_95=low_block_95,
         high_block_95=high_block_95,
-        high_block_999=resting_range(0.999, BLOCK)[1],
+        high_block_999=compute_resting_range(0.999, BLOCK)[1],
         long_999=high_999**0.5,
         deviation_95=100 / (256 * (1 - 0.95**2) ** 0.5),
         deviation_999=100 / (256 * (1 - 0.999**2) ** 0.5),

@@ -188,7 +188,7 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
     if run.loader == LINEARS_FIRST:
         names.sort(key=lambda name: name not in linears)
     elif run.loader == DEVICE_MAP:
-        names.sort(key=_natural)
+        names.sort(key=_split_numbers)
         quantized = linears if run.nf4 else set()
         sizes = [
             weight.nbytes // (4 if name in quantized else 1)
@@ -216,7 +216,7 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
+def _split_numbers(name: str) -> list[tuple[bool, int, str]]:
     """By which transformers sorts names: numbers between dots as numbers."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 

@@ -39,7 +39,7 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
     """
     architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
     world = enter_simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
-    with world as ranks, use_fake_tensors() as mode, pause_collector(), _attention_of(run):
+    with world as ranks, use_fake_tensors() as mode, pause_collector(), _choose_attention(run):
         tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), make_kernel_memory(architecture))
         connect_streams(tracer)
         with tracer.activate():
@@ -65,7 +65,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     if run.loss_chunk:
         hidden = model.model(input_ids=batch).last_hidden_state
-        loss = chunked_loss(model.lm_head, hidden, batch, run.loss_chunk)
+        loss = compute_chunked_loss(model.lm_head, hidden, batch, run.loss_chunk)
         del hidden
     else:
         output = model(input_ids=batch, labels=batch)
@@ -78,7 +78,7 @@ def train_step(
     optimizer.step()
 
 
-def chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def compute_chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """Mean cross-entropy of `[b, s, d]`, some tokens at a time, whose logits are made once more in
     backward.
     """
@@ -88,7 +88,7 @@ def chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tenso
     rows, shifted = rows[:-1].clone(), shifted[:-1].clone()
     total: Any = None
     for begin in range(0, len(rows), chunk):
-        piece = partial(_summed_loss, head)
+        piece = partial(_sum_losses, head)
         part = checkpoint(
             piece, rows[begin : begin + chunk], shifted[begin : begin + chunk], use_reentrant=False
         )
@@ -96,12 +96,12 @@ def chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tenso
     return total / kept.sum()
 
 
-def _summed_loss(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+def _sum_losses(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(head(hidden).float(), labels, ignore_index=-100, reduction="sum")
 
 
 @contextmanager
-def _attention_of(run: PeerRun) -> Iterator[None]:
+def _choose_attention(run: PeerRun) -> Iterator[None]:
     """Attention by a kernel that the run was held to. And no mask is made where transformers makes
     none after a look at positions, which have no values here.
     """

@@ -27,7 +27,7 @@ def tune(words: str, *more: str) -> None:
     subprocess.run([sys.executable, "-m", "recipe_lib", *shlex.split(words), *more], check=True)
 
 
-def part_of(page: str, figures: int) -> str:
+def cut_page(page: str, figures: int) -> str:
     """The page with its title and its first figures alone."""
     head, _, body = page.partition("<body>")
     title = re.search(r"<h1>.*?</p>", body, re.DOTALL)
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         for kind, page in pages.items():
             part = folder / f"{kind}_part.html"
             part.write_text(
-                part_of(page.read_text(encoding="utf-8"), PARTS[kind]), encoding="utf-8"
+                cut_page(page.read_text(encoding="utf-8"), PARTS[kind]), encoding="utf-8"
             )
             photograph(browser, part, arguments.output.resolve() / f"{kind}.png", SIZES[kind])
 

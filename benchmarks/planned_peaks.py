@@ -60,7 +60,7 @@ _VISION = (
 Plans = dict[str, dict[str, int]]
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     """The shipped configs."""
     return sorted(
         path.relative_to(get_configs_folder()).with_suffix("").as_posix()
@@ -77,7 +77,7 @@ def fits(plan: dict[str, int], ranks: int, size: int) -> bool:
     return plan["reserved"] + outside.total <= hardware.memory * (1 - MARGIN)
 
 
-def fewest(plans: Plans) -> dict[int, int]:
+def find_fewest_ranks(plans: Plans) -> dict[int, int]:
     """Card size in GB -> the fewest planned ranks that fit cards of it; sizes that none fits are
     missing.
     """
@@ -90,9 +90,9 @@ def fewest(plans: Plans) -> dict[int, int]:
     return found
 
 
-def meant_for(plans: Plans) -> tuple[int, int]:
+def find_meant_cards(plans: Plans) -> tuple[int, int]:
     """(card size in GB, ranks) that a config is meant for."""
-    found = fewest(plans)
+    found = find_fewest_ranks(plans)
     size = next(size for size in FIRST if size in found)
     return size, found[size]
 
@@ -123,7 +123,7 @@ def plan_config(name: str) -> tuple[str, Plans]:
     from tests.plan.apart import apart
 
     plans: Plans = {}
-    total = total_bytes(text_of(name))
+    total = read_total_bytes(read_text(name))
     for ranks in RANKS:
         if total / ranks > SIZES[-1] * 10**9:
             continue
@@ -131,19 +131,19 @@ def plan_config(name: str) -> tuple[str, Plans]:
         plans[str(ranks)] = plan
         if fits(plan, ranks, SIZES[0]):
             break
-    if not name.endswith(("full", "qat")) and meant_for(plans) == (24, 1):
+    if not name.endswith(("full", "qat")) and find_meant_cards(plans) == (24, 1):
         plans[DDP] = apart(plan_ranks, name, 2, "parallel.strategy=ddp")
     return name, plans
 
 
-def total_bytes(text: str) -> float:
+def read_total_bytes(text: str) -> float:
     """Bytes that a config's header says the model takes, on all ranks."""
     return GIB * sum(
         float(size) for size in re.findall(r"([0-9.]+) GiB", text.partition("# Planned")[0])
     )
 
 
-def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> str:
+def format_header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> str:
     """The config's text with its header made of the plans, and its command of the ranks that it is
     meant for.
 
@@ -154,10 +154,12 @@ def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> st
     """
     old = _HEADER.search(text)
     if old is None:
-        return PEAK.sub(lambda _: f"{_peak(plans['1'], 1)}\n", text)
-    size, ranks = meant_for(plans)
+        return PEAK.sub(lambda _: f"{_get_peak(plans['1'], 1)}\n", text)
+    size, ranks = find_meant_cards(plans)
     found = {
-        other: count for other, count in fewest(plans).items() if other != size and other in ALSO
+        other: count
+        for other, count in find_fewest_ranks(plans).items()
+        if other != size and other in ALSO
     }
     others = {other: count for other, count in found.items() if other < size or count < ranks}
     also = ", ".join(f"{count} of {other} GB" for other, count in others.items())
@@ -165,7 +167,7 @@ def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> st
     joined = " ".join(line.strip("# ") for line in old[0].splitlines())
     sentences = [
         f"Meant for {ranks} {'GPUs' if ranks > 1 else 'GPU'} of {size} GB{also}:"
-        f" {_total(joined, ranks)}"
+        f" {_format_total(joined, ranks)}"
     ]
     sentences += [_VISION] if "vision part" in joined else []
     sentences += re.findall(r"The frozen teacher takes \S+ GiB\.", joined)
@@ -173,8 +175,8 @@ def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> st
         f"# {line}" for line in textwrap.wrap(" ".join(sentences), 117, break_on_hyphens=False)
     ]
     lines += [
-        _peak(plans[str(ranks)], ranks),
-        *(_fastest(fastest, size, ranks) if fastest else []),
+        _get_peak(plans[str(ranks)], ranks),
+        *(_format_fastest(fastest, size, ranks) if fastest else []),
         "#",
         "",
     ]
@@ -183,13 +185,13 @@ def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> st
     return _RUN.sub(lambda _: f"#   tune run {flags}", text, count=1)
 
 
-def _peak(plan: dict[str, int], ranks: int) -> str:
+def _get_peak(plan: dict[str, int], ranks: int) -> str:
     peak = f"{format_bytes(plan['active'])} active, {format_bytes(plan['reserved'])} reserved"
     many = f"{ranks} ranks" if ranks > 1 else "1 rank"
     return f"# Planned peak of a rank: {peak} ({many}, sequences of {plan['tokens']} tokens)."
 
 
-def _fastest(found: dict[str, Any], size: int, ranks: int) -> list[str]:
+def _format_fastest(found: dict[str, Any], size: int, ranks: int) -> list[str]:
     """The settings, wrapped between them alone; an error where they were searched for other
     cards.
     """
@@ -211,7 +213,7 @@ def _fastest(found: dict[str, Any], size: int, ranks: int) -> list[str]:
     ]
 
 
-def _total(joined: str, ranks: int) -> str:
+def _format_total(joined: str, ranks: int) -> str:
     """What the model takes in all, as the header says it, and what comes to that."""
     shared = " shared by the ranks;" if ranks > 1 else ""
     full = re.search(r"parameters, gradients and AdamW's states are [0-9.]+ GiB in all", joined)
@@ -236,7 +238,8 @@ def write_header(name: str, plans: Plans) -> None:
     """Writes one config's file anew."""
     path = get_configs_folder() / f"{name}.yaml"
     path.write_text(
-        header(path.read_text(encoding="utf-8"), plans, read_fastest().get(name)), encoding="utf-8"
+        format_header(path.read_text(encoding="utf-8"), plans, read_fastest().get(name)),
+        encoding="utf-8",
     )
 
 
@@ -246,7 +249,7 @@ def check(name: str, plans: Plans) -> bool:
     """
     from tests.plan.apart import apart
 
-    ranks = meant_for(plans)[1] if _HEADER.search(text_of(name)) else 1
+    ranks = find_meant_cards(plans)[1] if _HEADER.search(read_text(name)) else 1
     kept = plans[str(ranks)]
     found = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
     numbers = [f"{one[key]:,}" for key in ("active", "reserved") for one in (kept, found)]
@@ -257,7 +260,7 @@ def check(name: str, plans: Plans) -> bool:
     return found == kept
 
 
-def text_of(name: str) -> str:
+def read_text(name: str) -> str:
     """A shipped config's text."""
     return (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -286,7 +289,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     kept = read_plans()
-    chosen = arguments.names or [name for name in names() if name in kept or not arguments.headers]
+    chosen = arguments.names or [
+        name for name in list_names() if name in kept or not arguments.headers
+    ]
     if arguments.check:
         print(
             "| config | ranks | active kept | now | reserved kept | now |"
@@ -305,7 +310,7 @@ def main() -> None:
                 PLANS.write_text(
                     json.dumps(dict(sorted(kept.items())), indent=1) + "\n", encoding="utf-8"
                 )
-                print(f"{name}: {meant_for(plans)}", flush=True)
+                print(f"{name}: {find_meant_cards(plans)}", flush=True)
     for name in chosen:
         write_header(name, kept[name])
 

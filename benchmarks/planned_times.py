@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import yaml
 
-from benchmarks.planner_stacks import written_out_norm
+from benchmarks.planner_stacks import compute_norm_written_out
 from recipe_lib.cli.plan_request import find_recipe_class
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
@@ -141,7 +141,7 @@ def read_sources(path: Path = DATA) -> list[Source]:
     return sources
 
 
-def config_of(row: PublishedSpeed, folder: Path) -> Any:
+def load_row_config(row: PublishedSpeed, folder: Path) -> Any:
     """The row's config, ready to be planned. folder: for the config.json of another shape than the
     config's.
     """
@@ -161,11 +161,11 @@ def config_of(row: PublishedSpeed, folder: Path) -> Any:
 
 
 def compare(row: PublishedSpeed, folder: Path) -> Compared:
-    """Plans a row. folder: as `config_of` takes it."""
-    cfg, hardware = config_of(row, folder), find_hardware(row.device)
+    """Plans a row. folder: as `load_row_config` takes it."""
+    cfg, hardware = load_row_config(row, folder), find_hardware(row.device)
     settings = PlanSettings(hardware, choose_sequence(cfg, str(row.sequence)), row.gpus, phases=())
     norms = (
-        mock.patch.object(decoder, "rms_norm", written_out_norm)
+        mock.patch.object(decoder, "rms_norm", compute_norm_written_out)
         if row.written_out_norms
         else nullcontext()
     )
@@ -177,7 +177,7 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
         plan, trace = make_plan(find_recipe_class(find_config_recipe(row.config)), cfg, settings)
     assert plan.time is not None, row.id
     tokens = plan.time.tokens_per_step / row.gpus
-    share = operations(trace) / tokens * row.published / hardware.rate(cfg.dtype)
+    share = sum_operations(trace) / tokens * row.published / hardware.rate(cfg.dtype)
     note = next(
         (line for line in plan.assumptions if line.startswith("compile=true is planned without")),
         "",
@@ -185,7 +185,7 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
     return Compared(row, plan.time.tokens_per_second / row.gpus, share, plan.verdict, note)
 
 
-def operations(trace: Trace) -> int:
+def sum_operations(trace: Trace) -> int:
     """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats
     among them.
     """
@@ -207,7 +207,7 @@ def compare_all(rows: Iterable[PublishedSpeed]) -> dict[str, Compared]:
     return found
 
 
-def statistics_of(rows: list[Compared]) -> str:
+def compute_statistics(rows: list[Compared]) -> str:
     """Cells of a line: how many; mean error without its sign, the ninth decile of it; the middle
     ratio; within 20 %.
     """
@@ -218,7 +218,7 @@ def statistics_of(rows: list[Compared]) -> str:
     return f"{len(rows)} | {mean(errors):.1%} | {tenth:.1%} | {ratio:.2f} | {within}"
 
 
-def summary(rows: list[Compared]) -> list[str]:
+def summarize(rows: list[Compared]) -> list[str]:
     """The figures of the counted rows: all, by card, by method."""
     lines = [
         (
@@ -226,18 +226,18 @@ def summary(rows: list[Compared]) -> list[str]:
             f" {CLOSE:.0%} |"
         ),
         "|---|---:|---:|---:|---:|---:|",
-        f"| all | {statistics_of(rows)} |",
+        f"| all | {compute_statistics(rows)} |",
     ]
     groups: list[Callable[[Compared], str]] = [lambda one: one.row.card, lambda one: one.row.method]
     for group in groups:
         for name in dict.fromkeys(map(group, rows)):
             lines.append(
-                f"| {name} | {statistics_of([one for one in rows if group(one) == name])} |"
+                f"| {name} | {compute_statistics([one for one in rows if group(one) == name])} |"
             )
     return lines
 
 
-def table(rows: list[Compared], why: Callable[[Compared], str] | None = None) -> list[str]:
+def format_table(rows: list[Compared], why: Callable[[Compared], str] | None = None) -> list[str]:
     """A line for each row. why: what a last column says."""
     lines = [
         (
@@ -265,19 +265,19 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
     counted = [one for one in rows if one.counted]
     lines = [
         TEXT.format(command=COMMAND, torch=torch.__version__.partition("+")[0], close=CLOSE),
-        *summary(counted),
+        *summarize(counted),
     ]
     unfit = [one.row.id for one in rows if one.verdict == DOES_NOT_FIT]
     if unfit:
         lines += ["", f"By their plans, these do not fit on their cards: {', '.join(unfit)}."]
     named = [one for one in rows if one.row.named]
     if named:
-        lines += ["", "## Five figures first", "", *table(named)]
+        lines += ["", "## Five figures first", "", *format_table(named)]
     for source in sources:
         own = [found[row.id] for row in source.rows if row.id in found and found[row.id].counted]
         if own:
             lines += ["", f"## {source.name}", "", f"{source.address}: {source.stack}.", ""]
-            lines += [f"The plan: {source.differs}.", "", *table(own)]
+            lines += [f"The plan: {source.differs}.", "", *format_table(own)]
     off = [one for one in rows if one.row.off_sheet and not one.doubtful]
     if off:
         lines += [
@@ -294,7 +294,7 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
                     f"{source.name}, {source.address}: {source.stack}. The plan: {source.differs}.",
                     "",
                 ]
-                lines += table(own, lambda one: one.row.off_sheet)
+                lines += format_table(own, lambda one: one.row.off_sheet)
     doubtful = [one for one in rows if one.doubtful]
     if doubtful:
         names = "; ".join(
@@ -308,11 +308,13 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
             "",
         ]
         lines += [f"Not in the summary. {names}.", ""]
-        lines += table(doubtful, lambda one: one.row.doubt or "more than a step's matmuls reach")
-    return "\n".join([*lines, "", *commands(rows)]) + "\n"
+        lines += format_table(
+            doubtful, lambda one: one.row.doubt or "more than a step's matmuls reach"
+        )
+    return "\n".join([*lines, "", *format_commands(rows)]) + "\n"
 
 
-def commands(rows: list[Compared]) -> list[str]:
+def format_commands(rows: list[Compared]) -> list[str]:
     """What was planned, as typed, and the shapes that no shipped config has."""
     lines = [
         "## The plans",
@@ -370,7 +372,7 @@ def main() -> int:
     found = compare_all(rows)
     counted = [one for one in found.values() if one.counted]
     if counted:
-        print("\n".join(summary(counted)))
+        print("\n".join(summarize(counted)))
     if arguments.output:
         arguments.output.write_text(page(sources, found), encoding="utf-8")
     return 0

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.planner_rows import GB, OURS, Group, Row, Run, planned, traced
+from benchmarks.planner_rows import GB, OURS, Group, Row, Run, plan_run, trace_run
 from benchmarks.planner_stacks import FSDP1, FSDP2, Stack
-from benchmarks.planner_streams import MarkedTrace, held_with_marks
+from benchmarks.planner_streams import MarkedTrace, replay_with_marks
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.timing.cost import HOST_SECONDS
 from recipe_lib.plan.timing.stream_schedule import schedule
@@ -137,16 +137,23 @@ def group() -> Group:
                 " than 24 GB."
             ),
         ],
-        tables,
+        format_tables,
     )
 
 
-def tables() -> list[str]:
+def format_tables() -> list[str]:
     """Everything after the rows."""
-    return [*decomposition(), *marked(), *savings(), *speed(), *lora(), *seventy()]
+    return [
+        *format_decomposition(),
+        *format_marked(),
+        *format_savings(),
+        *format_speeds(),
+        *format_lora(),
+        *format_70b(),
+    ]
 
 
-def decomposition() -> list[str]:
+def format_decomposition() -> list[str]:
     """The allocated peak after each change, and what the change takes off."""
     lines = ["", "From their stack to ours, allocated GB:", ""]
     lines += [
@@ -157,7 +164,7 @@ def decomposition() -> list[str]:
     for name, stack in STEPS:
         cells = []
         for wrapping in WRAPPINGS:
-            amount = planned(run_865(wrapping), stack).peak.allocated / GB
+            amount = plan_run(run_865(wrapping), stack).peak.allocated / GB
             cells += [
                 f"{amount:.2f}",
                 f"{amount - before[wrapping]:+.2f}" if before.get(wrapping) else "",
@@ -167,14 +174,14 @@ def decomposition() -> list[str]:
     return lines
 
 
-def marked() -> list[str]:
+def format_marked() -> list[str]:
     """Active and reserved memory by how long the host takes for an operator."""
     lines = [
         "",
         (
             "Marked memory in their stack, by what the host takes for an operator (A100, NVLink)."
-            f" Published active memory is allocated memory and {_pending('layers'):.2f} (layers) or"
-            f" {_pending('memory_efficient'):.2f} (memory_efficient) times the {LAYER / 1e6:.0f} MB"
+            f" Published active memory is allocated memory and {_plan_pending('layers'):.2f} (layers) or"
+            f" {_plan_pending('memory_efficient'):.2f} (memory_efficient) times the {LAYER / 1e6:.0f} MB"
             " of one layer's parameters, or gradients: so many of them were freed and still"
             " marked. How many depends on how far the host was ahead, which nobody measured; a"
             " host time that gives both is one free number, and no claim rests on it:"
@@ -188,12 +195,12 @@ def marked() -> list[str]:
     ]
     cells: dict[int, list[str]] = {microseconds: [] for microseconds in HOST_MICROSECONDS}
     for wrapping, figures in PUBLISHED.items():
-        plan, trace = traced(run_865(wrapping), TUNE)
+        plan, trace = trace_run(run_865(wrapping), TUNE)
         assert isinstance(trace, MarkedTrace)
         allocated = next(peak.allocated for peak in plan.heaviest.peaks if peak.phase == STEADY)
         for microseconds in HOST_MICROSECONDS:
             hardware = find_hardware("a100-80gb")
-            held = held_with_marks(trace, STEADY, hardware, host_seconds=microseconds * 1e-6)
+            held = replay_with_marks(trace, STEADY, hardware, host_seconds=microseconds * 1e-6)
             cells[microseconds] += [
                 f"{held.active / GB:.2f}", f"{(held.active - allocated) / LAYER:.2f}",
                 f"{held.active / GB / figures['active'] - 1:+.1%}",
@@ -205,11 +212,11 @@ def marked() -> list[str]:
     ]
 
 
-def _pending(wrapping: str) -> float:
+def _plan_pending(wrapping: str) -> float:
     return (PUBLISHED[wrapping]["active"] - PUBLISHED[wrapping]["allocated"]) * GB / LAYER
 
 
-def savings() -> list[str]:
+def format_savings() -> list[str]:
     """What wrapping embedding and output saves, in per cent."""
     lines = ["", "What wrapping embedding and output too saves:", ""]
     lines += [
@@ -217,10 +224,10 @@ def savings() -> list[str]:
         "| --- | --- | --- | --- |",
     ]
     for metric in ("allocated", "active", "reserved"):
-        published = _saved(PUBLISHED[wrapping][metric] for wrapping in WRAPPINGS)
+        published = _compute_savings(PUBLISHED[wrapping][metric] for wrapping in WRAPPINGS)
         found = [
-            _saved(
-                float(getattr(planned(run_865(wrapping), stack).peak, metric))
+            _compute_savings(
+                float(getattr(plan_run(run_865(wrapping), stack).peak, metric))
                 for wrapping in WRAPPINGS
             )
             for stack in (TUNE, OURS)
@@ -229,12 +236,12 @@ def savings() -> list[str]:
     return lines
 
 
-def _saved(amounts: Iterable[float]) -> float:
+def _compute_savings(amounts: Iterable[float]) -> float:
     before, after = amounts
     return 1 - after / before
 
 
-def speed() -> list[str]:
+def format_speeds() -> list[str]:
     """Planned iterations a second on cards that it may have been."""
     lines = [
         "",
@@ -258,7 +265,7 @@ def speed() -> list[str]:
     ]
     seconds: dict[str, list[float]] = {card: [] for card in CARDS}
     for wrapping in WRAPPINGS:
-        _, trace = traced(run_865(wrapping), TUNE)
+        _, trace = trace_run(run_865(wrapping), TUNE)
         for card in CARDS:
             seconds[card].append(schedule(trace, STEADY, find_hardware(card)).step)
     for card, (first, second) in seconds.items():
@@ -273,7 +280,7 @@ def speed() -> list[str]:
     return lines
 
 
-def lora() -> list[str]:
+def format_lora() -> list[str]:
     """The same two wrappings where weights are frozen."""
     matrix = 128256 * 4096 * 2 / GB
     lines = [
@@ -292,7 +299,7 @@ def lora() -> list[str]:
         for name, ranks, run in LORA:
             before = 0.0
             for wrapping in WRAPPINGS:
-                found = planned(run(wrapping), stack)
+                found = plan_run(run(wrapping), stack)
                 amount = found.peak.allocated / GB
                 saved[whose, name] = before - amount
                 share = f"{before - amount:.2f} | {1 - amount / before:.1%}" if before else "|"
@@ -339,13 +346,13 @@ LORA: list[tuple[str, int, Callable[[str], Run]]] = [
 ]
 
 
-def further_runs() -> list[Run]:
+def format_further_runs() -> list[Run]:
     """Of ours, those of the tables after the rows."""
     adapted = [run(wrapping) for name, _, run in LORA if name == "LoRA" for wrapping in WRAPPINGS]
     return [*adapted, *(run for _, run, stack in SEVENTY if stack == OURS)]
 
 
-def seventy() -> list[str]:
+def format_70b() -> list[str]:
     """Full fine-tuning of 70B on 8 x 80 GB, without any offload."""
     weights = 70_553_706_496 * 2 / 8 / GIB
     lines = [
@@ -364,7 +371,7 @@ def seventy() -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, run, stack in SEVENTY:
-        found = planned(run, stack)
+        found = plan_run(run, stack)
         peak = found.peak
         amounts = (
             peak.allocated,

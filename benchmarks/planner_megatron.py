@@ -5,7 +5,7 @@ their stack.
 from dataclasses import replace
 
 from benchmarks.megatron_stack import Gpt, Layout
-from benchmarks.planner_rows import OURS, Group, Row, Run, error_of, planned
+from benchmarks.planner_rows import OURS, Group, Row, Run, compute_error, plan_run
 from recipe_lib.units import GIB
 
 # Layout, global batch, measured, and what their tool said, GiB.
@@ -61,7 +61,7 @@ def name_of(layout: Layout, batch: int) -> str:
     return f"{layout.micro_batch} / {batch} / {layout.data} / {layout.pipeline} / {layout.tensor}"
 
 
-def rows_of(gpt: Gpt) -> list[Row]:
+def build_rows(gpt: Gpt) -> list[Row]:
     """Their four runs with a model."""
     return [
         Row(name_of(layout, batch), "theirs", layout, gpt, {"allocated": measured}, goal=True)
@@ -92,7 +92,7 @@ def group() -> Group:
         " optimizer, swiglu; torch.cuda.max_memory_allocated after several iterations. Rows are"
         " micro-batch / global batch / data / pipeline / tensor",
         "GiB",
-        [*rows_of(GPT), *ours],
+        [*build_rows(GPT), *ours],
         [
             (
                 "Their GB is 2^30: 6,642,245,632 parameters in bf16 are printed as 12.4GB. Figures"
@@ -119,48 +119,48 @@ def group() -> Group:
                 " ranks (FSDP2), and divides tokens between tensor ranks, too."
             ),
         ],
-        tables,
+        format_tables,
     )
 
 
-def tables() -> list[str]:
+def format_tables() -> list[str]:
     """The tool's own prediction beside ours, what it consists of, and other choices."""
     lines = [
         "", "Their tool's prediction and ours of the same runs, GiB:", "",
         "| run | measured | their tool | error | planned | error |", "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
-    for (_, _, measured, predicted), row in zip(PUBLISHED, rows_of(GPT), strict=True):
+    for (_, _, measured, predicted), row in zip(PUBLISHED, build_rows(GPT), strict=True):
         said = f"{predicted:.1f} | {predicted / measured - 1:+.2%}"
-        found = planned(row.run, row.stack).peak.allocated / GIB
+        found = plan_run(row.run, row.stack).peak.allocated / GIB
         lines.append(
             f"| {row.name} | {measured:.1f} | {said} | {found:.2f} | {found / measured - 1:+.2%} |"
         )
-    theirs, ours = mean_errors()
+    theirs, ours = compute_mean_errors()
     lines += [f"| mean of the errors' sizes | | | {theirs:.2%} | | {ours:.2%} |", ""]
-    return [*lines, *_choices(), "", *_parts()]
+    return [*lines, *_format_choices(), "", *_format_parts()]
 
 
-def mean_errors() -> tuple[float, float]:
+def compute_mean_errors() -> tuple[float, float]:
     """(their tool's, ours): means of the errors' sizes over the four runs."""
     theirs = [abs(predicted / measured - 1) for _, _, measured, predicted in PUBLISHED]
-    ours = [abs(error_of(row, "allocated", "GiB")) for row in rows_of(GPT)]
+    ours = [abs(compute_error(row, "allocated", "GiB")) for row in build_rows(GPT)]
     return sum(theirs) / len(theirs), sum(ours) / len(ours)
 
 
-def _choices() -> list[str]:
+def _format_choices() -> list[str]:
     names = " | ".join(name_of(layout, batch) for layout, batch, _, _ in PUBLISHED)
     lines = [
         "Errors with other choices:", "",
         f"| choice | {names} | mean size |", "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for name, gpt in CHOICES:
-        errors = [error_of(row, "allocated", "GiB") for row in rows_of(gpt)]
+        errors = [compute_error(row, "allocated", "GiB") for row in build_rows(gpt)]
         mean = sum(map(abs, errors)) / len(errors)
         lines.append(f"| {name} | {' | '.join(f'{error:+.2%}' for error in errors)} | {mean:.2%} |")
     return lines
 
 
-def _parts() -> list[str]:
+def _format_parts() -> list[str]:
     """What is live at the peak of each run, and the tool's examples, which are predictions too."""
     lines = [
         "What is live at the peak, GiB, and the same of the examples that the tool prints (in the second line of each; "
@@ -171,7 +171,7 @@ def _parts() -> list[str]:
         (name_of(layout, batch), layout, ()) for layout, batch, _, _ in PUBLISHED
     ]
     for name, layout, printed in [*runs, *EXAMPLES]:
-        kinds = planned(layout, GPT).kinds
+        kinds = plan_run(layout, GPT).kinds
         other = sum(size for kind, size in kinds.items() if kind not in KINDS)
         sizes = [*(kinds.get(kind, 0) for kind in KINDS), other, sum(kinds.values())]
         lines.append(f"| {name} | {' | '.join(f'{size / GIB:.2f}' for size in sizes)} |")

@@ -25,8 +25,8 @@ from benchmarks import planner_simumax
 from benchmarks.megatron_stack import Gpt
 from benchmarks.peer_stacks import PeerRun
 from benchmarks.peer_traces import STEP, trace_run
-from benchmarks.planner_megatron import PUBLISHED, rows_of
-from benchmarks.planner_rows import GB, planned
+from benchmarks.planner_megatron import PUBLISHED, build_rows
+from benchmarks.planner_rows import GB, plan_run
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.tracing.trace import Trace
@@ -85,30 +85,30 @@ def run_of(group: Group, row: Row) -> PeerRun:
 
 
 @lru_cache(maxsize=1)  # a trace is large
-def _traced(run: PeerRun) -> Trace:
+def _trace_run(run: PeerRun) -> Trace:
     print(run, file=sys.stderr, flush=True)
     return trace_run(run, read_rows()["models"][run.model])
 
 
 @cache
-def figures_of(run: PeerRun) -> dict[str, float]:
+def plan_figures(run: PeerRun) -> dict[str, float]:
     """Planned bytes, allocated and reserved, of the phase that the row is about."""
-    trace = _traced(replace(run, expandable=False, phase=STEP))
+    trace = _trace_run(replace(run, expandable=False, phase=STEP))
     found = replay(trace, AllocatorSettings(expandable=run.expandable)).phases[run.phase]
     return {"allocated": found.allocated, "reserved": found.reserved}
 
 
-def ours(group: Group, row: Row) -> dict[str, float]:
+def plan_row(group: Group, row: Row) -> dict[str, float]:
     """What we plan of a row, by metric. A whole process is what is reserved, and the group's
     context.
     """
-    found = dict(row["ours"]) if "ours" in row else dict(figures_of(run_of(group, row)))
+    found = dict(row["ours"]) if "ours" in row else dict(plan_figures(run_of(group, row)))
     if "context" in group:
         found["process"] = found["reserved"] + group["context"]
     return found
 
 
-def errors(group: Group, metric: str) -> tuple[list[float], list[float]]:
+def compute_errors(group: Group, metric: str) -> tuple[list[float], list[float]]:
     """(theirs, ours) of the rows that have the metric: planned over measured, less one. Theirs may
     be fewer.
     """
@@ -118,15 +118,15 @@ def errors(group: Group, metric: str) -> tuple[list[float], list[float]]:
         for row in rows
         if metric in row["theirs"]
     ]
-    return theirs, [ours(group, row)[metric] / row["measured"][metric] - 1 for row in rows]
+    return theirs, [plan_row(group, row)[metric] / row["measured"][metric] - 1 for row in rows]
 
 
-def metrics_of(group: Group) -> list[str]:
+def list_metrics(group: Group) -> list[str]:
     """Those that rows of a group have, in their order."""
     return [metric for metric in METRICS if any(metric in row["measured"] for row in group["rows"])]
 
 
-def table(group: Group) -> list[str]:
+def format_table(group: Group) -> list[str]:
     """A line for each measured figure."""
     unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
     lines = [
@@ -138,7 +138,7 @@ def table(group: Group) -> list[str]:
     ]
     for row in group["rows"]:
         for metric, measured in row["measured"].items():
-            sides = (row["theirs"].get(metric), ours(group, row)[metric])
+            sides = (row["theirs"].get(metric), plan_row(group, row)[metric])
             cells = [f"{measured / unit:.{digits}f}"]
             for side in sides:
                 cells += (
@@ -150,7 +150,7 @@ def table(group: Group) -> list[str]:
     return lines
 
 
-def choices(group: Group) -> list[str]:
+def format_choices(group: Group) -> list[str]:
     """What other choices of the imitation would give, in rows of the group: a line for each."""
     if "choices" not in group:
         return []
@@ -162,7 +162,7 @@ def choices(group: Group) -> list[str]:
     for choice in group["choices"]:
         row = next(row for row in group["rows"] if row["name"] == choice["row"])
         measured = row["measured"]["allocated"]
-        found = figures_of(run_of(group, {"run": {**row["run"], **choice["run"]}}))["allocated"]
+        found = plan_figures(run_of(group, {"run": {**row["run"], **choice["run"]}}))["allocated"]
         cells = (
             f"{measured / unit:.{digits}f} | {found / unit:.{digits}f} |"
             f" {found / measured - 1:+.2%}"
@@ -171,32 +171,32 @@ def choices(group: Group) -> list[str]:
     return lines
 
 
-def size_of(found: list[float]) -> str:
+def format_errors(found: list[float]) -> str:
     """Mean of the errors' sizes, and the worst error, as two cells."""
     if not found:
         return " | "
     return f"{sum(map(abs, found)) / len(found):.2%} | {max(found, key=abs):+.2%}"
 
 
-def summary(groups: list[Group]) -> list[str]:
+def summarize(groups: list[Group]) -> list[str]:
     """A line for each group and metric."""
     lines = [
         "| group | metric | rows | their mean | their worst | our mean | our worst |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for group in groups:
-        for metric in metrics_of(group):
-            theirs, found = errors(group, metric)
-            sides = f"{size_of(theirs)} | {size_of(found)}"
+        for metric in list_metrics(group):
+            theirs, found = compute_errors(group, metric)
+            sides = f"{format_errors(theirs)} | {format_errors(found)}"
             lines.append(f"| {group['title']} | {METRICS[metric]} | {len(found)} | {sides} |")
     return lines
 
 
-def megatron() -> Group:
+def build_megatron_rows() -> Group:
     """The four rows that Megatron's own tool was published with."""
     rows = []
-    for (_, _, measured, said), row in zip(PUBLISHED, rows_of(Gpt()), strict=True):
-        found = {"allocated": planned(row.run, row.stack).peak.allocated}
+    for (_, _, measured, said), row in zip(PUBLISHED, build_rows(Gpt()), strict=True):
+        found = {"allocated": plan_run(row.run, row.stack).peak.allocated}
         published = {
             "measured": {"allocated": measured * GIB},
             "theirs": {"allocated": said * GIB},
@@ -217,7 +217,7 @@ def megatron() -> Group:
     }
 
 
-def markdown(groups: list[Group]) -> str:
+def format_page(groups: list[Group]) -> str:
     """The page."""
     rows = sum(len(group["rows"]) for group in groups)
     lines = [
@@ -235,7 +235,7 @@ def markdown(groups: list[Group]) -> str:
         "",
         *INTRODUCTION,
         "",
-        *summary(groups),
+        *summarize(groups),
     ]
     for group in groups:
         lines += [
@@ -245,9 +245,9 @@ def markdown(groups: list[Group]) -> str:
             f"Planned by {group['tool']}. Source: {group['source']}.",
             "",
         ]
-        lines += [f"Stack: {group['stack']}.", "", *table(group), ""]
+        lines += [f"Stack: {group['stack']}.", "", *format_table(group), ""]
         lines += [f"- {note}" for note in group["notes"]]
-        lines += [*choices(group), *group.get("more", [])]
+        lines += [*format_choices(group), *group.get("more", [])]
     lines += ["", "## Not planned", "", "| what | why |", "| --- | --- |"]
     lines += [f"| {what} | {why} |" for what, why in NOT_PLANNED]
     return "\n".join(lines) + "\n"
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)
-    text = markdown([*read_rows()["groups"], megatron(), planner_simumax.group()])
+    text = format_page([*read_rows()["groups"], build_megatron_rows(), planner_simumax.group()])
     if options.output is None:
         print(text, end="")
     else:

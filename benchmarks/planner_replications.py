@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import planner_865, planner_megatron  # noqa: E402
-from benchmarks.planner_rows import OURS, Group, Row, Run, error_of, table  # noqa: E402
+from benchmarks.planner_rows import OURS, Group, Row, Run, compute_error, format_table  # noqa: E402
 from benchmarks.planner_stacks import FSDP2, PIECES, RECIPE, Stack  # noqa: E402
 
 GOAL = 0.01
@@ -55,7 +55,7 @@ TITAN = Stack(
 )  # fmt: skip
 
 
-def ladder_3b() -> Iterator[Row]:
+def build_ladder_3b() -> Iterator[Row]:
     """The steps of torchtune's table, in their stack and in ours."""
     packed = {"active": 60.0}
     plain = "memory.activation_checkpointing=none"
@@ -89,7 +89,7 @@ def ladder_3b() -> Iterator[Row]:
         yield Row(name, "ours", run, OURS, {"active": published})
 
 
-def groups() -> Iterator[Group]:
+def list_groups() -> Iterator[Group]:
     """What is replicated."""
     yield planner_865.group()
     yield planner_megatron.group()
@@ -99,7 +99,7 @@ def groups() -> Iterator[Group]:
         " tokens; every row keeps what the rows above it have switched on, but for LoRA and QLoRA,"
         " which step after backward with states in bf16; the most active bytes",
         "GiB",
-        list(ladder_3b()),
+        list(build_ladder_3b()),
         [
             (
                 "Theirs: norms written out, which uncompiled keeps an fp32 copy of each input; keys"
@@ -177,9 +177,9 @@ NOT_REPLICATED = [
 ]  # fmt: skip
 
 
-def markdown() -> str:
+def format_page() -> str:
     """The report."""
-    replicated = list(groups())
+    replicated = list(list_groups())
     lines = [
         "# The planner against published figures",
         "",
@@ -194,10 +194,18 @@ def markdown() -> str:
             f" heaviest stage; torch {torch.__version__.partition('+')[0]} on a simulated device."
         ),
         "",
-        *summary(replicated),
+        *summarize(replicated),
     ]
     for group in replicated:
-        lines += ["", f"## {group.title}", "", f"Source: {group.source}.", "", *table(group), ""]
+        lines += [
+            "",
+            f"## {group.title}",
+            "",
+            f"Source: {group.source}.",
+            "",
+            *format_table(group),
+            "",
+        ]
         lines += [f"- {line}" for line in group.differs]
         lines += group.more()
     lines += ["", "## Not replicated", "", "| what | why |", "| --- | --- |"]
@@ -208,7 +216,7 @@ def markdown() -> str:
         for row in group.rows
         if row.stack == OURS and isinstance(row.run, Run)
     ]
-    runs += planner_865.further_runs()
+    runs += planner_865.format_further_runs()
     lines += [
         "",
         "## The runs",
@@ -219,10 +227,10 @@ def markdown() -> str:
     return "\n".join([*lines, "```bash", *dict.fromkeys(run.command for run in runs), "```"]) + "\n"
 
 
-def summary(replicated: list[Group]) -> list[str]:
+def summarize(replicated: list[Group]) -> list[str]:
     """The goal, and whether it is met."""
     found = [
-        (f"{group.title}, {row.name}, {metric}", error_of(row, metric, group.unit))
+        (f"{group.title}, {row.name}, {metric}", compute_error(row, metric, group.unit))
         for group in replicated
         for row in group.rows
         if row.goal
@@ -232,7 +240,7 @@ def summary(replicated: list[Group]) -> list[str]:
     worst = max(found, key=lambda pair: abs(pair[1]))
     met = sum(abs(error) <= GOAL for _, error in found)
     missed = sorted({name for name, error in found if abs(error) > GOAL})
-    theirs, ours = planner_megatron.mean_errors()
+    theirs, ours = planner_megatron.compute_mean_errors()
     return [
         f"Goal: allocated and active memory within {GOAL:.0%} wherever the stack is theirs: {met}"
         f" of {len(found)} figures meet it, the worst is {worst[1]:+.1%} ({worst[0]}). Missed:"
@@ -249,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)
-    text = markdown()
+    text = format_page()
     if options.output is None:
         print(text, end="")
     else:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 from benchmarks.megatron_stack import STEP, Gpt, Layout, trace_stages
-from benchmarks.planner_stacks import FSDP1, RECIPE, Stack, recipe_class
-from benchmarks.planner_streams import MarkedTrace, held_with_marks, marking
+from benchmarks.planner_stacks import FSDP1, RECIPE, Stack, make_recipe_class
+from benchmarks.planner_streams import MarkedTrace, mark_traces, replay_with_marks
 from benchmarks.transformer_engine_stack import Llama
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.config import load_config
@@ -106,19 +106,19 @@ class Planned:
 
 
 @lru_cache(maxsize=2)  # a trace is large
-def traced(run: Run, stack: Stack) -> tuple[Plan, Trace]:
+def trace_run(run: Run, stack: Stack) -> tuple[Plan, Trace]:
     """Rank 0 of a run."""
     recipe = RecipeFile.find(run.recipe)
     cfg, _ = make_plannable(load_config(run.config, run.keys, recipe.schema()))
     sequence = choose_sequence(cfg, str(run.tokens))
     settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
     print(f"{run.command} ({stack})", file=sys.stderr, flush=True)
-    with marking() if stack.sharding == FSDP1 else nullcontext():
-        return make_plan(recipe_class(stack, run.recipe), cfg, settings)
+    with mark_traces() if stack.sharding == FSDP1 else nullcontext():
+        return make_plan(make_recipe_class(stack, run.recipe), cfg, settings)
 
 
 @cache
-def planned(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
+def plan_run(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
     """The steady step's peaks, of rank 0 or the heaviest place in a pipeline. FSDP1's active bytes
     are with marks.
     """
@@ -126,28 +126,28 @@ def planned(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
         assert isinstance(stack, Gpt | Llama)
         print(f"{run} ({stack})", file=sys.stderr, flush=True)
         return max(
-            (_of_stage(trace) for trace in trace_stages(stack, run)),
+            (_plan_stage(trace) for trace in trace_stages(stack, run)),
             key=lambda found: found.peak.allocated,
         )
     assert isinstance(stack, Stack)
-    plan, trace = traced(run, stack)
+    plan, trace = trace_run(run, stack)
     peak = next(peak for peak in plan.heaviest.peaks if peak.phase == STEADY)
     if isinstance(trace, MarkedTrace):
         peak = replace(
-            peak, active=held_with_marks(trace, STEADY, find_hardware(run.device)).active
+            peak, active=replay_with_marks(trace, STEADY, find_hardware(run.device)).active
         )
-    return Planned(peak, kinds_at_peak(trace, STEADY), plan.verdict, plan.device.usable)
+    return Planned(peak, sum_kinds_at_peak(trace, STEADY), plan.verdict, plan.device.usable)
 
 
-def _of_stage(trace: Trace) -> Planned:
+def _plan_stage(trace: Trace) -> Planned:
     found = replay(trace).phases[STEP]
     peak = PhasePeak(
         STEP, found.active, found.allocated, found.reserved, 0, 0, requested=found.requested
     )
-    return Planned(peak, kinds_at_peak(trace, STEP))
+    return Planned(peak, sum_kinds_at_peak(trace, STEP))
 
 
-def kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
+def sum_kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
     """By kind of memory the bytes live when the most are asked for."""
     found: dict[str, int] = defaultdict(int)
     for number in trace.list_alive_at_peak(phase):
@@ -155,17 +155,17 @@ def kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
     return dict(found)
 
 
-def amount(row: Row, metric: str, unit: str) -> float:
+def plan_amount(row: Row, metric: str, unit: str) -> float:
     """What is planned, in a unit."""
-    return float(getattr(planned(row.run, row.stack).peak, metric)) / UNITS[unit]
+    return float(getattr(plan_run(row.run, row.stack).peak, metric)) / UNITS[unit]
 
 
-def error_of(row: Row, metric: str, unit: str) -> float:
+def compute_error(row: Row, metric: str, unit: str) -> float:
     """Planned over published, less one."""
-    return amount(row, metric, unit) / row.published[metric] - 1
+    return plan_amount(row, metric, unit) / row.published[metric] - 1
 
 
-def table(group: Group) -> list[str]:
+def format_table(group: Group) -> list[str]:
     """A line for each figure."""
     lines = [
         f"| row | stack | metric | published, {group.unit} | planned, {group.unit} | error |",
@@ -173,8 +173,8 @@ def table(group: Group) -> list[str]:
     ]
     for row in group.rows:
         for metric, published in row.published.items():
-            figures = f"{published:.2f} | {amount(row, metric, group.unit):.2f}"
-            error = error_of(row, metric, group.unit)
+            figures = f"{published:.2f} | {plan_amount(row, metric, group.unit):.2f}"
+            error = compute_error(row, metric, group.unit)
             lines.append(
                 f"| {row.name} | {row.whose} | {METRICS[metric]} | {figures} | {error:+.1%} |"
             )

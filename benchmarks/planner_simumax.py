@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.megatron_stack import Layout
-from benchmarks.planner_rows import planned
+from benchmarks.planner_rows import plan_run
 from benchmarks.transformer_engine_stack import ANEW, OUTPUT_ANEW, Llama
 from recipe_lib.units import GIB
 
@@ -40,7 +40,7 @@ CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def runs() -> Iterator[tuple[str, Llama, Layout, float, float]]:
+def list_runs() -> Iterator[tuple[str, Llama, Layout, float, float]]:
     """(name, model, layout, measured, said) of each row."""
     for name, llama, figures in PUBLISHED:
         for layout, (measured, said) in zip(LAYOUTS, figures, strict=True):
@@ -55,9 +55,9 @@ def group() -> dict[str, Any]:
             "name": name,
             "measured": {"allocated": measured * GIB},
             "theirs": {"allocated": said * GIB},
-            "ours": {"allocated": planned(layout, llama).peak.allocated},
+            "ours": {"allocated": plan_run(layout, llama).peak.allocated},
         }
-        for name, llama, layout, measured, said in runs()
+        for name, llama, layout, measured, said in list_runs()
     ]
     return {
         "title": "SimuMax: Llama 3 on 8 B200",
@@ -75,7 +75,7 @@ def group() -> dict[str, Any]:
         ),
         "rows": rows,
         "notes": NOTES,
-        "more": other_choices(),
+        "more": format_other_choices(),
     }
 
 
@@ -117,17 +117,19 @@ NOTES = [
 ]
 
 
-def other_choices() -> list[str]:
+def format_other_choices() -> list[str]:
     """A table: the mean of the errors' sizes and each error with other choices."""
-    names = " | ".join(name.replace("llama3-", "").replace(" layers", "") for name, *_ in runs())
+    names = " | ".join(
+        name.replace("llama3-", "").replace(" layers", "") for name, *_ in list_runs()
+    )
     lines = [
         "", "Errors with other choices:", "",
         f"| choice | mean size | {names} |", f"|{' --- |' * 10}",
     ]  # fmt: skip
     for choice, changes in CHOICES:
         errors = [
-            planned(layout, replace(llama, **changes)).peak.allocated / GIB / measured - 1
-            for _, llama, layout, measured, _ in runs()
+            plan_run(layout, replace(llama, **changes)).peak.allocated / GIB / measured - 1
+            for _, llama, layout, measured, _ in list_runs()
         ]
         mean = sum(map(abs, errors)) / len(errors)
         lines.append(

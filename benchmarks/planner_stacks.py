@@ -64,7 +64,7 @@ class Stack:
     checkpointed_ends: bool = False
 
 
-def recipe_class(stack: Stack, recipe: str = RECIPE) -> type:
+def make_recipe_class(stack: Stack, recipe: str = RECIPE) -> type:
     """Our recipe with the parts of that stack."""
     ours = plan_request.find_recipe_class(RecipeFile.find(recipe))
     return type("Imitation", (_Imitated, ours), {"stack": stack}) if stack != Stack() else ours
@@ -96,13 +96,13 @@ class _Imitated:
             add_adapters(self.model, cfg.lora, DTYPES[cfg.dtype])
         for module in self.model.modules():
             if stack.norms and isinstance(module, Norm):
-                module.norm = written_out_norm
+                module.norm = compute_norm_written_out
             if stack.expanded_keys and isinstance(module, DecoderLayer):
                 module.self_attn.attend = partial(
-                    attention_with_expanded_keys, module.self_attn.attend
+                    attend_with_expanded_keys, module.self_attn.attend
                 )
         if stack.saved_matmuls:
-            options = {"context_fn": _first_matmuls_kept}
+            options = {"context_fn": _keep_first_matmuls}
             for layer in self.model.model.layers:
                 layer.forward = checkpointing._wrap_in_checkpoint(layer.forward, options)
         else:
@@ -164,7 +164,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 _compiled_cross_entropy = torch.compile(_cross_entropy)
 
 
-def written_out_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+def compute_norm_written_out(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """An RMS norm of single operators: autograd keeps its fp32 input and the normed one beside
     it.
     """
@@ -172,7 +172,7 @@ def written_out_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(hidden) * weight
 
 
-def attention_with_expanded_keys(
+def attend_with_expanded_keys(
     attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any, **more: Any
 ) -> Tensor:
     """Each key and value head copied for the query heads that share it."""
@@ -181,7 +181,7 @@ def attention_with_expanded_keys(
     return attend(q, k, v, info, **more)
 
 
-def _first_matmuls_kept() -> Any:
+def _keep_first_matmuls() -> Any:
     """Outputs of attention and of the first, third, ... matmul of a layer are kept."""
     return checkpointing._make_contexts(
         lambda kind, number: kind == ATTENTION or (kind == MATMUL and number % 2 == 0)

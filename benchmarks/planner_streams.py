@@ -49,7 +49,7 @@ class _MarkingTracer(Tracer):
 
 
 @contextmanager
-def marking() -> Iterator[None]:
+def mark_traces() -> Iterator[None]:
     """Plans made in here leave `MarkedTrace`s. FSDP1 asks what only a real device has: marks on
     memory, addresses.
     """
@@ -107,7 +107,7 @@ class Held:
     seconds: float
 
 
-def held_with_marks(
+def replay_with_marks(
     trace: MarkedTrace,
     phase: str,
     hardware: Hardware,

@@ -60,12 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
     rows = []
-    with checked_out(arguments.against) as before:
+    with check_out(arguments.against) as before:
         for name in arguments.only:
             times: dict[bool, float] = {}
             for _ in range(arguments.repeats):
                 for folder in [before, REPOSITORY] if before else [REPOSITORY]:
-                    spent = seconds(folder, PLANS[name])
+                    spent = measure_seconds(folder, PLANS[name])
                     key = folder == REPOSITORY
                     times[key] = min(spent, times.get(key, spent))
             earlier = times.get(False)
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextmanager
-def checked_out(commit: str) -> Iterator[Path | None]:
+def check_out(commit: str) -> Iterator[Path | None]:
     """A folder with the files of a commit; None for no commit."""
     if not commit:
         yield None
@@ -100,7 +100,7 @@ def checked_out(commit: str) -> Iterator[Path | None]:
             subprocess.run([*git, "remove", "--force", str(place)], check=True, capture_output=True)
 
 
-def seconds(folder: Path, words: tuple[str, ...]) -> float:
+def measure_seconds(folder: Path, words: tuple[str, ...]) -> float:
     """CPU time of `tune plan` with the code in a folder."""
     command = [
         sys.executable,

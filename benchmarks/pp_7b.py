@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the length of sequences is given
 
-from benchmarks.pp_torch_stages import RECIPE, recipe_class
+from benchmarks.pp_torch_stages import RECIPE, make_recipe_class
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
@@ -57,7 +57,9 @@ HEAD = [
 ]  # fmt: skip
 
 
-def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -> tuple[int, int]:
+def simulate_peak(
+    kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG
+) -> tuple[int, int]:
     """(the most live bytes of a rank's steady step, what of them are parameters, gradients and
     states).
     """
@@ -71,7 +73,7 @@ def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -
         find_hardware(CARD), choose_sequence(cfg, str(TOKENS)), RANKS, phases=()
     )
     ours = load_module(RecipeFile.find(RECIPE).path).FullFinetune
-    recipe = ours if kind == OURS else recipe_class(attached=kind == BEFORE)
+    recipe = ours if kind == OURS else make_recipe_class(attached=kind == BEFORE)
     trace = simulate_rank(recipe, cfg, settings, rank, traced=COUNT).trace
     alive = [trace.storages[number] for number in trace.list_alive_at_peak(STEADY)]
     return trace.find_active_peaks()[STEADY], sum(one.bytes for one in alive if one.kind in _HELD)
@@ -80,7 +82,7 @@ def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -
 Job = tuple[str, str, str, int]
 
 
-def _jobs() -> list[Job]:
+def _list_jobs() -> list[Job]:
     """Kind, schedule, mode and rank of each simulation; before the fix that of the rank with the
     last stage.
     """
@@ -94,12 +96,12 @@ def _jobs() -> list[Job]:
 
 
 def _run(job: Job) -> tuple[int, int]:
-    found = peak(*job)
+    found = simulate_peak(*job)
     print("7B", *job, f"{found[0] / GIB:.2f} GiB", flush=True)
     return found
 
 
-def _row(found: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:
+def _build_row(found: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:
     """The cells of a rank."""
     (ours, held), (torch, held_there) = (
         found[kind, schedule, mode, rank] for kind in (OURS, TORCH)
@@ -118,16 +120,18 @@ def _row(found: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int)
     return [*cells, f"{before / GIB:.2f}", f"{1 - torch / before:.0%}"]
 
 
-def section(version: str) -> str:
+def format_section(version: str) -> str:
     """The page's section. version: of torch."""
-    jobs, tables, shares = _jobs(), [], {}
+    jobs, tables, shares = _list_jobs(), [], {}
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
         found = dict(zip(jobs, pool.map(_run, jobs), strict=True))
     for mode in MODES:
         rows = [
-            _row(found, schedule, mode, rank) for schedule in SCHEDULES for rank in range(RANKS)
+            _build_row(found, schedule, mode, rank)
+            for schedule in SCHEDULES
+            for rank in range(RANKS)
         ]
-        tables.append(f"### Activation checkpointing: {mode}\n\n{_table(HEAD, rows)}")
+        tables.append(f"### Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
         shares[mode] = " and ".join(cells[-1] for cells in rows if cells[-1])
     logits = TOKENS * 32000 * 2 / GIB
     return SECTION.format(
@@ -141,5 +145,5 @@ def section(version: str) -> str:
     )
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])

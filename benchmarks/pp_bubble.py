@@ -23,7 +23,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.pp_traced import config, micro_batches, small_spec  # noqa: E402
+from benchmarks.pp_traced import build_config, build_small_spec, make_micro_batches  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES, count_stages, count_stages_per_rank  # noqa: E402
 from recipe_lib.config.schema import ParallelConfig  # noqa: E402
 from recipe_lib.data import Batch  # noqa: E402
@@ -92,10 +92,10 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
     """Of each schedule and step: when it began and ended."""
     found = []
     for schedule in schedules:
-        cfg = config(schedule, ranks, count, "none")
+        cfg = build_config(schedule, ranks, count, "none")
         stages = count_stages(cfg.parallel)
         cfg.parallel.pipeline_layers_per_stage = [1] * stages
-        spec = small_spec(stages)
+        spec = build_small_spec(stages)
         with start_world(cfg) as world:
             model = build_meta(spec, torch.float32)
             pipeline = split_pipeline(model, cfg, world)
@@ -104,18 +104,21 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
             init_weights(model, 1, spec)
             make_sleep(model, seconds)
             found.append(
-                [_timed_step(pipeline, model, micro_batches(count), seconds) for _ in range(STEPS)]
+                [
+                    _time_step(pipeline, model, make_micro_batches(count), seconds)
+                    for _ in range(STEPS)
+                ]
             )
     return found
 
 
-def _timed_step(
+def _time_step(
     pipeline: Pipeline, model: nn.Module, batches: list[Batch], seconds: float
 ) -> list[float]:
     """When a step began, at a tick, and when this rank's last action ended."""
     ends: list[float] = []
     driver.on_action = lambda action: ends.append(time.monotonic())
-    begin = _agreed_begin(seconds)
+    begin = _agree_on_begin(seconds)
     try:
         for batch in pipeline.train(batches):
             pipeline.backward(model(batch.tokens, labels=batch.labels) / 100)
@@ -125,7 +128,7 @@ def _timed_step(
     return [begin, ends[-1]]
 
 
-def _agreed_begin(seconds: float) -> float:
+def _agree_on_begin(seconds: float) -> float:
     """A tick that all ranks have slept until."""
     dist.barrier()
     begin = torch.tensor(round(time.monotonic() / seconds + 3) * seconds, dtype=torch.float64)
@@ -134,7 +137,7 @@ def _agreed_begin(seconds: float) -> float:
     return begin.item()
 
 
-def bubble_of(step: Sequence[Sequence[float]], work: float) -> float:
+def compute_bubble(step: Sequence[Sequence[float]], work: float) -> float:
     """Of one step of all ranks, each of which computes for `work` seconds: the part of their time
     together in which they do not.
     """
@@ -151,13 +154,13 @@ def measure(schedules: Sequence[str], ranks: int, count: int, seconds: float) ->
         own = count_stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
         work = 3 * own * count * seconds
         steps = [
-            bubble_of([rank[number][step] for rank in found], work) for step in range(1, STEPS)
+            compute_bubble([rank[number][step] for rank in found], work) for step in range(1, STEPS)
         ]
         measured[schedule] = min(steps)
     return measured
 
 
-def simulated(schedule: str, ranks: int, count: int) -> float:
+def simulate_bubble(schedule: str, ranks: int, count: int) -> float:
     """The bubble of the lists that the ranks run, by simulation."""
     parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
     orders = add_transfers(compute_orders(parallel, count), parallel)
@@ -202,7 +205,7 @@ def page(count: int, seconds: float) -> tuple[str, bool]:
             good &= bubble < measured[ONE_STAGE] or not SCHEDULES[schedule].splits
             cells = [str(ranks), f"`{schedule}`", str(ranks * own), f"{theory:.2%}"]
             cells += [
-                f"{simulated(schedule, ranks, count):.2%}",
+                f"{simulate_bubble(schedule, ranks, count):.2%}",
                 f"{bubble:.2%}",
                 f"{bubble / theory:.3f}",
             ]

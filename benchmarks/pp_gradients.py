@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.pp_stock import SCHEDULE_CLASSES, Part  # noqa: E402
-from benchmarks.pp_traced import config, micro_batches, small_spec  # noqa: E402
+from benchmarks.pp_traced import build_config, build_small_spec, make_micro_batches  # noqa: E402
 from recipe_lib.config.mesh import count_stages, list_rank_stages  # noqa: E402
 from recipe_lib.data import Batch  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing  # noqa: E402
@@ -41,7 +41,7 @@ from recipe_lib.parallel import (  # noqa: E402
 from tests.distributed.ranks import RankFailure, run_ranks  # noqa: E402
 
 LAYERS, COUNT, RANKS, TOLERANCE = 4, 4, 2, 1e-6
-SPEC = small_spec(LAYERS)
+SPEC = build_small_spec(LAYERS)
 
 PAGE = """# Gradients of a pipeline
 
@@ -92,7 +92,7 @@ def main() -> int:
     rows, all_right = [], True
     for situation in SITUATIONS:
         for schedule in SCHEDULES:
-            cells = [outcome(run, situation, schedule) for run in (_run_ours, _run_stock)]
+            cells = [judge_run(run, situation, schedule) for run in (_run_ours, _run_stock)]
             all_right &= cells[0] == "right"
             rows.append(f"| {situation.name} | `{schedule}` | {' | '.join(cells)} |")
             print(rows[-1], flush=True)
@@ -108,7 +108,7 @@ def main() -> int:
     return 0 if all_right else 1
 
 
-def outcome(run: Any, situation: Situation, schedule: str) -> str:
+def judge_run(run: Any, situation: Situation, schedule: str) -> str:
     """`right`, or what is not."""
     ranks = RANKS if situation.reshards is None else 2 * RANKS
     try:
@@ -129,15 +129,15 @@ def outcome(run: Any, situation: Situation, schedule: str) -> str:
     return f"**{', '.join(told)}**" if told else "right"
 
 
-def _config(situation: Situation, schedule: str) -> Any:
-    cfg = config(schedule, RANKS, COUNT, situation.checkpointing)
+def _build_config(situation: Situation, schedule: str) -> Any:
+    cfg = build_config(schedule, RANKS, COUNT, situation.checkpointing)
     cfg.parallel.reshard_after_forward = bool(situation.reshards)
     return cfg
 
 
-def _rows(world: World) -> list[Batch]:
+def _build_rows(world: World) -> list[Batch]:
     """The micro-batches of this data rank."""
-    return micro_batches(COUNT * world.data_ranks)[world.data_rank :: world.data_ranks]
+    return make_micro_batches(COUNT * world.data_ranks)[world.data_rank :: world.data_ranks]
 
 
 def _freeze(model: nn.Module, situation: Situation) -> None:
@@ -149,7 +149,7 @@ def _freeze(model: nn.Module, situation: Situation) -> None:
 
 
 def _run_ours(situation: Situation, schedule: str) -> Found:
-    cfg = _config(situation, schedule)
+    cfg = _build_config(situation, schedule)
     with start_world(cfg) as world:
         model = build_meta(SPEC, torch.float64)
         pipeline = split_pipeline(model, cfg, world)
@@ -159,15 +159,15 @@ def _run_ours(situation: Situation, schedule: str) -> Found:
         shard_model(model, cfg.parallel, cfg.memory, world)
         materialize(model, cfg.memory, world.device)
         init_weights(model, 1, SPEC)
-        for batch in pipeline.train(_rows(world)):
+        for batch in pipeline.train(_build_rows(world)):
             pipeline.backward(model(batch.tokens, labels=batch.labels) / 100)
-        return _compared(
+        return _compare_gradients(
             {name: one.grad for name, one in model.named_parameters()}, situation, world
         )
 
 
 def _run_stock(situation: Situation, schedule: str) -> Found:
-    cfg = _config(situation, schedule)
+    cfg = _build_config(situation, schedule)
     with start_world(cfg) as world:
         assert world.pipeline is not None
         stages, mine = (
@@ -176,7 +176,7 @@ def _run_stock(situation: Situation, schedule: str) -> Found:
         )
         each, group = LAYERS // stages, world.mesh.get_group("pipeline")
         parts = [
-            _part(situation, range(stage * each, (stage + 1) * each), stage, stages, world)
+            _build_stage(situation, range(stage * each, (stage + 1) * each), stage, stages, world)
             for stage in mine
         ]
         wrapped = [
@@ -186,19 +186,22 @@ def _run_stock(situation: Situation, schedule: str) -> Found:
         run = SCHEDULE_CLASSES[schedule](
             wrapped[0] if schedule == "1f1b" else wrapped,
             n_microbatches=COUNT,
-            loss_fn=_loss,
+            loss_fn=_compute_loss,
             scale_grads=False,
         )
         tokens, labels = (
-            torch.cat([getattr(one, what) for one in _rows(world)]) for what in ("tokens", "labels")
+            torch.cat([getattr(one, what) for one in _build_rows(world)])
+            for what in ("tokens", "labels")
         )
         more: dict[str, Any] = {"target": labels} if stages - 1 in mine else {}
         run.step(*([tokens] if 0 in mine else []), return_outputs=False, **more)
         found = {name: one.grad for part in parts for name, one in part.model.named_parameters()}
-        return _compared(found, situation, world)
+        return _compare_gradients(found, situation, world)
 
 
-def _part(situation: Situation, layers: range, stage: int, stages: int, world: World) -> Part:
+def _build_stage(
+    situation: Situation, layers: range, stage: int, stages: int, world: World
+) -> Part:
     """A stage as torch's runtime takes it, with values."""
     model = build_meta(SPEC, torch.float64)
     part = Part(model, layers, stage, stages)
@@ -218,26 +221,32 @@ def _part(situation: Situation, layers: range, stage: int, stages: int, world: W
     return part
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 100
 
 
-def _compared(found: dict[str, Tensor | None], situation: Situation, world: World) -> Found:
+def _compare_gradients(
+    found: dict[str, Tensor | None], situation: Situation, world: World
+) -> Found:
     """Of this rank's parameters that are trained in one process."""
     alone: Decoder = build_meta(SPEC, torch.float64).to_empty(device="cpu")
     _freeze(alone, situation)
     init_weights(alone, 1, SPEC)
-    for one in micro_batches(COUNT * world.data_ranks):
+    for one in make_micro_batches(COUNT * world.data_ranks):
         (alone(one.tokens, labels=one.labels) / 100).backward()
     expected = {
         name: parameter.grad
         for name, parameter in alone.named_parameters()
         if parameter.grad is not None
     }
-    return {name: _off(grad, expected[name]) for name, grad in found.items() if name in expected}
+    return {
+        name: _measure_error(grad, expected[name])
+        for name, grad in found.items()
+        if name in expected
+    }
 
 
-def _off(found: Tensor | None, expected: Tensor) -> float | None:
+def _measure_error(found: Tensor | None, expected: Tensor) -> float | None:
     if found is None:
         return None
     whole = found.full_tensor() if isinstance(found, DTensor) else found

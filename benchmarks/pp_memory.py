@@ -19,15 +19,15 @@ sys.path.insert(0, str(REPOSITORY))
 
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.pp_7b import section  # noqa: E402
+from benchmarks.pp_7b import format_section  # noqa: E402
 from benchmarks.pp_stock import run_stock  # noqa: E402
 from benchmarks.pp_traced import (  # noqa: E402
-    boundary_bytes,
-    config,
-    expected_held,
-    expected_most,
+    build_config,
+    build_small_spec,
+    compute_expected_held,
+    compute_expected_most,
+    count_boundary_bytes,
     run_ours,
-    small_spec,
 )
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
@@ -62,9 +62,9 @@ size waits. Here both are small. On a GPU the caching allocator rounds sizes and
 
 def _run_rank() -> list[list[dict[str, Any]]]:
     """Of each job: ours, torch's."""
-    spec, found = small_spec(LAYERS), []
+    spec, found = build_small_spec(LAYERS), []
     for schedule, mode in JOBS:
-        cfg = config(schedule, RANKS, COUNT, mode)
+        cfg = build_config(schedule, RANKS, COUNT, mode)
         ours = run_ours(cfg, spec, COUNT, peaks=True).as_dict()
         found.append([ours, run_stock(cfg, spec, COUNT, dist.get_rank()).as_dict()])
     return found
@@ -73,18 +73,18 @@ def _run_rank() -> list[list[dict[str, Any]]]:
 def _check(job: Job, rank: int, ours: dict[str, Any]) -> int:
     """The peak in theory. ValueError where what is held is not what theory says."""
     schedule, mode = job
-    cfg, spec = config(schedule, RANKS, COUNT, mode), small_spec(LAYERS)
+    cfg, spec = build_config(schedule, RANKS, COUNT, mode), build_small_spec(LAYERS)
     for (name, held), (wanted, bytes_) in zip(
-        ours["held"], expected_held(cfg, spec, rank, COUNT), strict=True
+        ours["held"], compute_expected_held(cfg, spec, rank, COUNT), strict=True
     ):
         if held != bytes_ or name != wanted:
             raise ValueError(
                 f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {bytes_} in theory"
             )
-    return expected_most(cfg, spec, rank, COUNT)
+    return compute_expected_most(cfg, spec, rank, COUNT)
 
 
-def _row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
+def _build_row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
     theory = _check(job, rank, ours)
     cells = [
         f"`{job[0]}`",
@@ -122,17 +122,17 @@ def page() -> str:
         for number, job in enumerate(JOBS):
             if job[1] == mode:
                 for rank in range(RANKS):
-                    rows.append(_row(job, rank, *found[rank][number]))
+                    rows.append(_build_row(job, rank, *found[rank][number]))
                     print(mode, *rows[-1], flush=True)
-        tables.append(f"## Activation checkpointing: {mode}\n\n{_table(HEAD, rows)}")
+        tables.append(f"## Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
     version = torch.__version__.partition("+")[0]
     return PAGE.format(
-        layers=LAYERS, ranks=RANKS, count=COUNT, boundary=boundary_bytes(), tables="\n\n".join(tables),
-        torch=version, section=section(version),
+        layers=LAYERS, ranks=RANKS, count=COUNT, boundary=count_boundary_bytes(), tables="\n\n".join(tables),
+        torch=version, section=format_section(version),
     )  # fmt: skip
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.pp_traced import Storages, Traced, count_forwards, micro_batches
+from benchmarks.pp_traced import Storages, Traced, count_forwards, make_micro_batches
 from recipe_lib.config.mesh import count_stages, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_activation_checkpointing
@@ -70,19 +70,23 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     stages = count_stages(cfg.parallel)
     each, mine = spec.num_layers // stages, list_rank_stages(cfg.parallel, rank)
     parts = [
-        _part(cfg, spec, stage, range(stage * each, (stage + 1) * each), stages) for stage in mine
+        _build_stage(cfg, spec, stage, range(stage * each, (stage + 1) * each), stages)
+        for stage in mine
     ]
     parameters = [parameter for _, part in parts for parameter in part.parameters()]
     wrapped = [PipelineStage(part, stage, stages, torch.device("cpu")) for stage, part in parts]
     make = SCHEDULE_CLASSES[cfg.parallel.pipeline_schedule]
     alone = cfg.parallel.pipeline_schedule in ("gpipe", "1f1b")
     schedule = make(
-        wrapped[0] if alone else wrapped, n_microbatches=count, loss_fn=_loss, scale_grads=False
+        wrapped[0] if alone else wrapped,
+        n_microbatches=count,
+        loss_fn=_compute_loss,
+        scale_grads=False,
     )
     found, calls = Traced(), Counter[str]()
     for _, part in parts:
         count_forwards(part.model, calls)
-    rows = micro_batches(count)
+    rows = make_micro_batches(count)
     tokens, labels = (
         torch.cat([one.tokens for one in rows]),
         torch.cat([one.labels for one in rows]),
@@ -103,7 +107,7 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     return found
 
 
-def _part(
+def _build_stage(
     cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, layers: range, stages: int
 ) -> tuple[int, Part]:
     model = build_meta(spec, torch.float32)
@@ -114,5 +118,5 @@ def _part(
     return stage, part
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 100

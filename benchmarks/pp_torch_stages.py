@@ -29,7 +29,7 @@ from recipe_lib.parallel import DTYPES, Parallel
 RECIPE = "full_finetune_distributed"
 
 
-def recipe_class(*, attached: bool = False) -> type:
+def make_recipe_class(*, attached: bool = False) -> type:
     """The recipe. attached: outputs and losses keep their graphs, as before torch's #138119 and
     #138504.
     """
@@ -70,7 +70,7 @@ class _TorchStages:
         made: Any = wrapped[0] if name in ("gpipe", "1f1b") else wrapped
         count = compute_micro_batches(cfg)[1]
         self.schedule = SCHEDULE_CLASSES[name](
-            made, n_microbatches=count, loss_fn=_loss, scale_grads=False
+            made, n_microbatches=count, loss_fn=_compute_loss, scale_grads=False
         )
 
     def _part(self, stage: int, layers: range, stages: int) -> Part:
@@ -107,19 +107,19 @@ class _TorchStages:
         more: dict[str, Any] = (
             {"target": labels, "losses": self.losses} if self.last in self.mine else {}
         )
-        with _graphs_are_held() if self.attached else _shapes_are_known():
+        with _hold_graphs() if self.attached else _assume_known_shapes():
             self.schedule.step(*([tokens] if 0 in self.mine else []), return_outputs=False, **more)
         self.optimizer.step()  # type: ignore[attr-defined]
         self.optimizer.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
         return training.Step(torch.zeros(()), torch.zeros(()))
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
 @contextmanager
-def _shapes_are_known() -> Iterator[None]:
+def _assume_known_shapes() -> Iterator[None]:
     """No vote among the ranks on it, which reads what has been sent: here nothing is."""
 
     def agreed(schedule: Any, stages: list[Any], *args: Any) -> None:
@@ -131,9 +131,9 @@ def _shapes_are_known() -> Iterator[None]:
 
 
 @contextmanager
-def _graphs_are_held() -> Iterator[None]:
+def _hold_graphs() -> Iterator[None]:
     """The fault that #138119 and #138504 took away: what is returned is not detached from its
     graph.
     """
-    with _shapes_are_known(), mock.patch.object(torch.Tensor, "detach_", lambda tensor: tensor):
+    with _assume_known_shapes(), mock.patch.object(torch.Tensor, "detach_", lambda tensor: tensor):
         yield

@@ -52,7 +52,7 @@ ROWS, LENGTH = 2, 24
 _FP32 = 4
 
 
-def small_spec(layers: int) -> DecoderSpec:
+def build_small_spec(layers: int) -> DecoderSpec:
     """A Llama with small matrices."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -72,14 +72,14 @@ def small_spec(layers: int) -> DecoderSpec:
     return build_spec(config, "small")
 
 
-def micro_batches(count: int) -> list[Batch]:
+def make_micro_batches(count: int) -> list[Batch]:
     """The same on all ranks."""
     generator = torch.Generator().manual_seed(3)
     drawn = torch.randint(0, VOCABULARY, (count, 2, ROWS, LENGTH), generator=generator)
     return [Batch(tokens.clone(), labels.clone()) for tokens, labels in drawn]
 
 
-def boundary_bytes() -> int:
+def count_boundary_bytes() -> int:
     """A micro-batch's tensor between two stages, fp32."""
     return ROWS * LENGTH * WIDTH * _FP32
 
@@ -100,7 +100,9 @@ def stage_bytes(
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     whole = 6 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width + 2 + spec.num_heads
     each = spec.width if checkpointing == "full" else whole
-    kept = tokens * _FP32 * (layers * each + spec.head_width) + (boundary_bytes() if last else 0)
+    kept = tokens * _FP32 * (layers * each + spec.head_width) + (
+        count_boundary_bytes() if last else 0
+    )
     return StageBytes(
         kept, layers * count_deferred_elements(spec) * tokens * _FP32 if splits else 0
     )
@@ -133,11 +135,13 @@ class Storages(TorchDispatchMode):
         # What the host tells other ranks as JSON, whole numbers all of it, gloo's threads may hold
         # a moment longer.
         counted = (
-            leaf for leaf in _tensors(result) if leaf.is_floating_point() or leaf.nbytes > _TOLD
+            leaf
+            for leaf in _list_tensors(result)
+            if leaf.is_floating_point() or leaf.nbytes > _TOLD
         )
         made = [leaf.untyped_storage() for leaf in counted]
         if made:
-            given = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+            given = {leaf.untyped_storage()._cdata for leaf in _list_tensors((args, kwargs))}
             for storage in made:
                 if storage._cdata not in given:
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -156,7 +160,7 @@ class Storages(TorchDispatchMode):
         return {key: size for key, (_, size) in self._alive.items() if key not in ignored}
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -177,7 +181,7 @@ class Traced:
         return vars(self)
 
 
-def config(
+def build_config(
     schedule: str, ranks: int, count: int, checkpointing: str, stages: int = 2
 ) -> FullFinetuneConfig:
     """Of a pipeline that takes so many micro-batches a step."""
@@ -190,19 +194,21 @@ def config(
     return cfg
 
 
-def expected(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> list[Live]:
+def compute_expected(
+    cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
+) -> list[Live]:
     """What a rank holds after each action, by theory; layers are even."""
     parallel = cfg.parallel
     stages, each = count_stages(parallel), spec.num_layers // count_stages(parallel)
-    order, taken = taken_sends(cfg, rank, count)
+    order, taken = list_taken_sends(cfg, rank, count)
     splits, mode = SCHEDULES[parallel.pipeline_schedule].splits, cfg.memory.activation_checkpointing
     sizes = {}
     for stage in {action.stage for action in order}:
         sizes[stage] = stage_bytes(spec, each, mode, last=stage == stages - 1, splits=splits)
-    return compute_live_bytes(order, parallel, sizes, boundary_bytes(), taken=taken)
+    return compute_live_bytes(order, parallel, sizes, count_boundary_bytes(), taken=taken)
 
 
-def taken_sends(
+def list_taken_sends(
     cfg: FullFinetuneConfig, rank: int, count: int
 ) -> tuple[list[Action], dict[Action, int]]:
     """A rank's list, and until when the driver holds what it sends: as `find_taken` has it."""
@@ -211,40 +217,40 @@ def taken_sends(
     return orders[rank], find_taken(timeline, orders[rank], rank, cfg.parallel)
 
 
-def total_of(live: Live) -> int:
+def sum_live(live: Live) -> int:
     """All that is counted of a moment."""
     return live.kept + live.deferred + live.received + live.handed + live.waiting + live.sent
 
 
-def expected_held(
+def compute_expected_held(
     cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
 ) -> list[tuple[str, int]]:
     """As `Traced.held`: what is there when the next action begins, for which sends that are done by
     then are let go.
     """
     lives, gone = (
-        expected(cfg, spec, rank, count),
-        Counter(taken_sends(cfg, rank, count)[1].values()),
+        compute_expected(cfg, spec, rank, count),
+        Counter(list_taken_sends(cfg, rank, count)[1].values()),
     )
     return [
-        (str(live.action), total_of(live) - gone[number + 1] * boundary_bytes())
+        (str(live.action), sum_live(live) - gone[number + 1] * count_boundary_bytes())
         for number, live in enumerate(lives)
     ]
 
 
-def expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
+def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
     """The most bytes that are alive at once, during an action or after it."""
-    work = work_bytes(cfg, spec)
+    work = compute_work_bytes(cfg, spec)
     before = most = 0
-    lives = expected(cfg, spec, rank, count)
-    for live, (_, held) in zip(lives, expected_held(cfg, spec, rank, count), strict=True):
+    lives = compute_expected(cfg, spec, rank, count)
+    for live, (_, held) in zip(lives, compute_expected_held(cfg, spec, rank, count), strict=True):
         needs = work[live.action.stage].get(live.action.kind, 0)
-        most = max(most, before + needs, total_of(live))
+        most = max(most, before + needs, sum_live(live))
         before = held
     return most
 
 
-def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str, int]]:
+def compute_work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str, int]]:
     """By stage and kind of action: the most bytes that it has alive beyond what is there before.
 
     Measured on each stage by itself, without a pipeline; of the second micro-batch, when gradients
@@ -259,14 +265,14 @@ def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str
     init_weights(model, 1, spec)
     for module in model.modules():
         if splits and type(module) is nn.Linear:
-            module.forward = MethodType(_deferred, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_list_deferred, module)  # type: ignore[method-assign]
     alone = _Alone(model, cfg.memory.loss_chunks)
     found: dict[int, dict[str, int]] = {stage: {} for stage in range(stages)}
     with deferred.enable_split_backward() if splits else nullcontext():
         for stage in range(stages):
             layers = range(stage * each, (stage + 1) * each)
             for defers in (False, True) if splits else (False,):
-                for rows in micro_batches(2):
+                for rows in make_micro_batches(2):
                     sizes = alone.work(
                         rows, layers, defers, first=stage == 0, last=stage == stages - 1
                     )
@@ -275,7 +281,7 @@ def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str
     return found
 
 
-def _deferred(module: nn.Linear, hidden: Tensor) -> Tensor:
+def _list_deferred(module: nn.Linear, hidden: Tensor) -> Tensor:
     return deferred.linear(hidden, module.weight, module.bias)
 
 
@@ -359,7 +365,7 @@ def run_ours(
         ]
         if spoil is not None:
             spoil(model, pipeline)
-        return _Tracing(model, pipeline, cfg, order, peaks).run(micro_batches(count))
+        return _Tracing(model, pipeline, cfg, order, peaks).run(make_micro_batches(count))
 
 
 def count_forwards(model: nn.Module, calls: Counter[str]) -> None:

@@ -132,14 +132,14 @@ def page_of(setups: Sequence[Setup], seeds: int) -> str:
         torch=torch.__version__,
         torchao=version("torchao"),
         transformers=version("transformers"),
-        rows=len(held_out(setups[0])),
+        rows=len(tokenize_held_out(setups[0])),
         held_out=HELD_OUT,
-    ) + "".join(section_of(setup, seeds) for setup in setups)
+    ) + "".join(format_section(setup, seeds) for setup in setups)
 
 
-def section_of(setup: Setup, seeds: int) -> str:
+def format_section(setup: Setup, seeds: int) -> str:
     """One setup's table, and what it comes to."""
-    found = [losses_of(setup, seed) for seed in range(seeds)]
+    found = [run_losses(setup, seed) for seed in range(seeds)]
     losses = [one for one, _ in found]
     rows = []
     for number, name in enumerate(NAMES):
@@ -153,7 +153,7 @@ def section_of(setup: Setup, seeds: int) -> str:
     return SECTION.format(
         model=setup.model,
         group=setup.group,
-        command=" ".join(["tune run demo/full", *words(setup, 0), *with_qat(setup)]).replace(
+        command=" ".join(["tune run demo/full", *build_words(setup, 0), *add_qat(setup)]).replace(
             STORIES, "stories260K-hf"
         ),
         seeds=" | ".join(f"seed {seed}" for seed in range(seeds)),
@@ -170,7 +170,7 @@ def section_of(setup: Setup, seeds: int) -> str:
     )
 
 
-def words(setup: Setup, seed: int) -> list[str]:
+def build_words(setup: Setup, seed: int) -> list[str]:
     """What all runs set."""
     steps = setup.steps
     return [
@@ -182,24 +182,24 @@ def words(setup: Setup, seed: int) -> list[str]:
     ]
 
 
-def with_qat(setup: Setup) -> list[str]:
+def add_qat(setup: Setup) -> list[str]:
     """What a run with rounding sets besides."""
     return [f"qat={KIND}", f"qat_group_size={setup.group}", f"qat_start_step={setup.steps // 2}"]
 
 
-def config(setup: Setup, seed: int) -> FullFinetuneConfig:
+def load_run_config(setup: Setup, seed: int) -> FullFinetuneConfig:
     """Of the runs without rounding."""
     return load_config(
-        get_configs_folder() / "demo" / "full.yaml", words(setup, seed), FullFinetuneConfig
+        get_configs_folder() / "demo" / "full.yaml", build_words(setup, seed), FullFinetuneConfig
     )
 
 
-def losses_of(setup: Setup, seed: int) -> tuple[list[float], float]:
+def run_losses(setup: Setup, seed: int) -> tuple[list[float], float]:
     """Losses as in NAMES, and by how much a run's own last validation is off the last of them."""
     found, own = [], 0.0
-    for rounding in ([], with_qat(setup)):
+    for rounding in ([], add_qat(setup)):
         with tempfile.TemporaryDirectory() as folder:
-            output = [*words(setup, seed), *rounding, f"output_dir={folder}/run"]
+            output = [*build_words(setup, seed), *rounding, f"output_dir={folder}/run"]
             if code := tune(["run", "--no-plan", "demo/full", *output]):
                 raise SystemExit(f"a run ended with exit code {code}")
             run = Path(folder) / "run"
@@ -210,9 +210,9 @@ def losses_of(setup: Setup, seed: int) -> tuple[list[float], float]:
     return found, abs(own - found[-1])
 
 
-def held_out(setup: Setup) -> Any:
+def tokenize_held_out(setup: Setup) -> Any:
     """The rows that no run has trained on, tokenized as in validation."""
-    cfg = config(setup, 0)
+    cfg = load_run_config(setup, 0)
     cfg.data.source = HELD_OUT
     return build_dataset(cfg.data, load_tokenizer(Path(str(cfg.tokenizer.path))), cfg.max_seq_len)
 
@@ -231,7 +231,7 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
         folder, quantization_config=rounding, dtype=torch.float32
     )
     total, count = 0.0, 0
-    for batches in make_validation_steps(held_out(setup), 0, 1, 50):
+    for batches in make_validation_steps(tokenize_held_out(setup), 0, 1, 50):
         (batch,) = batches.micro_batches
         logits = model(batch.tokens).logits.double()
         losses = torch.nn.functional.cross_entropy(

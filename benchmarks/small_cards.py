@@ -86,7 +86,7 @@ LINES = (
 )
 
 
-def planned(line: SmallCard) -> dict[str, Any]:
+def plan_line(line: SmallCard) -> dict[str, Any]:
     """The plan's figures: bytes of card and host, seconds of a step, of its copies, and of those
     that show.
     """
@@ -106,7 +106,7 @@ def planned(line: SmallCard) -> dict[str, Any]:
     }
 
 
-def row(line: SmallCard, found: dict[str, Any]) -> str:
+def format_row(line: SmallCard, found: dict[str, Any]) -> str:
     """A line of the page's table."""
     sizes = [format_bytes(found[key]) for key in ("allocated", "reserved", "host")]
     return (
@@ -116,11 +116,11 @@ def row(line: SmallCard, found: dict[str, Any]) -> str:
     )
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def format_table(found: list[dict[str, Any]]) -> str:
     """What the page has between its two marks."""
     outside = {format_bytes(one["outside"]) for one in found}
     assert len(outside) == 1, outside
-    rows = "\n".join(row(line, one) for line, one in zip(LINES, found, strict=True))
+    rows = "\n".join(format_row(line, one) for line, one in zip(LINES, found, strict=True))
     commands = "\n".join(line.command for line in LINES)
     return (
         f"A card also has to hold what is outside of torch: {outside.pop()}.\n\n{_HEAD}\n{rows}\n\n"
@@ -135,7 +135,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="docs/small_cards.md")
     output = parser.parse_args().output
-    made = table([apart(planned, line) for line in LINES])
+    made = format_table([apart(plan_line, line) for line in LINES])
     text = output.read_text(encoding="utf-8")
     output.write_text(
         PLANS.sub(lambda found: f"{found[1]}{made}{found[3]}", text), encoding="utf-8"

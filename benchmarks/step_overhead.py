@@ -113,7 +113,7 @@ def run_both(
     folder: Path, steps: int
 ) -> tuple[list[tuple[dict[str, float], dict[str, float]]], int]:
     """(bare, recipe) for each step, and the number of parameters."""
-    cfg = config(folder, steps)
+    cfg = build_config(folder, steps)
     prepare(cfg)
     found = []
     with start_world(cfg) as world:
@@ -140,7 +140,7 @@ def run_both(
                 batches = next(batches_of)
                 taking = time.perf_counter() - began
                 lr = schedule(loop.step)
-                bare = bare_step(model, optimizer, batches, cfg, lr)
+                bare = run_bare_step(model, optimizer, batches, cfg, lr)
                 began = time.perf_counter()
                 training.set_learning_rate(recipe.optimizer, lr)
                 step = recipe.train_step(batches)
@@ -155,7 +155,7 @@ def run_both(
     return found, sum(parameter.numel() for parameter in model.parameters())
 
 
-def bare_step(
+def run_bare_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: StepBatches, cfg: Any, lr: float
 ) -> dict[str, float]:
     """A step without anything of ours but the model."""
@@ -174,7 +174,7 @@ def bare_step(
     return {"seconds": time.perf_counter() - began, "loss": loss.item(), "grad_norm": norm.item()}
 
 
-def config(folder: Path, steps: int) -> Any:
+def build_config(folder: Path, steps: int) -> Any:
     """The demo's rows, packed, for a model of 15 M parameters; everything is written into the
     folder.
     """

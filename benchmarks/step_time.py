@@ -94,7 +94,7 @@ def trace_of(method: str, *overrides: str, tokens: int = ROW) -> Trace:
     return simulate(recipe, cfg, wanted.sequence, ranks=ranks, phases=()).trace
 
 
-def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
+def measure_rows(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
     """Lines of the two tables, and the cases beyond the aim."""
     traces = {name: trace_of(method, override, tokens=tokens) for name, override in FUSED.items()}
     kinds, modules, beyond = [], [], []
@@ -158,7 +158,7 @@ def main() -> None:
     missed: list[str] = []
     for method in METHODS:
         for tokens in TOKENS:
-            more, of_modules, beyond = apart(rows_of, method, tokens)
+            more, of_modules, beyond = apart(measure_rows, method, tokens)
             kinds += more
             modules += of_modules
             missed += beyond

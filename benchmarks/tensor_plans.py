@@ -65,11 +65,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", default="", help="model types that match this regular expression")
     parser.add_argument("--seconds", type=float, default=120, help="for one architecture")
     arguments = parser.parse_args(argv)
-    names = [name for name in model_types() if re.search(arguments.only, name)]
+    names = [name for name in list_model_types() if re.search(arguments.only, name)]
     rows = []
     started = time.monotonic()
     for name in names:
-        rows.append(_in_time(name, arguments.seconds))
+        rows.append(_examine_in_time(name, arguments.seconds))
         row = rows[-1]
         shares = f"{row.cut:5.0%} {row.tokens:5.0%}"
         print(
@@ -80,14 +80,14 @@ def main(argv: list[str]) -> None:
         arguments.output.write_text(page(rows, time.monotonic() - started), encoding="utf-8")
 
 
-def model_types() -> list[str]:
+def list_model_types() -> list[str]:
     """The model types of transformers that are causal language models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _in_time(name: str, seconds: float) -> Row:
+def _examine_in_time(name: str, seconds: float) -> Row:
     """One architecture in a process of its own, so that a crash or a hang is a row, too."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -116,23 +116,23 @@ def examine(name: str) -> Row:
     """Builds, plans and certifies one architecture; without shared tokens if a plan with them is
     rejected.
     """
-    row = _examined(name, tokens=True)
+    row = _examine(name, tokens=True)
     if row.outcome == "rejected" and row.tokens:
-        without = _examined(name, tokens=False)
+        without = _examine(name, tokens=False)
         if without.outcome != "rejected":
             without.note = f"tokens are not shared: {row.note}"
             return without
     return row
 
 
-def _examined(name: str, tokens: bool) -> Row:
+def _examine(name: str, tokens: bool) -> Row:
     from transformers import AutoConfig
 
     try:
         config = shrink(AutoConfig.for_model(name))
         model = build_transformers_model(config, "cpu")
     except Exception as error:  # noqa: BLE001  (any config may fail in any way)
-        return Row(name, "not built", note=_line(error))
+        return Row(name, "not built", note=_format_line(error))
     try:
         plan, mask = infer_plan_and_mask(config, tokens=tokens)
         randomize(model)
@@ -140,12 +140,12 @@ def _examined(name: str, tokens: bool) -> Row:
         with torch.no_grad():
             model(**inputs)
     except UserError as error:
-        return Row(name, "not traced", note=_line(error))
+        return Row(name, "not traced", note=_format_line(error))
     except Exception as error:  # noqa: BLE001  (see above)
-        return Row(name, "not built", note=f"forward: {_line(error)}")
+        return Row(name, "not built", note=f"forward: {_format_line(error)}")
     sizes = (len(plan.axes), len(plan.boundaries), len(plan.rewrites))
     row = Row(name, "", cut_share(plan), plan.shared_tokens, *sizes)
-    row.agree = compared(model, plan)
+    row.agree = compare_plans(model, plan)
     hidden = [axis for axis in plan.axes if not axis.vocabulary]
     if not hidden or SIZE not in plan.legal_sizes:
         steps = sorted({axis.size for axis in hidden})
@@ -154,16 +154,16 @@ def _examined(name: str, tokens: bool) -> Row:
         row.outcome, row.tokens = "refused", 0.0
         row.note = f"axes of {steps} steps" if hidden else common
         return row
-    return _certified(row, model, plan, inputs)
+    return _certify(row, model, plan, inputs)
 
 
-def _certified(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> Row:
+def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> Row:
     row.outcome, row.note = "certified", (plan.refused or ("",))[0]
     try:
-        errors = errors_of(model, plan, inputs)
+        errors = measure_errors(model, plan, inputs)
     except (RuntimeError, ValueError, TypeError) as error:
         row.outcome, row.gradient = "rejected", "failed"
-        row.note = _line(error)
+        row.note = _format_line(error)
         return row
     worst = max(errors, key=lambda name: errors[name])
     row.gradient = f"{errors[worst]:.0e}"
@@ -175,7 +175,7 @@ def _certified(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dic
     return row
 
 
-def errors_of(
+def measure_errors(
     model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]
 ) -> dict[str, float]:
     """Errors of outputs and gradients in float64, or in float32 where a forward is not written for
@@ -197,14 +197,14 @@ def cut_share(plan: ShardingPlan) -> float:
     return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
 
 
-def compared(model: torch.nn.Module, plan: ShardingPlan) -> str:
+def compare_plans(model: torch.nn.Module, plan: ShardingPlan) -> str:
     """`12/12`: of the column and row entries of transformers' own plan, those that ours has as
     well.
     """
     theirs: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     agreed = found = 0
     for each in plan.parameters:
-        style = style_of(theirs, each.name)
+        style = find_style(theirs, each.name)
         if (
             style in ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
             and len(each.shape) > 1
@@ -214,7 +214,7 @@ def compared(model: torch.nn.Module, plan: ShardingPlan) -> str:
     return f"{agreed}/{found}" if found else ""
 
 
-def style_of(theirs: dict[str, str], name: str) -> str:
+def find_style(theirs: dict[str, str], name: str) -> str:
     """What transformers' plan says of a parameter; empty for nothing."""
     for pattern, style in theirs.items():
         expression = re.escape(pattern).replace(r"\\*", r"\\d+").replace(r"\*", r"\d+")
@@ -223,7 +223,7 @@ def style_of(theirs: dict[str, str], name: str) -> str:
     return ""
 
 
-def _line(error: Exception) -> str:
+def _format_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.realdata import find_real_data
-from benchmarks.tp_ways import one_buffer
+from benchmarks.tp_ways import share_one_buffer
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.models import build_meta, build_spec, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy
@@ -47,12 +47,12 @@ SPEC = build_spec(
 )
 
 
-def stories() -> Tensor:
+def read_stories() -> Tensor:
     """Return the bytes of real stories, in rows `[n, LENGTH + 1]`."""
-    return rows_of(find_real_data(STORIES).read_bytes())
+    return split_into_rows(find_real_data(STORIES).read_bytes())
 
 
-def rows_of(text: bytes) -> Tensor:
+def split_into_rows(text: bytes) -> Tensor:
     """The bytes in rows `[n, LENGTH + 1]`; what is left over at the end is left out."""
     count = len(text) // (LENGTH + 1)
     return torch.tensor(list(text[: count * (LENGTH + 1)])).view(count, LENGTH + 1)
@@ -71,7 +71,7 @@ class Run:
 WRONG = Run("false", one_buffer=True)
 
 
-def losses(
+def train_losses(
     rows: Tensor, steps: int, ranks: int, runs: Sequence[Run] = (Run(),)
 ) -> list[list[float]]:
     """Of each run the mean loss of each step, in fp32. rows: `[n, s + 1]`."""
@@ -85,7 +85,7 @@ def _train_each(rows: Tensor, steps: int, ranks: int, runs: Sequence[Run]) -> li
 def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
     cfg = FullFinetuneConfig(device="cpu", dtype="fp32")
     cfg.parallel = ParallelConfig(tensor=ranks, tensor_regather_in_backward=run.regather)
-    with start_world(cfg) as world, one_buffer() if run.one_buffer else nullcontext():
+    with start_world(cfg) as world, share_one_buffer() if run.one_buffer else nullcontext():
         model = build_meta(SPEC, torch.float32)
         divided = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
@@ -108,20 +108,20 @@ def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
             all_reduce_gradients(model, divided, world)
             clip_grad_norm(model.parameters(), 1.0, world, divided, None)
             for group in optimizer.param_groups:
-                group["lr"] = _rate(step, steps)
+                group["lr"] = _compute_rate(step, steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             found.append(float(world.all_reduce_sum(loss)))
         return found
 
 
-def _rate(step: int, steps: int) -> float:
+def _compute_rate(step: int, steps: int) -> float:
     if step < WARM_UP:
         return RATE * (step + 1) / WARM_UP
     done = (step - WARM_UP) / max(1, steps - WARM_UP)
     return LEAST_RATE + (RATE - LEAST_RATE) * (1 + math.cos(math.pi * done)) / 2
 
 
-def difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def find_difference(found: Sequence[float], expected: Sequence[float]) -> float:
     """The largest difference of two curves, of the loss."""
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))

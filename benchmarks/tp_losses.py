@@ -105,18 +105,19 @@ def run(folder: Path, model: str, dtype: str, tensor: int, steps: int) -> list[t
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
-def furthest(one: list[float], other: list[float]) -> float:
+def find_largest_difference(one: list[float], other: list[float]) -> float:
     """The largest relative difference of two series."""
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
-def row(model: str, dtype: str, steps: int) -> str:
+def measure_row(model: str, dtype: str, steps: int) -> str:
     """A line of the table."""
     with tempfile.TemporaryDirectory(prefix="tp-losses-") as name:
         one, several = (run(Path(name), model, dtype, tensor, steps) for tensor in (1, RANKS))
     assert len(one) == steps
     losses, norms = (
-        furthest([line[at] for line in several], [line[at] for line in one]) for at in (0, 1)
+        find_largest_difference([line[at] for line in several], [line[at] for line in one])
+        for at in (0, 1)
     )
     numbers = (
         f"{one[0][0]:.6f} | {one[-1][0]:.6f} | {several[-1][0]:.6f} | {losses:.1e} | {norms:.1e}"
@@ -134,7 +135,7 @@ def main(argv: list[str]) -> None:
     rows = []
     for model in MODELS:
         for dtype in ("fp32", "fp64"):
-            rows.append(row(model, dtype, arguments.steps))
+            rows.append(measure_row(model, dtype, arguments.steps))
             print(rows[-1], flush=True)
     command = shlex.join(["python", "-m", "benchmarks.tp_losses", *argv])
     page = TEXT.format(

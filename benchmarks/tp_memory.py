@@ -79,13 +79,13 @@ class Measured:
         return sum(number for (where, _), number in self.collectives.items() if where == part)
 
 
-def layers_of(name: str, layers: int = LAYERS) -> DecoderSpec:
+def build_spec_of_layers(name: str, layers: int = LAYERS) -> DecoderSpec:
     """The spec of a shipped preset with so many layers."""
     spec = build_spec(read_preset_config(name), name)
     return replace(spec, num_layers=layers, windows=spec.windows[:1] * layers)
 
 
-def stock_layer(layer: nn.Module, world: World) -> nn.Module:
+def build_stock_layer(layer: nn.Module, world: World) -> nn.Module:
     """The layer under torch's styles: sequence-parallel norms, one gather for each group of
     linears.
     """
@@ -126,11 +126,11 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # until it is about the ranks' own parts
-        before = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        before = {leaf.untyped_storage()._cdata for leaf in _list_tensors((args, kwargs))}
         result = operator(*args, **(kwargs or {}))
         if operator.namespace == "_c10d_functional" and operator._opname != "wait_tensor":
             self.collectives[self.part, operator._opname] += 1
-        for found in _tensors(result):
+        for found in _list_tensors(result):
             storage = found.untyped_storage()
             if storage._cdata not in before:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -143,21 +143,21 @@ class Tracker(TorchDispatchMode):
         return sum(size for _, size in self._alive.values())
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
-def kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
+def measure_kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
     """Bytes of each storage that the graph made in the block keeps, by its address; not those of
     parameters.
     """
-    own = {_plain(parameter).untyped_storage()._cdata for parameter in parameters}
+    own = {_take_local(parameter).untyped_storage()._cdata for parameter in parameters}
     found: dict[int, int] = {}
     held = []
 
     def pack(saved: Tensor) -> Tensor:
-        storage = _plain(saved).untyped_storage()
+        storage = _take_local(saved).untyped_storage()
         if storage._cdata not in own:
             found[storage._cdata] = storage.nbytes()
             held.append(storage)
@@ -167,13 +167,13 @@ def kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
         yield found
 
 
-def _plain(of: Tensor) -> Tensor:
+def _take_local(of: Tensor) -> Tensor:
     """A rank's own part."""
     return of._local_tensor if isinstance(of, DTensor) else of
 
 
 @contextmanager
-def way(how: str) -> Iterator[None]:
+def change_layer(how: str) -> Iterator[None]:
     """Takes from ours what `how` does not have."""
 
     def shard_kept(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
@@ -213,7 +213,7 @@ def measure(
     """
     gather_again = {CACHED: "false", AUTO: "auto"}.get(how, "true")
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=gather_again)
-    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors(), way(how):
+    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors(), change_layer(how):
         model = build_meta(spec, torch.bfloat16)
         if change is not None:
             change(model)
@@ -232,16 +232,18 @@ def measure(
         gradient = torch.empty_like(hidden)
         tracker = Tracker()
         with nullcontext() if compiled else tracker:
-            with kept_storages([*model.parameters(), *turn]) as kept:
+            with measure_kept_storages([*model.parameters(), *turn]) as kept:
                 out = hidden * 1
                 for layer in model.model.layers:
                     out = layer(out, turn, info, None)
             tracker.part = "backward"
             out.backward(gradient)
-    return Measured(_each(sum(kept.values()), spec), tracker.peak, _counts(tracker, spec))
+    return Measured(
+        _compute_layer_share(sum(kept.values()), spec), tracker.peak, _count_by_kind(tracker, spec)
+    )
 
 
-def _each(number: int, spec: DecoderSpec) -> int:
+def _compute_layer_share(number: int, spec: DecoderSpec) -> int:
     """A layer's share of what alike layers have together."""
     if number % spec.num_layers:
         raise ValueError(
@@ -250,8 +252,11 @@ def _each(number: int, spec: DecoderSpec) -> int:
     return number // spec.num_layers
 
 
-def _counts(tracker: Tracker, spec: DecoderSpec) -> dict[tuple[str, str], int]:
-    return {key: _each(number, spec) for key, number in sorted(tracker.collectives.items())}
+def _count_by_kind(tracker: Tracker, spec: DecoderSpec) -> dict[tuple[str, str], int]:
+    return {
+        key: _compute_layer_share(number, spec)
+        for key, number in sorted(tracker.collectives.items())
+    }
 
 
 def _prepare(
@@ -262,7 +267,7 @@ def _prepare(
         shard_tensors(model, parallel, MemoryConfig(activation_checkpointing=mode), world)
     else:
         for layer in model.model.layers:
-            stock_layer(layer, world)
+            build_stock_layer(layer, world)
     apply_activation_checkpointing(model, mode)
     if compiled:
         torch._dynamo.reset()
@@ -274,7 +279,7 @@ def _prepare(
     model.to_empty(device=NAME)
 
 
-def formula(
+def compute_formula(
     spec: DecoderSpec, size: int, how: str, *, tokens: int = TOKENS, compiled: bool = False
 ) -> int:
     """Bytes that a layer keeps in bf16: elements a token over t, and the small terms of norms and
@@ -345,13 +350,13 @@ full checkpointing, which keep what they gather in backward's second forward, as
 
 def page() -> str:
     """The page's text. ValueError where a layer keeps other bytes than the formula's."""
-    kept, peak, specs = [], [], {name: layers_of(name) for name in MODELS}
+    kept, peak, specs = [], [], {name: build_spec_of_layers(name) for name in MODELS}
     for name, spec in specs.items():
         for size in SIZES:
             eager = {how: measure(spec, size, how) for how in WAYS}
             compiled = {how: measure(spec, size, how, compiled=True) for how in (STOCK, OURS)}
             for how, found in [*eager.items(), *compiled.items()]:
-                expected = formula(spec, size, how, compiled=found is not eager[how])
+                expected = compute_formula(spec, size, how, compiled=found is not eager[how])
                 if found.kept != expected:
                     raise ValueError(
                         f"{name}, t={size}, {how}: {found.kept} bytes kept, {expected} by formula"
@@ -374,14 +379,14 @@ def page() -> str:
         )
     names = {"stock": STOCK, "cached": CACHED, "twice": TWICE, "fused": FUSED, "ours": OURS}
     return PAGE.format(
-        kept=_table(["model", "t", *WAYS, f"{STOCK}, compiled", f"{OURS}, compiled", f"{OURS} / {STOCK}"], kept),
-        peak=_table(["model", "t", *WAYS], peak),
-        collectives=_table(["checkpointing", STOCK, CACHED, OURS, AUTO], counts),
+        kept=_format_table(["model", "t", *WAYS, f"{STOCK}, compiled", f"{OURS}, compiled", f"{OURS} / {STOCK}"], kept),
+        peak=_format_table(["model", "t", *WAYS], peak),
+        collectives=_format_table(["checkpointing", STOCK, CACHED, OURS, AUTO], counts),
         layers=LAYERS, tokens=TOKENS, random=RANDOM_STATE, first=MODELS[0], **names,
     )  # fmt: skip
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def _format_table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

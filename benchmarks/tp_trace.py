@@ -21,7 +21,7 @@ import torch
 from benchmarks import tp_curve
 from benchmarks.line_picture import Line, Picture, write_picture
 from benchmarks.tp_memory import RANDOM_STATE
-from benchmarks.tp_ways import KEPT, OURS, STYLES, WAYS, Way, standing_sums, taken
+from benchmarks.tp_ways import KEPT, OURS, STYLES, WAYS, Way, keep_sums_standing, use_way
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.models import build_spec, read_preset_config
@@ -73,10 +73,13 @@ class Traced:
 def trace(way: Way) -> Traced:
     """Plan the run of a way, with sums of gradients in bf16 and in fp32."""
     plan, found = plan_run(way)
-    with standing_sums():
+    with keep_sums_standing():
         wider, _ = plan_run(way, "parallel.accumulate_grad_in_fp32=true", ranks=(0,))
     # Of as many micro-batches as 1F1B's first rank has in flight.
-    kept, wanted = next(row.kept for row in plan.layers if row.module == _LAYER), layer_bytes(way)
+    kept, wanted = (
+        next(row.kept for row in plan.layers if row.module == _LAYER),
+        compute_layer_bytes(way),
+    )
     if kept != wanted * MICRO_BATCHES:
         raise ValueError(
             f"{way.name}: a layer keeps {kept} bytes of {MICRO_BATCHES}, expected {wanted} of each"
@@ -84,7 +87,7 @@ def trace(way: Way) -> Traced:
     step, in_fp32 = (
         next(peak for peak in one.heaviest.peaks if peak.phase == "step") for one in (plan, wider)
     )
-    return Traced(way, plan, step, in_fp32, wanted, *timeline(found))
+    return Traced(way, plan, step, in_fp32, wanted, *draw_timeline(found))
 
 
 def plan_run(way: Way, *overrides: str, ranks: tuple[int, ...] = ()) -> tuple[Plan, Trace]:
@@ -100,7 +103,7 @@ def plan_run(way: Way, *overrides: str, ranks: tuple[int, ...] = ()) -> tuple[Pl
     settings = PlanSettings(
         find_hardware(CARD), sequence, TENSOR * PIPELINE, traced_ranks=ranks, phases=()
     )
-    with taken(way):
+    with use_way(way):
         plan, found = make_plan(
             load_module(RecipeFile.find(RECIPE).path).FullFinetune, cfg, settings
         )
@@ -109,7 +112,7 @@ def plan_run(way: Way, *overrides: str, ranks: tuple[int, ...] = ()) -> tuple[Pl
     return plan, found
 
 
-def layer_bytes(way: Way) -> int:
+def compute_layer_bytes(way: Way) -> int:
     """What a layer keeps by formula, in bf16; and 4 bytes a token over t for each head and both
     norms.
     """
@@ -119,7 +122,7 @@ def layer_bytes(way: Way) -> int:
     return TOKENS * (_BF16 * elements + 4 * (spec.num_heads + 2)) // TENSOR + RANDOM_STATE
 
 
-def timeline(found: Trace) -> tuple[list[Point], list[tuple[float, str]]]:
+def draw_timeline(found: Trace) -> tuple[list[Point], list[tuple[float, str]]]:
     """GiB that are live over the steady step, each forward and backward as wide as the others; and
     where each is.
     """
@@ -141,12 +144,12 @@ def timeline(found: Trace) -> tuple[list[Point], list[tuple[float, str]]]:
                 parts.append(("optimizer", [alive]))
     points, names = [], []
     for at, (name, sizes) in enumerate(parts[1:]):
-        points += [(at + where, size / GIB) for where, size in _thinned(sizes)]
+        points += [(at + where, size / GIB) for where, size in _thin_sizes(sizes)]
         names.append((at + 0.5, name))
     return points, names
 
 
-def _thinned(sizes: list[int]) -> Iterator[Point]:
+def _thin_sizes(sizes: list[int]) -> Iterator[Point]:
     """The lowest and the highest of each of so many groups, in their order, over a width of 1."""
     group = max(1, -(-len(sizes) // _BUCKETS))
     for first in range(0, len(sizes), group):
@@ -282,7 +285,7 @@ LIMIT = 1e-4  # of the loss, for a curve in fp32
 
 def page(folder: Path, name: str) -> str:
     """The page's text; its pictures are written beside it, with `name` and `name`_loss."""
-    curve_rows = _curves(folder / f"{name}_loss.svg")
+    curve_rows = _train_curves(folder / f"{name}_loss.svg")
     found = [trace(way) for way in WAYS]
     by_way = {one.way: one for one in found}
     usable, sums = found[0].plan.device.usable, found[0].sums
@@ -290,9 +293,9 @@ def page(folder: Path, name: str) -> str:
     peaks = [
         [
             one.way.name, f"`{one.way.elements}`", f"{one.kept / MIB:.1f}", f"{one.step.active / GIB:.2f}",
-            f"{one.step.reserved / GIB:.2f}", _fits(one.step.reserved, usable),
+            f"{one.step.reserved / GIB:.2f}", _does_fit(one.step.reserved, usable),
             f"{one.in_fp32.active / GIB:.2f}", f"{one.in_fp32.reserved / GIB:.2f}",
-            _fits(one.in_fp32.reserved, usable),
+            _does_fit(one.in_fp32.reserved, usable),
         ]
         for one in found
     ]  # fmt: skip
@@ -311,15 +314,15 @@ def page(folder: Path, name: str) -> str:
     return PAGE.format(
         torch=torch.__version__, stories=tp_curve.STORIES, tokens=TOKENS, micro=MICRO_BATCHES, card=CARD,
         usable=usable / GIB, sums=sums / GIB, memory=by_way[OURS].plan.device.memory / GIB,
-        peaks=table(PEAK_HEAD, peaks), times=table(TIME_HEAD, times),
+        peaks=format_table(PEAK_HEAD, peaks), times=format_table(TIME_HEAD, times),
         again=seconds[OURS] / seconds[KEPT] - 1, styles=seconds[OURS] / seconds[STYLES] - 1,
-        curves=table(CURVE_HEAD, curve_rows), limit=LIMIT,
-        options=table(["nanotron", "here"], OPTIONS), layers=spec.num_layers, width=spec.width,
+        curves=format_table(CURVE_HEAD, curve_rows), limit=LIMIT,
+        options=format_table(["nanotron", "here"], OPTIONS), layers=spec.num_layers, width=spec.width,
         heads=spec.num_heads, length=tp_curve.LENGTH, rows=tp_curve.ROWS,
     )  # fmt: skip
 
 
-def _fits(reserved: int, usable: int) -> str:
+def _does_fit(reserved: int, usable: int) -> str:
     return "yes" if reserved <= usable else "**no**"
 
 
@@ -354,22 +357,24 @@ def _draw(found: list[Traced], path: Path) -> None:
     )
 
 
-def _curves(path: Path) -> list[list[str]]:
+def _train_curves(path: Path) -> list[list[str]]:
     """Trains, draws the losses, gives the table's rows. ValueError where a right one is off or the
     wrong one is not.
     """
-    rows, steps, ranks = tp_curve.stories(), tp_curve.STEPS, tp_curve.RANKS
+    rows, steps, ranks = tp_curve.read_stories(), tp_curve.STEPS, tp_curve.RANKS
     runs = {
         f"{ranks} ranks, gathered again": tp_curve.Run(),
         f"{ranks} ranks, gather kept": tp_curve.Run("false"),
         f"{ranks} ranks, one buffer, gather kept": tp_curve.WRONG,
         f"{ranks} ranks, one buffer, gathered again": tp_curve.Run(one_buffer=True),
     }
-    found = {"one process": tp_curve.losses(rows, steps, 1)[0]}
-    found |= dict(zip(runs, tp_curve.losses(rows, steps, ranks, list(runs.values())), strict=True))
+    found = {"one process": tp_curve.train_losses(rows, steps, 1)[0]}
+    found |= dict(
+        zip(runs, tp_curve.train_losses(rows, steps, ranks, list(runs.values())), strict=True)
+    )
     alone, told = found["one process"], []
     for name, curve in found.items():
-        off = tp_curve.difference(curve, alone)
+        off = tp_curve.find_difference(curve, alone)
         if (off <= LIMIT) == name.endswith("one buffer, gather kept"):
             raise ValueError(
                 f"{name}: {off:.1e} of the loss from one process, with a limit of {LIMIT}"
@@ -394,7 +399,7 @@ def _curves(path: Path) -> list[list[str]]:
     return told
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """As Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.tp_memory import stock_layer
+from benchmarks.tp_memory import build_stock_layer
 from recipe_lib import training
 from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
@@ -72,7 +72,7 @@ WAYS = (STYLES, NANOTRON, MEGATRON, KEPT, OURS)
 
 
 @contextmanager
-def taken(way: Way) -> Iterator[None]:
+def use_way(way: Way) -> Iterator[None]:
     """While entered, our tensor-parallel layers are of that way."""
     with ExitStack() as stack:
 
@@ -80,23 +80,23 @@ def taken(way: Way) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, by))
 
         if way.styles:
-            exchange(sys.modules[parallelize.__module__], "shard_tensors", _with_styles)
+            exchange(sys.modules[parallelize.__module__], "shard_tensors", _shard_with_styles)
             exchange(training, "clip_grad_norm", _clip_summed(training.clip_grad_norm))
         elif way.product != REMADE:
             exchange(
                 tensor,
                 "gated_linear",
-                _product_fused if way.product == FUSED else _product_written_out,
+                _multiply_fused if way.product == FUSED else _multiply_written_out,
             )
         if not way.normed_again:
             exchange(tensor, "gather_linears", _shard_kept)
         if way.one_buffer:
-            stack.enter_context(one_buffer())
+            stack.enter_context(share_one_buffer())
         yield
 
 
 @contextmanager
-def standing_sums() -> Iterator[None]:
+def keep_sums_standing() -> Iterator[None]:
     """While entered, sums of gradients in fp32 lie in memory that stays from step to step, as
     nanotron's and Megatron's do. Takes `parallel.accumulate_grad_in_fp32=true`.
     """
@@ -134,7 +134,7 @@ class _StandingSums(GradientAccumulation):
 
 
 @contextmanager
-def one_buffer() -> Iterator[None]:
+def share_one_buffer() -> Iterator[None]:
     """While entered, all tokens that linears gather are written to the same memory, one after
     another.
 
@@ -154,11 +154,11 @@ def _shard_kept(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
     return gathered.gather_linears(*args, **kwargs)
 
 
-def _product_fused(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+def _multiply_fused(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
     return F.linear(gated_activation(gate, up, activation), weight)
 
 
-def _product_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+def _multiply_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
     return F.linear(ACTIVATIONS[activation][0](gate) * up, weight)
 
 
@@ -191,15 +191,15 @@ def _gather_gradient(start_gather: Any) -> Any:
     return gather
 
 
-def _with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> dict[str, str]:
+def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> dict[str, str]:
     """As `shard_tensors`, of a decoder whose layers are under torch's styles; a micro-batch is one
     sequence.
     """
     gradients: dict[str, str] = {}
     assert world.tensor is not None
     for number, layer in model.model.layers.named_children():
-        stock_layer(layer, world)
-        layer.forward = MethodType(_on_a_row, layer)
+        build_stock_layer(layer, world)
+        layer.forward = MethodType(_run_layer_on_row, layer)
         gradients |= {
             f"model.layers.{number}.{name}": "sharded" for name, _ in layer.named_parameters()
         }
@@ -241,6 +241,6 @@ def _clip_summed(clip: Any) -> Any:
     return run
 
 
-def _on_a_row(layer: DecoderLayer, hidden: Tensor, *others: Any) -> Tensor:
+def _run_layer_on_row(layer: DecoderLayer, hidden: Tensor, *others: Any) -> Tensor:
     """A layer of `[b, s, d]` on one sequence's `[n, d]`."""
     return DecoderLayer.forward(layer, hidden.unsqueeze(0), *others).squeeze(0)

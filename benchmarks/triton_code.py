@@ -37,7 +37,7 @@ class _GeneratedError(Exception):
     """Carries the code past what would compile it."""
 
 
-def triton_code(function: Callable[..., Any], *arguments: Any) -> str:
+def generate_triton_code(function: Callable[..., Any], *arguments: Any) -> str:
     """The Python module that inductor writes for these arguments, as if their tensors were a
     GPU's.
     """
@@ -51,9 +51,9 @@ def triton_code(function: Callable[..., Any], *arguments: Any) -> str:
         return found if isinstance(found, tuple) else (found,)
 
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with _as_on_an_h100(), torch.no_grad(), inductor_config.patch(get_inductor_options(function)):
+    with _pretend_h100(), torch.no_grad(), inductor_config.patch(get_inductor_options(function)):
         with fake:
-            on = {where: [_like(one, where) for one in given] for where in ("cpu", "cuda")}
+            on = {where: [_make_like(one, where) for one in given] for where in ("cpu", "cuda")}
             module = make_fx(call, decomposition_table=select_decomp_table())(*on["cpu"])
             for node in module.graph.nodes:
                 if "device" in node.kwargs:
@@ -65,18 +65,18 @@ def triton_code(function: Callable[..., Any], *arguments: Any) -> str:
             with tracing(TracingContext(fake)), inductor_config.patch(force_disable_caches=True):
                 compile_fx.compile_fx_inner(module, on["cuda"])
         except BaseException as error:  # inductor wraps what is raised in it
-            if (code := _code_in(error)) is None:
+            if (code := _find_code(error)) is None:
                 raise
             return code
     raise RuntimeError("inductor generated no code")
 
 
-def kernels_in(code: str) -> int:
+def count_kernels(code: str) -> int:
     """Launches of Triton kernels."""
     return len(re.findall(r"^\s*\w+\.run\(", code, re.MULTILINE))
 
 
-def bytes_in(code: str) -> int:
+def count_bytes(code: str) -> int:
     """Bytes of all tensors that it makes, results among them."""
     total = 0
     for shape, dtype in re.findall(
@@ -87,11 +87,11 @@ def bytes_in(code: str) -> int:
     return total
 
 
-def _like(tensor: Tensor, device: str) -> Tensor:
+def _make_like(tensor: Tensor, device: str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _code_in(error: BaseException | None) -> str | None:
+def _find_code(error: BaseException | None) -> str | None:
     while error is not None and not isinstance(error, _GeneratedError):
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None if error is None else str(error.args[0])
@@ -103,7 +103,7 @@ def _raise_code(self: Any) -> Any:
 
 
 @contextmanager
-def _as_on_an_h100() -> Iterator[None]:
+def _pretend_h100() -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

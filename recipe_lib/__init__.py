@@ -1,3 +1,3 @@
-"""What the recipes stand on: configs, models, data, parallelism, memory, checkpoints, training."""
+"""The library that the recipes stand on: config, models, data, parallelism, memory, training."""
 
 __version__ = "0.1.0"

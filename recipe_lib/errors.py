@@ -175,9 +175,8 @@ def run_for_exit_code(main: Callable[[], int | None]) -> int:
         if not is_name_fault or not isinstance(error.filename, str):
             raise
         name = error.filename
-        if len(name) > 80:
-            name = f"{name[:60]}...{name[-17:]}"
-        _say_once(f"error: {escape_invisible(name)}: {error.strerror}; choose another name\n")
+        shown = f"{name[:60]}...{name[-17:]}" if len(name) > 80 else name
+        _say_once(f"error: {escape_invisible(shown)}: {error.strerror}; choose another name\n")
         return USER_ERROR
     except SystemExit as error:
         if error.code != STOPPED_AND_SAVED:
@@ -257,9 +256,13 @@ def say(text: str) -> None:
         send_nowhere(sys.stderr)
 
 
-def send_nowhere(stream: TextIO) -> None:
-    """Send what is still written to a stream nowhere, so that Python's flush at exit succeeds."""
-    with contextlib.suppress(io.UnsupportedOperation):  # a stream in memory has no descriptor
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, stream.fileno())
-        os.close(devnull)
+def send_nowhere(*outputs: TextIO | int) -> None:
+    """Send what is still written to streams or descriptors nowhere, also by Python's flush at exit.
+
+    A stream in memory has no descriptor, and stays as it is.
+    """
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for output in outputs:
+        with contextlib.suppress(io.UnsupportedOperation):
+            os.dup2(devnull, output if isinstance(output, int) else output.fileno())
+    os.close(devnull)

@@ -112,11 +112,10 @@ def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     # Libraries of its wheel that were built for another torch or GPU.
     is_library = message.startswith("Failed to load ") and "torchao" in message
-    if is_library and ".so" in message:
-        return False
     # A deprecation of torch's that torchao's enums meet.
     is_enum = "KernelPreference" in message or "ScaleCalculationMode" in message
-    return not (is_enum and "register_constant() on Enum" in message)
+    is_deprecation = is_enum and "register_constant() on Enum" in message
+    return not ((is_library and ".so" in message) or is_deprecation)
 
 
 def warn_on_first_rank(message: str, *args: object) -> None:

@@ -138,9 +138,7 @@ def parse_json(
 
 def describe_fault(error: OSError | ValueError) -> str:
     """Return what keeps a file from being read, as the functions here raise it."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def suggest_remedy(error: OSError) -> str:

@@ -81,9 +81,7 @@ class Count(float):
 
 def format_change(change: Any) -> str:
     """Return a typed difference with its sign: `+1.20 GiB`, `-12.4 ms`, `none`."""
-    if not change:
-        return "none"
-    return f"{'+' if change > 0 else '-'}{type(change)(abs(change))}"
+    return f"{'+' if change > 0 else '-'}{type(change)(abs(change))}" if change else "none"
 
 
 def pluralize(count: int, noun: str) -> str:
@@ -145,11 +143,9 @@ def share_out(total: int, parts: list[int]) -> list[int]:
     if not parts_sum:
         return [0] * len(parts)
     shares = [total * part // parts_sum for part in parts]
-
-    def sort_key(index: int) -> tuple[int, int]:
-        return -(total * parts[index] % abs(parts_sum)), index
-
     # What rounding down has left over goes to the parts that it took the most from.
-    for index in sorted(range(len(parts)), key=sort_key)[: total - sum(shares)]:
+    remainders = [total * part % abs(parts_sum) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=remainders.__getitem__, reverse=True)
+    for index in by_remainder[: total - sum(shares)]:
         shares[index] += 1
     return shares

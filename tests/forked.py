@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,9 @@ def call_forked(
         try:
             os.close(reading)
             if disk_bytes is not None:
+                # Half of a module's bytecode would stay in the checkout, and be imported later.
+                sys.dont_write_bytecode = True
+                os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of the processes that it starts
                 resource.setrlimit(resource.RLIMIT_FSIZE, (disk_bytes, disk_bytes))
             if as_plain_user:
                 drop_capabilities()

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.peers import gpu_peers, ground, report
-from benchmarks.peers.cases import SIDES, PeerCase, cases
+from benchmarks.peers.cases import SIDES, PeerCase, list_cases
 
 pytestmark = [
     pytest.mark.benchmark,
@@ -35,13 +35,13 @@ def test_goals(speed: float, reserved: float, told: str):
         "wrong": {"tokens_per_second": 9000, "reserved": 1},  # fast, but it did other work
     }
     same = {"ours": {"equal": True}, "slow": {"equal": True}, "wrong": {"equal": False}}
-    first, last = report.goals([(CASE, sides)], [same])
+    first, last = report.format_goals([(CASE, sides)], [same])
     assert first.endswith("50.0% (ours), met") and last.endswith(told)
     sides["ours"]["share"] = 0.49
-    assert report.goals([(CASE, sides)], [same])[0].endswith("49.0% (ours), MISSED")
-    (lora,) = [case for case in cases(gpu=True) if case.name == "lora-4096"]
-    assert "MISSED" in report.goals([(lora, sides)], [same])[0]
-    assert report.goals([(CASE, {})], [{}]) == ["full-8: not measured"]
+    assert report.format_goals([(CASE, sides)], [same])[0].endswith("49.0% (ours), MISSED")
+    (lora,) = [case for case in list_cases(gpu=True) if case.name == "lora-4096"]
+    assert "MISSED" in report.format_goals([(lora, sides)], [same])[0]
+    assert report.format_goals([(CASE, {})], [{}]) == ["full-8: not measured"]
 
 
 @pytest.mark.parametrize("name", ["full-64", "qlora-64"])
@@ -59,20 +59,22 @@ def test_our_steps_are_those_that_peers_recorded(
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     (entry,) = [entry for entry in recorded["cases"] if PeerCase(**entry["case"]).name == name]
     case, (ours, *_) = PeerCase(**entry["case"]), SIDES
-    assert case in cases(gpu=False)
+    assert case in list_cases(gpu=False)
     model = case.own_model or str(request.getfixturevalue("realdata") / "stories260K-hf")
     given = gpu_peers.make_ground(model, tmp_path, "fp32")
     task = {
         **given,
         **ground.make_rows(case, given["size"], tmp_path),
-        **gpu_peers.settings(case, ours, False, tmp_path),
+        **gpu_peers.build_settings(case, ours, False, tmp_path),
     }
     (tmp_path / "task.json").write_text(json.dumps(task))
     assert gpu_check.run_apart(lambda: {"code": run_ours(str(tmp_path / "task.json"))}, 120) == {
         "code": 0
     }
     record = json.loads(Path(task["output"]).read_text())
-    peers = {side: result for side, result in entry["results"].items() if report.good_runs(result)}
+    peers = {
+        side: result for side, result in entry["results"].items() if report.list_good_runs(result)
+    }
     assert {"transformers", "trl", "torchtune"} <= set(peers)
     same = report.compare(peers | {"ours": {"runs": [record]}}, case, "fp32")
     assert all(found["equal"] for found in same.values()), same

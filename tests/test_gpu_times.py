@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import cpu_and_cuda, gpu_check, gpu_times
-from benchmarks.cpu_and_cuda import DIFFERS, EQUAL, NOT_RUN, ONE_SIDE, REFUSED, verdict_of
+from benchmarks.cpu_and_cuda import DIFFERS, EQUAL, NOT_RUN, ONE_SIDE, REFUSED, judge_row
 from benchmarks.gpu_plan_cases import PlanCase
 from benchmarks.gpu_times import NOW
 from tests.plan.apart import apart
@@ -26,7 +26,9 @@ pytestmark = [
 def test_a_dry_run_times_and_plans_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_times, "cases", lambda gpu: [PlanCase("full", "demo", 1, 16, "none")])
+    monkeypatch.setattr(
+        gpu_times, "list_cases", lambda gpu: [PlanCase("full", "demo", 1, 16, "none")]
+    )
     monkeypatch.setattr(gpu_times, "STEADY_STEPS", 1)
     assert gpu_check.main(["times", "--output", str(tmp_path)]) == 0
     names = [f"gpu-times-dry-run-cpu{end}" for end in ("-rates.json", ".json", ".md")]
@@ -57,14 +59,13 @@ def row(
 
 def test_verdicts() -> None:
     assert (
-        verdict_of(row((2.0, 1.0), (2.0, 1.0009))) == EQUAL
-        and verdict_of(row((2.0, 1.0), (2.0, 1.002))) == DIFFERS
+        judge_row(row((2.0, 1.0), (2.0, 1.0009))) == EQUAL
+        and judge_row(row((2.0, 1.0), (2.0, 1.002))) == DIFFERS
     )
     assert (
-        verdict_of(row((), (), (2, 2))) == REFUSED
-        and verdict_of(row((1.0,), (), (0, 2))) == ONE_SIDE
+        judge_row(row((), (), (2, 2))) == REFUSED and judge_row(row((1.0,), (), (0, 2))) == ONE_SIDE
     )
-    assert verdict_of({"name": "late", "skipped": "no time left"}) == NOT_RUN
+    assert judge_row({"name": "late", "skipped": "no time left"}) == NOT_RUN
 
 
 class Part:
@@ -95,6 +96,6 @@ def test_a_dry_run_compares_the_cpu_with_itself(
     ]
     assert cpu_and_cuda.main(words) == 0
     (found,) = json.loads((tmp_path / "cpu-and-cuda-dry-run-cpu.json").read_text())["rows"]
-    assert verdict_of(found) == EQUAL and found["cpu"]["losses"] == found["second"]["losses"]
+    assert judge_row(found) == EQUAL and found["cpu"]["losses"] == found["second"]["losses"]
     page = (tmp_path / "cpu-and-cuda-dry-run-cpu.md").read_text()
     assert "1 of 1 equal" in page and "a dry run" in page

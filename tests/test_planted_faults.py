@@ -15,7 +15,7 @@ from benchmarks.peers.planted.faults import FAULTS, SOUND
 from benchmarks.peers.planted.ground import make_model
 from benchmarks.peers.planted.ours import Ours
 from benchmarks.peers.planted.page import page
-from benchmarks.peers.planted.playing import play_one
+from benchmarks.peers.planted.playing import run_one
 from benchmarks.peers.planted.running import Result
 from benchmarks.peers.planted.states import Sound
 from benchmarks.peers.planted.verdict import judge
@@ -135,7 +135,7 @@ def test_our_column(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
     tool, faults = Here(capfd), {fault.name: fault for fault in FAULTS}
     WORDS[SOUND.name] = "."
     try:
-        sound = play_one(SOUND, tool, tmp_path, checkpoint, Sound([], []))
+        sound = run_one(SOUND, tool, tmp_path, checkpoint, Sound([], []))
     finally:
         del WORDS[SOUND.name]
     assert (sound.outcome, sound.steps) == (
@@ -147,7 +147,7 @@ def test_our_column(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
     )
     assert len(lines) == 4
     found = {
-        name: play_one(faults[name], tool, tmp_path, checkpoint, Sound([], [])) for name in EXPECTED
+        name: run_one(faults[name], tool, tmp_path, checkpoint, Sound([], [])) for name in EXPECTED
     }
     assert {name: outcome.outcome for name, outcome in found.items()} == EXPECTED
     cells = {name: outcome.to_json() for name, outcome in found.items()}

@@ -122,7 +122,7 @@ SIDES = (
 TOOLS = tuple(dict.fromkeys(side.tool for side in SIDES))
 
 
-def cases(gpu: bool) -> list[PeerCase]:
+def list_cases(gpu: bool) -> list[PeerCase]:
     """The runs; without a GPU short ones, with and without checkpointing."""
     if not gpu:
         return [
@@ -144,7 +144,7 @@ def cases(gpu: bool) -> list[PeerCase]:
     ]
 
 
-def tolerances(case: PeerCase, dtype: str) -> tuple[float, float]:
+def choose_tolerances(case: PeerCase, dtype: str) -> tuple[float, float]:
     """Largest relative differences of loss and gradient norm, at any step, that equal work may
     show.
 

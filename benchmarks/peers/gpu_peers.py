@@ -31,7 +31,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check import REPOSITORY, describe_device, measure_matmul, minutes, run_apart
+from benchmarks.gpu_check import (
+    REPOSITORY,
+    describe_device,
+    measure_matmul,
+    parse_minutes,
+    run_apart,
+)
 from benchmarks.peers.cases import (
     ALPHA,
     ENVIRONMENTS,
@@ -42,17 +48,17 @@ from benchmarks.peers.cases import (
     TOOLS,
     PeerCase,
     Side,
-    cases,
+    list_cases,
 )
 from benchmarks.peers.ground import make_adapter, make_model, make_rows, make_tokenizer
 from benchmarks.peers.planted.running import Result, run
 from benchmarks.peers.planted.tool import ENVIRONMENT, make_environment
 from benchmarks.peers.report import (
-    case_entry,
-    earlier_cases,
-    good_runs,
+    build_case_entry,
     judge,
+    list_good_runs,
     name_of,
+    read_earlier_cases,
     write_peers_report,
 )
 from recipe_lib.errors import ConfigError, SetupError, run_for_exit_code
@@ -66,7 +72,7 @@ def main(argv: list[str]) -> int:
     """Runs all sides in turns and writes the report after each; 1 if one failed or did other work,
     2: a mistake.
     """
-    return run_for_exit_code(lambda: _run(_arguments(argv), argv))
+    return run_for_exit_code(lambda: _run(_parse_arguments(argv), argv))
 
 
 def _run(options: argparse.Namespace, argv: list[str]) -> int:
@@ -76,9 +82,9 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
     repeats = options.repeats or (3 if gpu else 1)
-    wanted = [case for case in cases(gpu) if not options.cases or case.name in options.cases]
+    wanted = [case for case in list_cases(gpu) if not options.cases or case.name in options.cases]
     if not wanted:
-        known = ", ".join(case.name for case in cases(gpu))
+        known = ", ".join(case.name for case in list_cases(gpu))
         raise ConfigError(
             f"--cases {','.join(options.cases)}: there are none of these here, expected some of"
             f" {known}"
@@ -87,31 +93,33 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
     report: dict[str, Any] = {
         "kind": "Head to head" if gpu else "Head to head, dry run on a CPU: no time was measured",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_of(argv),
+        "command": format_command(argv),
         "device": device, "dtype": "bf16" if gpu else "fp32", "repeats": repeats, "cases": [],
         "matmul": run_apart(measure_matmul, 60).get("flop_per_second") if gpu else None,
-        "versions": {side.name: versions(side, options.environments) for side in sides},
+        "versions": {side.name: read_versions(side, options.environments) for side in sides},
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         work = (options.work or Path(folder)).resolve()
         report["model"] = options.model or ("llama3/8B" if gpu else "demo/0.5M")
         if options.keep:
             path = options.output / name_of(device, ".json")
-            report["cases"] += earlier_cases(path, [case.name for case in wanted])
+            report["cases"] += read_earlier_cases(path, [case.name for case in wanted])
         for case in wanted:
             ground = make_ground(case.own_model or report["model"], work, report["dtype"])
-            entry = case_entry(case, ground)
+            entry = build_case_entry(case, ground)
             report["cases"].append(entry)
-            for side, result in in_turns(case, sides, repeats, options, ground, work, gpu, started):
+            for side, result in run_in_turns(
+                case, sides, repeats, options, ground, work, gpu, started
+            ):
                 entry["results"][side.name] = result
                 judge(entry, ground["model"], report)
                 report["seconds"] = round(time.monotonic() - started)
                 paths = write_peers_report(report, options.output)
     print("\n".join(map(str, paths)))
-    return verdict(report)
+    return judge_report(report)
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check.py peers",
         description=__doc__,
@@ -125,21 +133,23 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--install",
-        type=_names,
+        type=_parse_names,
         default=[],
         help=f"environments to make first: {', '.join(PACKAGES)}",
     )
     parser.add_argument(
-        "--tools", type=_names, default=list(TOOLS), help="names, with commas; default: all"
+        "--tools", type=_parse_names, default=list(TOOLS), help="names, with commas; default: all"
     )
-    parser.add_argument("--cases", type=_names, default=[], help="names, with commas; default: all")
+    parser.add_argument(
+        "--cases", type=_parse_names, default=[], help="names, with commas; default: all"
+    )
     parser.add_argument(
         "--model", help="a Llama as a Hugging Face folder, or a shipped preset for random weights"
     )
     parser.add_argument(
         "--repeats", type=int, help="runs of each side; default: 3, without a GPU 1"
     )
-    parser.add_argument("--minutes", type=minutes, default=600.0, help="time for all of it")
+    parser.add_argument("--minutes", type=parse_minutes, default=600.0, help="time for all of it")
     parser.add_argument(
         "--work", type=Path, help="folder for model and runs, kept; default: removed"
     )
@@ -166,7 +176,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _names(text: str) -> list[str]:
+def _parse_names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
@@ -181,7 +191,7 @@ def install(folder: Path, name: str) -> None:
         )
 
 
-def command_of(argv: list[str]) -> str:
+def format_command(argv: list[str]) -> str:
     """The command line, but where its files go."""
     places = {at for at, word in enumerate(argv) if word in ("--output", "--work")}
     kept = [word for at, word in enumerate(argv) if not {at, at - 1} & places]
@@ -230,14 +240,14 @@ def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
 # The sides
 
 
-def python_of(side: Side, environments: Path) -> str:
+def find_python(side: Side, environments: Path) -> str:
     """The interpreter of a side's environment; ours is this one."""
     if side.tool == OURS:
         return sys.executable
     return str((environments / ENVIRONMENTS[side.tool] / "bin" / "python").absolute())
 
 
-def variables(gpu: bool) -> dict[str, str]:
+def build_environment(gpu: bool) -> dict[str, str]:
     """No network, no plan beside our run; without a GPU one thread, so that sums have one order.
     One GPU, since some tools take all that they see.
     """
@@ -256,9 +266,9 @@ def variables(gpu: bool) -> dict[str, str]:
     )
 
 
-def versions(side: Side, environments: Path) -> dict[str, str]:
+def read_versions(side: Side, environments: Path) -> dict[str, str]:
     """Of the packages that count, as the side's interpreter finds them."""
-    python = python_of(side, environments)
+    python = find_python(side, environments)
     if not Path(python).exists():
         return {}
     code = (
@@ -270,23 +280,23 @@ def versions(side: Side, environments: Path) -> dict[str, str]:
     return dict(json.loads(result.lines[-1][1])) if result.code == 0 else {}
 
 
-def absence(side: Side, case: PeerCase, environments: Path, gpu: bool) -> str | None:
+def explain_absence(side: Side, case: PeerCase, environments: Path, gpu: bool) -> str | None:
     """Why a side takes no part in a case; None: it does."""
     if side.gpu and not gpu:
         return "not run: needs a GPU"
-    python = python_of(side, environments)
+    python = find_python(side, environments)
     if not Path(python).exists():
         return f"not run: no environment {ENVIRONMENTS[side.tool]}"
-    return _cannot_import(python, side.modules(case), gpu)
+    return _find_import_faults(python, side.modules(case), gpu)
 
 
 @functools.cache
-def _cannot_import(python: str, modules: tuple[str, ...], gpu: bool) -> str | None:
-    result = run([python, "-c", f"import {', '.join(modules)}"], Path.cwd(), variables(gpu))
-    return None if result.code == 0 else f"not run: {reason(result)}"
+def _find_import_faults(python: str, modules: tuple[str, ...], gpu: bool) -> str | None:
+    result = run([python, "-c", f"import {', '.join(modules)}"], Path.cwd(), build_environment(gpu))
+    return None if result.code == 0 else f"not run: {explain_end(result)}"
 
 
-def reason(result: Result) -> str:
+def explain_end(result: Result) -> str:
     """Why a command ended as it did, in a line for a table's cell."""
     if result.timed_out:
         return f"not done after {result.seconds:.0f} s"
@@ -301,7 +311,7 @@ def reason(result: Result) -> str:
     return named[-1][:200].replace("|", "/")
 
 
-def in_turns(
+def run_in_turns(
     case: PeerCase, sides: list[Side], repeats: int, options: argparse.Namespace, ground: Mapping[str, Any],
     work: Path, gpu: bool, started: float,
 ) -> Iterator[tuple[Side, dict[str, Any]]]:  # fmt: skip
@@ -312,13 +322,13 @@ def in_turns(
         for side in sides:
             result = results.setdefault(side.name, {"runs": []})
             if repeat == 0:
-                why = absence(side, case, options.environments, gpu)
+                why = explain_absence(side, case, options.environments, gpu)
                 if why:
                     result["absent"] = why
             if "absent" not in result:
                 left = options.minutes * 60 - (time.monotonic() - started)
                 folder = work / case.name / side.name
-                task = {**ground, **rows, **settings(case, side, gpu, folder)}
+                task = {**ground, **rows, **build_settings(case, side, gpu, folder)}
                 found = (
                     {"failed": "no time left"}
                     if left < 5
@@ -332,7 +342,7 @@ def in_turns(
             yield side, result
 
 
-def settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[str, Any]:
+def build_settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[str, Any]:
     """The rest of a task: see peers/scripts."""
     return {
         "method": case.method, "sequence": case.sequence, "batch_size": case.batch_size, "steps": case.steps,
@@ -350,13 +360,17 @@ def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) 
     output = Path(task["output"])
     output.unlink(missing_ok=True)
     (folder / "task.json").write_text(json.dumps(task, indent=1), encoding="utf-8")
-    command = [python_of(side, environments), str(SCRIPTS / side.script), str(folder / "task.json")]
+    command = [
+        find_python(side, environments),
+        str(SCRIPTS / side.script),
+        str(folder / "task.json"),
+    ]
     gpu = task["device"] == "cuda"
     paths = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    result = run(command, folder, variables(gpu) | {"PATH": paths}, min(RUN_SECONDS, left))
+    result = run(command, folder, build_environment(gpu) | {"PATH": paths}, min(RUN_SECONDS, left))
     (folder / "log.txt").write_text(result.text, encoding="utf-8")
     if result.code != 0 or not output.exists():
-        return {"failed": reason(result)}
+        return {"failed": explain_end(result)}
     found = dict(json.loads(output.read_text(encoding="utf-8")))
     done = sum(
         1
@@ -370,11 +384,11 @@ def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) 
     )
 
 
-def verdict(report: dict[str, Any]) -> int:
+def judge_report(report: dict[str, Any]) -> int:
     """0 if every side that took part came to its end and did the same work."""
     sound = True
     for entry in report["cases"]:
         took_part = [result for result in entry["results"].values() if "absent" not in result]
-        sound &= all(len(good_runs(result)) == len(result["runs"]) for result in took_part)
+        sound &= all(len(list_good_runs(result)) == len(result["runs"]) for result in took_part)
         sound &= all(found["equal"] is not False for found in entry["comparison"].values())
     return 0 if sound else 1

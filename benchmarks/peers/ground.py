@@ -35,7 +35,9 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
     device = "cuda" if torch.get_device_module("cuda").is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     shapes = compute_parameter_shapes(spec)  # a Llama's names in files are those of its parameters
-    shards = _shards({name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()})
+    shards = _split_into_shards(
+        {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    )
     places: dict[str, str] = {}
     size = 0
     for number, names in enumerate(shards, start=1):
@@ -54,7 +56,7 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def _shards(sizes: dict[str, int]) -> list[list[str]]:
+def _split_into_shards(sizes: dict[str, int]) -> list[list[str]]:
     """The names in order, in files of at most SHARD_BYTES."""
     shards: list[list[str]] = [[]]
     held = 0

@@ -28,7 +28,7 @@ from benchmarks.peers.planted.litgpt import LitGpt
 from benchmarks.peers.planted.llamafactory import LlamaFactory
 from benchmarks.peers.planted.ours import Ours
 from benchmarks.peers.planted.page import page
-from benchmarks.peers.planted.playing import known_sound_runs, play_one
+from benchmarks.peers.planted.playing import load_sound_runs, run_one
 from benchmarks.peers.planted.states import CHANGES, Change, Unfit
 from benchmarks.peers.planted.tool import Tool
 from benchmarks.peers.planted.torchtune import Torchtune
@@ -43,12 +43,12 @@ def main(argv: list[str]) -> None:
     """Plants every fault under every tool that was asked for, and writes results and page after
     each.
     """
-    arguments = _arguments(argv)
+    arguments = _parse_arguments(argv)
     tools = [kind(arguments.environments) for kind in TOOLS if kind.name in arguments.tools]
     for tool in tools:
         if tool.name in arguments.install:
             tool.install()
-    results = _kept(arguments.results)
+    results = _load_kept(arguments.results)
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
         work = arguments.work or Path(folder)
         model = work / "model"
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
             for found in examine(
                 tool, work / tool.name, model, arguments.only, results.get(tool.name)
             ):
-                results = _kept(arguments.results) | {
+                results = _load_kept(arguments.results) | {
                     tool.name: found
                 }  # another process may have written its tools
                 ordered = {name: results[name] for name in sorted(results)}
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     arguments.output.write_text(page(results, [kind.name for kind in TOOLS]), encoding="utf-8")
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,10 +78,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         "--environments", type=Path, required=True, help="folder of the peers' virtual environments"
     )
     parser.add_argument(
-        "--tools", type=_names, default=[kind.name for kind in TOOLS], help="names, with commas"
+        "--tools",
+        type=_parse_names,
+        default=[kind.name for kind in TOOLS],
+        help="names, with commas",
     )
     parser.add_argument(
-        "--install", type=_names, default=[], help="tools whose environments to make first"
+        "--install", type=_parse_names, default=[], help="tools whose environments to make first"
     )
     parser.add_argument(
         "--only", default="", help="faults that match this regular expression; others are kept"
@@ -96,11 +99,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _kept(path: Path) -> dict[str, Any]:
+def _load_kept(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
-def _names(text: str) -> list[str]:
+def _parse_names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
@@ -118,7 +121,7 @@ def examine(
         "date": datetime.date.today().isoformat(), "cells": cells,
     }  # fmt: skip
     try:
-        sound, outcomes = known_sound_runs(tool, work, model)
+        sound, outcomes = load_sound_runs(tool, work, model)
     except Unfit as reason:
         print(f"{tool.name}: {reason}", flush=True)
         yield found | {"unfit": str(reason)}
@@ -128,7 +131,7 @@ def examine(
     for fault in faults:
         if only and not re.search(only, fault.name):
             continue
-        outcome = play_one(fault, tool, work, model, sound)
+        outcome = run_one(fault, tool, work, model, sound)
         cells[fault.name] = outcome.to_json()
         told = f"{outcome.line[:160]} {outcome.note[:160]}"
         print(

@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_cases import Case
-from benchmarks.gpu_check import speed_of
-from benchmarks.peers.cases import ALPHA, OURS, RANK, SIDES, PeerCase, tolerances
+from benchmarks.gpu_check import measure_speed
+from benchmarks.peers.cases import ALPHA, OURS, RANK, SIDES, PeerCase, choose_tolerances
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_meta, build_spec, read_config
@@ -26,21 +26,21 @@ SHARE_OF_MATMUL, LORA_TOKENS, OVER_PEERS = 0.5, 12_200, 1.1  # the goals
 MIB = 2**20
 
 
-def relative_difference(ours: Sequence[float], other: Sequence[float]) -> float:
+def compute_relative_difference(ours: Sequence[float], other: Sequence[float]) -> float:
     """The largest at any step; infinite where a step is missing or not a number."""
     if len(ours) != len(other) or not ours:
         return math.inf
-    return max(_difference(a, b) for a, b in zip(other, ours, strict=True))
+    return max(_describe_difference(a, b) for a, b in zip(other, ours, strict=True))
 
 
-def _difference(found: float, ours: float) -> float:
+def _describe_difference(found: float, ours: float) -> float:
     if found == ours:
         return 0.0
     share = abs(found - ours) / abs(ours) if ours else math.inf
     return math.inf if math.isnan(share) else share
 
 
-def good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Those that came to their end."""
     return [run for run in result.get("runs", []) if "losses" in run]
 
@@ -50,47 +50,49 @@ def compare(results: Mapping[str, Any], case: PeerCase, dtype: str) -> dict[str,
     run, over all of its runs, None where there is no number; `equal`: both are within the
     tolerances, None without a run of ours.
     """
-    base = next(iter(good_runs(results.get(OURS, {}))), None)
-    loss_limit, norm_limit = tolerances(case, dtype)
+    base = next(iter(list_good_runs(results.get(OURS, {}))), None)
+    loss_limit, norm_limit = choose_tolerances(case, dtype)
     found: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
-        runs = good_runs(result)
+        runs = list_good_runs(result)
         if not runs:
             continue
         if base is None:
             found[name] = {"loss": None, "grad_norm": None, "equal": None}
             continue
-        loss = max(relative_difference(base["losses"], run["losses"]) for run in runs)
-        norm = max(relative_difference(base["grad_norms"], run["grad_norms"]) for run in runs)
+        loss = max(compute_relative_difference(base["losses"], run["losses"]) for run in runs)
+        norm = max(
+            compute_relative_difference(base["grad_norms"], run["grad_norms"]) for run in runs
+        )
         same = loss <= loss_limit and norm <= norm_limit
-        found[name] = {"loss": _finite(loss), "grad_norm": _finite(norm), "equal": same}
+        found[name] = {"loss": _is_finite(loss), "grad_norm": _is_finite(norm), "equal": same}
     return found
 
 
-def _finite(value: float) -> float | None:
+def _is_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
+def compute_seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
     """Median over the runs of the median time from mark to mark behind the warm-up; None: no run
     has two marks.
     """
     medians = []
-    for run in good_runs(result):
+    for run in list_good_runs(result):
         marks = run.get("marks", [])[case.warmup :]
         steps = [after - before for before, after in zip(marks, marks[1:], strict=False)]
         medians += [median(steps)] if steps else []
     return median(medians) if medians else None
 
 
-def figures(
+def compute_figures(
     case: PeerCase, result: Mapping[str, Any], model: str, matmul: float | None
 ) -> dict[str, float]:
     """Of a side on a GPU: `seconds` and `tokens_per_second` of a step, `flop_per_second` and
     `share` of the measured matmul rate, `allocated` and `reserved` bytes. FLOP are the model's own,
     as gpu_check.py counts them.
     """
-    seconds = seconds_per_step(result, case)
+    seconds = compute_seconds_per_step(result, case)
     if seconds is None:
         return {}
     spec = build_spec(read_config(Path(model)), model)
@@ -100,7 +102,7 @@ def figures(
     if case.method != "full":
         add_adapters(shape, LoraConfig(rank=RANK, alpha=ALPHA), torch.bfloat16)
     settings = Case("speed", "", case.sequence, batch_size=case.batch_size)
-    speed = speed_of(settings, spec, shape, [seconds])
+    speed = measure_speed(settings, spec, shape, [seconds])
     found = {
         "seconds": seconds,
         **{name: speed[name] for name in ("tokens_per_second", "flop_per_second")},
@@ -108,11 +110,11 @@ def figures(
     if matmul:
         found["share"] = speed["flop_per_second"] / matmul
     for kind in ("allocated", "reserved"):
-        found[kind] = max(run.get(kind, 0) for run in good_runs(result))
+        found[kind] = max(run.get(kind, 0) for run in list_good_runs(result))
     return found
 
 
-def goals(
+def format_goals(
     measured: Sequence[tuple[PeerCase, Mapping[str, Mapping[str, float]]]], equal: Sequence[Any]
 ) -> list[str]:
     """A line for each goal and case. measured: figures by side; equal: `compare` of each case, in
@@ -135,18 +137,18 @@ def goals(
             share = ours[best].get("share", 0.0)
             lines.append(
                 f"{case.name}: at least {SHARE_OF_MATMUL:.0%} of the matmul rate: {share:.1%}"
-                f" ({best}), {_met(share >= SHARE_OF_MATMUL)}"
+                f" ({best}), {_format_met(share >= SHARE_OF_MATMUL)}"
             )
         if case.name == "lora-4096":
             lines.append(
                 f"{case.name}: at least {LORA_TOKENS} tokens/s: {speed:.0f} ({best}),"
-                f" {_met(speed >= LORA_TOKENS)}"
+                f" {_format_met(speed >= LORA_TOKENS)}"
             )
-        lines.append(f"{case.name}: {_over_peers(ours, peers)}")
+        lines.append(f"{case.name}: {_format_goal_over_peers(ours, peers)}")
     return lines
 
 
-def _over_peers(
+def _format_goal_over_peers(
     ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Mapping[str, float]]
 ) -> str:
     """The goal that holds for every case. One side of ours has to be both, faster and no larger."""
@@ -167,11 +169,11 @@ def _over_peers(
     memory = "no more" if small else "more"
     return (
         f"{goal}: {ratio:.2f} times {fastest} in {memory} memory ({name}),"
-        f" {_met(ratio >= OVER_PEERS and small)}"
+        f" {_format_met(ratio >= OVER_PEERS and small)}"
     )
 
 
-def _met(is_met: bool) -> str:
+def _format_met(is_met: bool) -> str:
     return "met" if is_met else "MISSED"
 
 
@@ -183,7 +185,7 @@ def name_of(device: Mapping[str, Any], suffix: str) -> str:
     )
 
 
-def earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+def read_earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     """The entries of an earlier report, but those of these names; none if there is no report."""
     entries = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
     return [entry for entry in entries if PeerCase(**entry["case"]).name not in names]
@@ -195,9 +197,9 @@ def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = report["device"].get("type") == "cuda"
-    kept = report if gpu else _without(report, {"marks"})
+    kept = report if gpu else _drop_entries(report, {"marks"})
     paths = [folder / name_of(report["device"], suffix) for suffix in (".json", ".md")]
-    texts = (json.dumps(kept, indent=1, allow_nan=False) + "\n", to_markdown(report))
+    texts = (json.dumps(kept, indent=1, allow_nan=False) + "\n", format_page(report))
     for path, text in zip(paths, texts, strict=True):
         part = path.with_name(path.name + ".part")
         part.write_text(text, encoding="utf-8")
@@ -205,17 +207,19 @@ def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
     return paths
 
 
-def _without(value: Any, names: set[str]) -> Any:
+def _drop_entries(value: Any, names: set[str]) -> Any:
     """The same without the entries of these names, at any depth."""
     if isinstance(value, dict):
-        return {name: _without(entry, names) for name, entry in value.items() if name not in names}
-    return [_without(entry, names) for entry in value] if isinstance(value, list) else value
+        return {
+            name: _drop_entries(entry, names) for name, entry in value.items() if name not in names
+        }
+    return [_drop_entries(entry, names) for entry in value] if isinstance(value, list) else value
 
 
-def to_markdown(report: dict[str, Any]) -> str:
+def format_page(report: dict[str, Any]) -> str:
     """The page."""
     gpu = report["device"].get("type") == "cuda"
-    lines = [*_head(report, gpu), "", "## Sides", "", *_sides(report)]
+    lines = [*_format_head(report, gpu), "", "## Sides", "", *_format_sides(report)]
     measured, equal = [], []
     for entry in report["cases"]:
         case = PeerCase(**entry["case"])
@@ -225,16 +229,16 @@ def to_markdown(report: dict[str, Any]) -> str:
             "",
             f"## {case.name}",
             "",
-            f"{entry['model']}: {_told(case, report['dtype'])}",
+            f"{entry['model']}: {_describe_case(case, report['dtype'])}",
             "",
         ]
-        lines += _table(entry, gpu)
-        lines += _curves(entry["results"])
-    lines += ["", "## Goals", "", *(f"- {line}" for line in goals(measured, equal))]
+        lines += _format_table(entry, gpu)
+        lines += _draw_curves(entry["results"])
+    lines += ["", "## Goals", "", *(f"- {line}" for line in format_goals(measured, equal))]
     return "\n".join(lines) + "\n"
 
 
-def _head(report: dict[str, Any], gpu: bool) -> list[str]:
+def _format_head(report: dict[str, Any], gpu: bool) -> list[str]:
     device = report["device"]
     commit = f", commit {report['commit']}" if "commit" in report else ""
     lines = [
@@ -245,7 +249,7 @@ def _head(report: dict[str, Any], gpu: bool) -> list[str]:
             f"- {report['dtype']}; runs of each side: {report['repeats']}, in turns, each in a"
             " process of its own"
         ),
-        f"- {_summary(report)}",
+        f"- {_summarize(report)}",
     ]
     if not gpu:
         return [
@@ -267,7 +271,7 @@ def _head(report: dict[str, Any], gpu: bool) -> list[str]:
     ]
 
 
-def _summary(report: Mapping[str, Any]) -> str:
+def _summarize(report: Mapping[str, Any]) -> str:
     """How many peers did equal work, and which did not."""
     found = [
         (PeerCase(**entry["case"]).name, name, same["equal"])
@@ -280,7 +284,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     return f"{line}; not shown for {other}" if other else line
 
 
-def fastest(report: Mapping[str, Any]) -> str:
+def find_fastest(report: Mapping[str, Any]) -> str:
     """Return each case's tokens a second and reserved bytes, ours and of the fastest peer of equal
     work.
     """
@@ -300,7 +304,7 @@ def fastest(report: Mapping[str, Any]) -> str:
     return " ".join(told)
 
 
-def _sides(report: dict[str, Any]) -> list[str]:
+def _format_sides(report: dict[str, Any]) -> list[str]:
     told = {side.name: side.told for side in SIDES}
     lines = []
     for name, versions in report["versions"].items():
@@ -309,8 +313,8 @@ def _sides(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _told(case: PeerCase, dtype: str) -> str:
-    loss, norm = tolerances(case, dtype)
+def _describe_case(case: PeerCase, dtype: str) -> str:
+    loss, norm = choose_tolerances(case, dtype)
     adapters = (
         "" if case.method == "full" else f"adapters of rank {RANK} on all linears of the layers, "
     )
@@ -323,7 +327,7 @@ def _told(case: PeerCase, dtype: str) -> str:
     )
 
 
-def _table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
+def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
     results, same, found = entry["results"], entry["comparison"], entry["figures"]
     more = (
         ["s/step", "tokens/s", "MFU", "allocated, GiB", "reserved, GiB"]
@@ -341,7 +345,7 @@ def _table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
     ]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for name, result in results.items():
-        runs = good_runs(result)
+        runs = list_good_runs(result)
         if not runs:
             why = result.get("absent") or result["runs"][-1]["failed"]
             lines.append(f"| {name} | {why} |{' |' * (len(columns) - 2)}")
@@ -355,47 +359,47 @@ def _table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
             told,
             f"{runs[0]['losses'][0]:.5f}",
             f"{runs[0]['losses'][-1]:.5f}",
-            *_differences(name, same[name]),
+            *_format_differences(name, same[name]),
         ]
         if gpu:
             figure = found.get(name) or {}
             cells += [
-                _cell(figure.get("seconds"), 1, ".3f"),
-                _cell(figure.get("tokens_per_second"), 1, ".0f"),
-                _cell(figure.get("share"), 1, ".1%"),
-                _cell(figure.get("allocated"), GIB, ".2f"),
-                _cell(figure.get("reserved"), GIB, ".2f"),
+                _format_cell(figure.get("seconds"), 1, ".3f"),
+                _format_cell(figure.get("tokens_per_second"), 1, ".0f"),
+                _format_cell(figure.get("share"), 1, ".1%"),
+                _format_cell(figure.get("allocated"), GIB, ".2f"),
+                _format_cell(figure.get("reserved"), GIB, ".2f"),
             ]
         else:
-            cells.append(_cell(max(run["resident"] for run in runs), MIB, ".0f"))
+            cells.append(_format_cell(max(run["resident"] for run in runs), MIB, ".0f"))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _differences(name: str, same: Mapping[str, Any]) -> list[str]:
+def _format_differences(name: str, same: Mapping[str, Any]) -> list[str]:
     if same["equal"] is None:
         return ["", "", "not compared"]
     return [
-        *(_cell(same[part], 1, ".1e") for part in ("loss", "grad_norm")),
+        *(_format_cell(same[part], 1, ".1e") for part in ("loss", "grad_norm")),
         "yes" if same["equal"] else "NO",
     ]
 
 
-def _cell(value: float | None, unit: float, form: str) -> str:
+def _format_cell(value: float | None, unit: float, form: str) -> str:
     return "" if value is None else format(value / unit, form)
 
 
-def _curves(results: Mapping[str, Any]) -> list[str]:
+def _draw_curves(results: Mapping[str, Any]) -> list[str]:
     lines = [""]
     for name, result in results.items():
-        for run in good_runs(result)[:1]:
+        for run in list_good_runs(result)[:1]:
             losses = ", ".join(f"{loss:.5f}" for loss in run["losses"])
             norms = ", ".join(f"{norm:.4f}" for norm in run["grad_norms"])
             lines.append(f"- {name}: loss {losses}; grad norm {norms}")
     return lines
 
 
-def case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
+def build_case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
     """A case in the report, before it has results."""
     return {
         "case": dataclasses.asdict(case),
@@ -407,12 +411,13 @@ def case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge(entry: dict[str, Any], model: str, report: Mapping[str, Any]) -> None:
-    """Puts `comparison` and, with a GPU, `figures` into an entry. model: the folder that was
+    """Puts `comparison` and, with a GPU, `compute_figures` into an entry. model: the folder that was
     trained.
     """
     case, results = PeerCase(**entry["case"]), entry["results"]
     entry["comparison"] = compare(results, case, report["dtype"])
     if report["device"].get("type") == "cuda":
         entry["figures"] = {
-            name: figures(case, result, model, report["matmul"]) for name, result in results.items()
+            name: compute_figures(case, result, model, report["matmul"])
+            for name, result in results.items()
         }

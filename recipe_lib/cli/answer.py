@@ -309,10 +309,6 @@ def answer_prompt_file(
         check_prompt(tokens[-1], source.spec, f"prompt {number}")
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     answers = Answers(out, compute_settings_digest(source, arguments, prompts))
-    options = {
-        name: getattr(arguments, name)
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p")
-    }
     with load_model(source, arguments) as (model, device):
         if answers.count:
             get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
@@ -324,14 +320,16 @@ def answer_prompt_file(
                 [tokens[number] for number in batch],
                 stop_ids=tokenizer.stop_ids,
                 device=device,
+                max_new_tokens=arguments.max_new_tokens,
                 seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch],
-                **options,
+                temperature=arguments.temperature,
+                top_k=arguments.top_k,
+                top_p=arguments.top_p,
             )
-            pairs = zip(batch, generated, strict=True)
             answers.write(
                 [
                     _describe_answer(prompts[number], tokens[number], answer, tokenizer)
-                    for number, answer in pairs
+                    for number, answer in zip(batch, generated, strict=True)
                 ]
             )
             if answers.path is not None:

@@ -1,7 +1,7 @@
 """Read a verb's command line, and check the files that its options name.
 
 `Parser` is argparse with our errors: one line, with the nearest right spelling, in place of the
-usage text. Each verb has `OPTIONS`, a `parser()` that shell completion reads too, and `run(words)`.
+usage text. Each verb has its PARSER, which shell completion reads too, and `run(words)`.
 """
 
 import argparse
@@ -49,42 +49,6 @@ DRAW_OPTIONS: Options = {
     },
     "--seed": {"type": int, "default": 42, "help": "of the draws; default: 42"},
 }
-
-
-def add_configs(
-    parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default"
-) -> None:
-    """Add the arguments of a verb that looks at a config: CONFIG, `--config` and overrides.
-
-    about: the help of the overrides.
-    """
-    has_config_option = any(word == "--config" or word.startswith("--config=") for word in words)
-    parser.add_argument(
-        "config",
-        # With --config the positional one may be absent, and argparse has to know before it parses.
-        nargs="?" if has_config_option else None,
-        metavar="CONFIG",
-        help="a name of `tune ls`, or a path",
-    )
-    parser.add_argument(
-        "--config",
-        dest="more",
-        action="append",
-        default=[],
-        metavar="CONFIG",
-        help="further ones, of which the later win, key by key",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=about)
-
-
-def take_configs(arguments: argparse.Namespace) -> list[str]:
-    """Return the configs of `add_configs`, first to last."""
-    first = arguments.config
-    # With all configs given by --config, argparse takes the first override for the positional one.
-    if first is not None and arguments.more and (first.startswith("~") or "=" in first):
-        arguments.overrides = [first, *arguments.overrides]
-        first = None
-    return arguments.more if first is None else [first, *arguments.more]
 
 
 class Parser(argparse.ArgumentParser):
@@ -158,6 +122,51 @@ class Parser(argparse.ArgumentParser):
             missing = [name for name in names.split(", ") if name not in optional]
             text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         raise ConfigError(f"{self.prog}: {text}{self._hint}")
+
+
+class ConfigParser(Parser):
+    """The parser of a verb that looks at a config: CONFIG, `--config` and overrides."""
+
+    def __init__(
+        self,
+        verb: str,
+        description: str,
+        options: Options,
+        about: str = "as for `tune run`; ~key: its default",
+    ) -> None:
+        """Add the arguments that name a config. about: the help of the overrides."""
+        super().__init__(verb, description, options)
+        self._config = self.add_argument(
+            "config", metavar="CONFIG", help="a name of `tune ls`, or a path"
+        )
+        self.add_argument(
+            "--config",
+            dest="more",
+            action="append",
+            default=[],
+            metavar="CONFIG",
+            help="further ones, of which the later win, key by key",
+        )
+        self.add_argument("overrides", nargs="*", metavar="key=value", help=about)
+        # A verb without --recipe takes the recipe that the config names.
+        self.set_defaults(recipe=None)
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return the arguments; `configs` has all configs, first to last."""
+        # With --config the positional one may be absent, and argparse has to know before it parses.
+        self._config.required = not any(
+            word == "--config" or word.startswith("--config=") for word in words
+        )
+        self._config.nargs = None if self._config.required else "?"
+        arguments = super().parse(words)
+        first = [] if arguments.config is None else [arguments.config]
+        # With all configs given by --config, argparse takes the first override for the positional
+        # one.
+        if first and arguments.more and (first[0].startswith("~") or "=" in first[0]):
+            arguments.overrides = first + arguments.overrides
+            first = []
+        arguments.configs = first + arguments.more
+        return arguments
 
 
 # A file that an option names is checked before the work is done, and never written over a file that
@@ -285,9 +294,6 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
         for name in ("top_k", "top_p")
         if getattr(arguments, name) is not None
     ]
-    unused = (
-        f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest token"
-    )
     return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
         (
             not 0 <= temperature < float("inf"),
@@ -297,7 +303,11 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
             top_p is not None and not 0 < top_p <= 1,
             f"--top-p: found {top_p}, expected a number above 0 and up to 1",
         ),
-        (temperature == 0 and idle, f"{unused}; add --temperature 1"),
+        (
+            temperature == 0 and idle,
+            f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest"
+            " token; add --temperature 1",
+        ),
         (
             not 0 <= arguments.seed < 2**63,
             f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1",

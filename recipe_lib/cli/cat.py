@@ -3,9 +3,7 @@
 Imports no torch.
 """
 
-from collections.abc import Sequence
-
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, take_configs
+from recipe_lib.cli.arguments import SWITCH, ConfigParser
 from recipe_lib.cli.recipes import find_config_recipe, open_config
 from recipe_lib.config.load import LoadedConfig
 from recipe_lib.config.paths import find_config, list_recipes
@@ -14,37 +12,38 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.reading import describe_fault, read_text
 
-OPTIONS: Options = {
-    "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
-    "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
-    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
-}
-
-
-def parser(words: Sequence[str] = ()) -> Parser:
-    """Return the options of the verb."""
-    options = Parser("cat", "Shows a config: its file, or with an option what it means.", OPTIONS)
-    add_configs(options, words, "applied last, for --resolved")
-    options.set_defaults(recipe=None)
-    return options
+PARSER = ConfigParser(
+    "cat",
+    "Shows a config: its file, or with an option what it means.",
+    {
+        "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
+        "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
+        "--plugin": {
+            "metavar": "FILE",
+            "action": "append",
+            "default": [],
+            "help": "as for `tune run`",
+        },
+    },
+    "applied last, for --resolved",
+)
 
 
 def run(words: list[str]) -> int:
     """Print the config in the form asked for."""
-    arguments = parser(words).parse(words)
+    arguments = PARSER.parse(words)
     if arguments.resolved and arguments.describe:
         raise ConfigError(
             "tune cat: --resolved and --describe are two different views; give one of them"
         )
     if arguments.overrides and not arguments.resolved:
         raise ConfigError("tune cat: overrides change the resolved values only; add --resolved")
-    configs = take_configs(arguments)
+    configs = arguments.configs
     if len(configs) > 1 and not arguments.resolved:
         raise ConfigError(
             "tune cat: several configs are merged for --resolved only; give one, or add --resolved"
         )
-    recipes = list_recipes()
-    if name := next((name for name in configs if name in recipes), None):
+    if name := next((name for name in configs if name in list_recipes()), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
     if arguments.resolved:
         print_resolved(open_config(configs, arguments)[1])

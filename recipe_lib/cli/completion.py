@@ -7,7 +7,7 @@ import argparse
 import importlib
 from typing import Any
 
-from recipe_lib.cli.arguments import Options, Parser
+from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.paths import list_configs, list_recipes
 from recipe_lib.errors import DONE, ConfigError
 
@@ -24,19 +24,18 @@ _NAMES = {
     "zsh": "_tune_names() {{ _alternative 'names:name:({names})' 'files:file:_files' }}",
 }
 
-OPTIONS: Options = {
-    "shell": {"metavar": "|".join(SHELLS), "choices": SHELLS, "help": "the shell"},
-}
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("completion", DESCRIPTION, OPTIONS)
+PARSER = Parser(
+    "completion",
+    DESCRIPTION,
+    {
+        "shell": {"metavar": "|".join(SHELLS), "choices": SHELLS, "help": "the shell"},
+    },
+)
 
 
 def run(words: list[str]) -> int:
     """Print the script."""
-    shell = parser().parse(words).shell
+    shell = PARSER.parse(words).shell
     try:
         import shtab
     except ImportError as error:
@@ -62,7 +61,7 @@ def build_parser_tree() -> argparse.ArgumentParser:
     tune_parser.add_argument("-V", "--version", action="store_true", help="the version")
     verbs = tune_parser.add_subparsers()
     for verb, text in VERBS.items():
-        verb_parser = importlib.import_module(get_module_name(verb)).parser()
+        verb_parser = importlib.import_module(get_module_name(verb)).PARSER
         for action in verb_parser._actions:
             _set_completion(action)
         verbs.add_parser(

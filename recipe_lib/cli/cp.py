@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_replaceable
+from recipe_lib.cli.arguments import SWITCH, Parser, check_replaceable
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     find_config,
@@ -21,22 +21,24 @@ DESCRIPTION = """Copies a recipe or a config.
 
 A copied recipe runs from anywhere: tune run ./mine.py --config ./mine.yaml"""
 
-OPTIONS: Options = {
-    "source": {"metavar": "RECIPE|CONFIG", "help": "a name that `tune ls` shows, or a path"},
-    "destination": {"metavar": "DEST", "help": "a file (its suffix may be left out) or a folder"},
-    "--force": SWITCH | {"help": "replace a file that is there"},
-    "--make-parents": SWITCH | {"help": "create missing folders"},
-}
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("cp", DESCRIPTION, OPTIONS)
+PARSER = Parser(
+    "cp",
+    DESCRIPTION,
+    {
+        "source": {"metavar": "RECIPE|CONFIG", "help": "a name that `tune ls` shows, or a path"},
+        "destination": {
+            "metavar": "DEST",
+            "help": "a file (its suffix may be left out) or a folder",
+        },
+        "--force": SWITCH | {"help": "replace a file that is there"},
+        "--make-parents": SWITCH | {"help": "create missing folders"},
+    },
+)
 
 
 def run(words: list[str]) -> int:
     """Copy the file, and print where to."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     source = find_source(arguments.source)
     target = choose_target(source, arguments.destination)
     check_replaceable(show(str(target)), target)

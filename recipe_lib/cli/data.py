@@ -9,17 +9,14 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import (
     SWITCH,
-    Options,
-    Parser,
-    add_configs,
+    ConfigParser,
     find_low_numbers,
-    take_configs,
 )
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_data
@@ -64,37 +61,46 @@ training would use.
 and »), special
          tokens in another color, the border of each document of a pack
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
-OPTIONS: Options = {
-    "action": {"metavar": "show|check", "choices": ACTIONS, "help": "what to do"},
-    "--limit": {
-        "type": int,
-        "default": 5,
-        "metavar": "N",
-        "help": "show: how many sequences (packs); default: 5",
+PARSER = ConfigParser(
+    "data",
+    DESCRIPTION,
+    {
+        "action": {"metavar": "show|check", "choices": ACTIONS, "help": "what to do"},
+        "--limit": {
+            "type": int,
+            "default": 5,
+            "metavar": "N",
+            "help": "show: how many sequences (packs); default: 5",
+        },
+        "--step": {
+            "type": int,
+            "default": 0,
+            "metavar": "N",
+            "help": "show: those of this step on, from 0",
+        },
+        "--validation": SWITCH | {"help": "show: sequences of validation.source"},
+        "--allow": {
+            "metavar": "FAULT",
+            "action": "append",
+            "default": [],
+            "help": "check: a finding to ignore, by its name",
+        },
+        "--json": SWITCH | {"help": "the result as one JSON object"},
+        "--recipe": {"help": "check the config against this recipe (name or path)"},
+        "--plugin": {
+            "metavar": "FILE",
+            "action": "append",
+            "default": [],
+            "help": "as for `tune run`",
+        },
     },
-    "--step": {
-        "type": int,
-        "default": 0,
-        "metavar": "N",
-        "help": "show: those of this step on, from 0",
-    },
-    "--validation": SWITCH | {"help": "show: sequences of validation.source"},
-    "--allow": {
-        "metavar": "FAULT",
-        "action": "append",
-        "default": [],
-        "help": "check: a finding to ignore, by its name",
-    },
-    "--json": SWITCH | {"help": "the result as one JSON object"},
-    "--recipe": {"help": "check the config against this recipe (name or path)"},
-    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
-}
+)
 
 
 def run(words: list[str]) -> int:
     """Print samples, or the findings over all of them."""
     arguments = read_arguments(words)
-    cfg = open_config(take_configs(arguments), arguments)[1].cfg
+    cfg = open_config(arguments.configs, arguments)[1].cfg
     check_data(cfg)
     return (
         show_samples(cfg, arguments)
@@ -103,20 +109,13 @@ def run(words: list[str]) -> int:
     )
 
 
-def parser(words: Sequence[str] = ()) -> Parser:
-    """Return the options of the verb."""
-    options = Parser("data", DESCRIPTION, OPTIONS)
-    add_configs(options, words)
-    return options
-
-
 def read_arguments(words: list[str]) -> argparse.Namespace:
     """Return the command line. Raises ConfigError."""
     # Before argparse, whose message would name no nearest word.
     if words and words[0] not in (*ACTIONS, "-h", "--help"):
-        known = f"{did_you_mean(words[0], ACTIONS) or '; expected show or check'}"
+        known = did_you_mean(words[0], ACTIONS) or "; expected show or check"
         raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
-    arguments = parser(words).parse(words)
+    arguments = PARSER.parse(words)
     for name in arguments.allow:
         if name not in FINDINGS:
             hint = did_you_mean(name, FINDINGS) or f"; expected one of {', '.join(FINDINGS)}"
@@ -134,13 +133,12 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     checks = arguments.action == "check"
     if checks:
         # What would end a run at the first bad sample is counted over all of them.
-        truncation = "truncate" if cfg.data.truncation == "error" else cfg.data.truncation
         data = dataclasses.replace(
             cfg.data,
             on_invalid="skip",
             check_label_mask=False,
             cache=False,
-            truncation=truncation,
+            truncation="truncate" if cfg.data.truncation == "error" else cfg.data.truncation,
         )
         cfg = dataclasses.replace(cfg, data=data)
     source = None
@@ -242,12 +240,12 @@ def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> N
     put(console, f"── {kind} {number}: {counts}", wrap=False)
     for index, document in enumerate(documents, start=1):
         answer = f", {document.answer}" if document.answer else ""
-        heading = f"   {document.place}{answer}"
-        if len(documents) > 1:
-            heading = (
-                f"-- document {index} of {len(documents)}{answer}: {document.place},"
-                f" {document.tokens} tokens"
-            )
+        heading = (
+            f"-- document {index} of {len(documents)}{answer}: {document.place},"
+            f" {document.tokens} tokens"
+            if len(documents) > 1
+            else f"   {document.place}{answer}"
+        )
         put(console, heading, wrap=False)
         line = Text()
         for is_trained, pieces in itertools.groupby(

@@ -3,10 +3,10 @@
 `facts` is what `doctor.gather_facts` returns, and what --json prints.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, is_in_range
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
@@ -20,6 +20,11 @@ from recipe_lib.report.terminal import (
 from recipe_lib.report.view import Section, Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
 
+# Package -> first version that this one was made for, and the first after those; as in
+# pyproject.toml.
+RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
+# Type -> compute capability from which tensor cores and torch can multiply in it.
+LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}
 # {"name": as in docs/doctor.md, "line": what is wrong, "remedy": what to do about it}
 Finding = dict[str, str]
 
@@ -122,22 +127,26 @@ def _check_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "not-fused", f"there is no {missing}: kernels are not fused, and QLoRA is much slower"
 
 
+def is_in_range(package: str, version: str) -> bool:
+    """Return True if a version lies in the range that this package was made for."""
+    first, after = RANGES[package]
+    # Major and minor; what follows may be `.dev20260101+cu130`.
+    major_minor = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return first <= major_minor < after
+
+
 def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield GPUs that torch does not see or shares with other programs, and slow ones."""
     torch = facts["steps"].get("torch")
     gpus = _list_gpus(facts)
     listed = facts["machine"]["listed_gpus"]
     if listed and torch and not gpus:
-        reason = (
-            f"it says: {torch['error'] or 'nothing'}"
-            if torch["cuda"]
-            else "it is built without CUDA"
-        )
-        line = (
+        reason = f"it says: {torch['error'] or 'nothing'}"
+        yield (
+            "gpu-unseen",
             f"the driver lists {pluralize(len(listed), 'GPU')}, torch {torch['version']} sees"
-            f" none; {reason}"
+            f" none; {reason if torch['cuda'] else 'it is built without CUDA'}",
         )
-        yield "gpu-unseen", line
     for number, gpu in enumerate(gpus):
         used = gpu["memory"] - gpu["free"]
         # The context of the process that asked is in it too, some hundred MiB.
@@ -172,22 +181,22 @@ def _check_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "peer-copies-wrong", f"{wrong[0]}; {len(wrong)} of {len(copies)} ways are wrong"
     links = facts["links"]
     if links and links["failed"]:
-        line = (
+        yield (
+            "collectives-fail",
             f"collectives among {links['ranks']} ranks ({links['backend']}):"
-            f" {'; '.join(links['failed'][:2])}"
+            f" {'; '.join(links['failed'][:2])}",
         )
-        yield "collectives-fail", line
 
 
 def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield short host memory, and folders that cannot be written to or are nearly full."""
     memory = facts["steps"].get("host memory")
     if memory and memory["free"] < MEMORY:
-        line = (
+        yield (
+            "host-memory",
             f"host memory: {format_bytes(memory['free'])} {memory['what']}, torch alone takes about"
-            " as much a rank"
+            " as much a rank",
         )
-        yield "host-memory", line
     shared = facts["machine"]["shared_memory"]["free"]
     # Docker gives a container 64 MiB of it.
     if len(_list_gpus(facts)) > 1 and shared < SHARED_MEMORY:
@@ -200,11 +209,11 @@ def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if folder["fault"]:
             yield "folder-unwritable", f"{name}: {folder['fault']}"
         elif folder["free"] < DISK:
-            line = (
+            yield (
+                "disk-full",
                 f"{name}: {format_bytes(folder['free'])} are free; a saved 8B model takes"
-                f" {format_bytes(SAVED)}"
+                f" {format_bytes(SAVED)}",
             )
-            yield "disk-full", line
 
 
 WIDTH = 160  # columns without a terminal
@@ -345,11 +354,12 @@ def _describe_host(facts: dict[str, Any]) -> list[tuple[str, str]]:
     memory = facts["steps"].get("host memory")
     rows = [("cores", str(facts["machine"]["cores"]))]
     if memory:
-        total = format_bytes(memory["total"])
-        free = format_bytes(memory["free"])
-        rows.append(("memory", f"{total}, {free} {memory['what']}"))
-    shared = {"use": "/dev/shm", **facts["machine"]["shared_memory"]}
-    for folder in (shared, *facts["machine"]["folders"]):
+        sizes = f"{format_bytes(memory['total'])}, {format_bytes(memory['free'])}"
+        rows.append(("memory", f"{sizes} {memory['what']}"))
+    for folder in (
+        {"use": "/dev/shm", **facts["machine"]["shared_memory"]},
+        *facts["machine"]["folders"],
+    ):
         space = f"{format_bytes(folder['free'])} of {format_bytes(folder['total'])} free"
         rows.append((folder["use"], f"{folder['path']}, {space}"))
     return rows

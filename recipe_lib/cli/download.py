@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Options, Parser
+from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_folder
 from recipe_lib.config.paths import find_config, list_configs
@@ -27,30 +27,29 @@ tokenizer files only.
 Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or \
 HF_TOKEN."""
 
-OPTIONS: Options = {
-    "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub"},
-    "--output-dir": {
-        "metavar": "FOLDER",
-        "help": "where to; default: the hub's cache, found by its name",
+PARSER = Parser(
+    "download",
+    DESCRIPTION,
+    {
+        "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub"},
+        "--output-dir": {
+            "metavar": "FOLDER",
+            "help": "where to; default: the hub's cache, found by its name",
+        },
+        "--revision": {"help": "branch, tag or commit; default: main"},
+        "--include": {
+            "nargs": "+",
+            "action": "extend",
+            "metavar": "PATTERN",
+            "help": "of those files, only the ones that match",
+        },
     },
-    "--revision": {"help": "branch, tag or commit; default: main"},
-    "--include": {
-        "nargs": "+",
-        "action": "extend",
-        "metavar": "PATTERN",
-        "help": "of those files, only the ones that match",
-    },
-}
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("download", DESCRIPTION, OPTIONS)
+)
 
 
 def run(words: list[str]) -> int:
     """Download; print the folder on standard output and the next command on standard error."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
         check_folder(output, "--output-dir")
@@ -69,16 +68,17 @@ def run(words: list[str]) -> int:
     from huggingface_hub import HfApi, snapshot_download
 
     with convert_hub_errors(repo, arguments.revision):
-        info = HfApi().model_info(
+        model_info = HfApi().model_info(
             repo, revision=arguments.revision, files_metadata=True, timeout=20
         )
-        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in model_info.siblings or []}
         names = choose_files(repo, list(sizes), arguments.include)
         if output is not None:
             check_unchanged(
-                output, [sibling for sibling in info.siblings or [] if sibling.rfilename in names]
+                output,
+                [sibling for sibling in model_info.siblings or [] if sibling.rfilename in names],
             )
-        check_space(repo, {name: sizes[name] for name in names}, str(info.sha), output)
+        check_space(repo, {name: sizes[name] for name in names}, str(model_info.sha), output)
         folder = snapshot_download(
             repo,
             revision=arguments.revision,
@@ -193,9 +193,9 @@ def check_space(repo: str, sizes: dict[str, int], commit: str, output: Path | No
         return isinstance(try_to_load_from_cache(repo, name, revision=commit), str)
 
     missing = sum(size for name, size in sizes.items() if not is_there(name))
-    folder = (output or Path(constants.HF_HUB_CACHE)).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    wanted_folder = (output or Path(constants.HF_HUB_CACHE)).absolute()
+    # It is made later: the disk is that of its nearest parent that is there.
+    folder = next(path for path in (wanted_folder, *wanted_folder.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if missing > free:
         raise StorageError(

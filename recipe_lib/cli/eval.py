@@ -11,14 +11,12 @@ from pathlib import Path
 from recipe_lib.cli.arguments import (
     DRAW_OPTIONS,
     SWITCH,
-    Options,
     Parser,
     find_draw_faults,
     find_lone_options,
     find_low_numbers,
 )
-from recipe_lib.cli.launch import launch
-from recipe_lib.cli.torchrun_flags import add_rendezvous, check_launch, take_flags
+from recipe_lib.cli.launch import add_rendezvous, check_launch, launch, take_flags
 from recipe_lib.config.local_files import check_model_present
 from recipe_lib.config.registry import list_names, load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
@@ -46,77 +44,84 @@ model, among ranks.
 --lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all \
 this."""
 STORAGES = ("auto", "none", "nf4", "int8")
-OPTIONS: Options = {
-    "what": {
-        "metavar": "WHAT",
-        "help": "output_dir, model, adapter, or a hub id that was downloaded",
+PARSER = Parser(
+    "eval",
+    DESCRIPTION,
+    {
+        "what": {
+            "metavar": "WHAT",
+            "help": "output_dir, model, adapter, or a hub id that was downloaded",
+        },
+        "overrides": {
+            "nargs": "*",
+            "metavar": "key=value",
+            "help": "keys of a config, such as batch_size=16 or dtype=fp32",
+        },
+        "--data": {
+            "metavar": "SOURCE",
+            "help": "held-out samples, as data.source; default: the run's validation.source",
+        },
+        "--format": {
+            "metavar": "FORMAT",
+            "help": "of --data, as data.format; default: found by its columns",
+        },
+        "--max-samples": {"type": int, "metavar": "N", "help": "only the first N samples"},
+        "--base": {
+            "metavar": "MODEL",
+            "help": "the model before training; default: the one that run or adapter names",
+        },
+        "--no-base": SWITCH | {"help": "measure what was trained alone"},
+        "--quantize-base": {
+            "default": "auto",
+            "choices": STORAGES,
+            "help": "how an adapter's base is kept; auto: as trained",
+        },
+        "--metric": {
+            "action": "append",
+            "default": [],
+            "metavar": "NAME",
+            "help": "a metric that a plugin registers; repeatable",
+        },
+        "--plugin": {
+            "action": "append",
+            "default": [],
+            "metavar": "FILE",
+            "help": "a Python file of yours, imported first",
+        },
+        "--no-generate": SWITCH | {"help": "likelihoods alone, no answers"},
+        **DRAW_OPTIONS,
+        "--lm-eval": {
+            "metavar": "TASKS",
+            "help": "tasks of lm-evaluation-harness, separated by commas",
+        },
+        "--include-path": {"metavar": "DIR", "help": "--lm-eval: a folder with tasks of your own"},
+        "--num-fewshot": {
+            "type": int,
+            "metavar": "N",
+            "help": "--lm-eval: examples before each question",
+        },
+        "--limit": {
+            "type": int,
+            "metavar": "N",
+            "help": "--lm-eval: only the first N documents of each task",
+        },
+        "--out": {
+            "metavar": "DIR",
+            "help": "where to write; default: eval/ in the run's folder, else nothing is written",
+        },
+        "--json": SWITCH | {"help": "the numbers as one JSON object"},
+        "--recipe": {
+            "metavar": "RECIPE",
+            "help": "a recipe of your own that the run was made with",
+        },
     },
-    "overrides": {
-        "nargs": "*",
-        "metavar": "key=value",
-        "help": "keys of a config, such as batch_size=16 or dtype=fp32",
-    },
-    "--data": {
-        "metavar": "SOURCE",
-        "help": "held-out samples, as data.source; default: the run's validation.source",
-    },
-    "--format": {
-        "metavar": "FORMAT",
-        "help": "of --data, as data.format; default: found by its columns",
-    },
-    "--max-samples": {"type": int, "metavar": "N", "help": "only the first N samples"},
-    "--base": {
-        "metavar": "MODEL",
-        "help": "the model before training; default: the one that run or adapter names",
-    },
-    "--no-base": SWITCH | {"help": "measure what was trained alone"},
-    "--quantize-base": {
-        "default": "auto",
-        "choices": STORAGES,
-        "help": "how an adapter's base is kept; auto: as trained",
-    },
-    "--metric": {
-        "action": "append",
-        "default": [],
-        "metavar": "NAME",
-        "help": "a metric that a plugin registers; repeatable",
-    },
-    "--plugin": {
-        "action": "append",
-        "default": [],
-        "metavar": "FILE",
-        "help": "a Python file of yours, imported first",
-    },
-    "--no-generate": SWITCH | {"help": "likelihoods alone, no answers"},
-    **DRAW_OPTIONS,
-    "--lm-eval": {
-        "metavar": "TASKS",
-        "help": "tasks of lm-evaluation-harness, separated by commas",
-    },
-    "--include-path": {"metavar": "DIR", "help": "--lm-eval: a folder with tasks of your own"},
-    "--num-fewshot": {
-        "type": int,
-        "metavar": "N",
-        "help": "--lm-eval: examples before each question",
-    },
-    "--limit": {
-        "type": int,
-        "metavar": "N",
-        "help": "--lm-eval: only the first N documents of each task",
-    },
-    "--out": {
-        "metavar": "DIR",
-        "help": "where to write; default: eval/ in the run's folder, else nothing is written",
-    },
-    "--json": SWITCH | {"help": "the numbers as one JSON object"},
-    "--recipe": {"metavar": "RECIPE", "help": "a recipe of your own that the run was made with"},
-}
+)
 
 
 def run(words: list[str]) -> int:
     """Evaluate, in this process or on several ranks; print the numbers."""
     flags, rest = take_flags(words, "eval")
-    arguments = parser().parse(rest)
+    arguments = PARSER.parse(rest)
     check(arguments)
     check_launch(flags, "eval")
     if flags:
@@ -133,18 +138,13 @@ def main(argv: list[str]) -> None:
     """Evaluate as one of several ranks; torchrun starts this file by its path."""
     from recipe_lib.cli.eval_ranks import evaluate
 
-    arguments = parser().parse(argv)
+    arguments = PARSER.parse(argv)
     check(arguments)
     try:
         evaluate(arguments)
     except BrokenPipeError:
         # The reader of the numbers is gone (`| head`); the rank has not failed.
         send_nowhere(sys.stdout)
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("eval", DESCRIPTION, OPTIONS)
 
 
 def check(arguments: argparse.Namespace) -> None:

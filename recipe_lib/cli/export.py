@@ -7,7 +7,7 @@ This file reads the command line; export_trained.py and exported_model.py, with 
 import argparse
 
 from recipe_lib.checkpoint.model_folders import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
-from recipe_lib.cli.arguments import SWITCH, Options, Parser
+from recipe_lib.cli.arguments import SWITCH, Parser
 from recipe_lib.errors import DONE, ConfigError, raise_faults
 from recipe_lib.units import choose_lines
 
@@ -27,50 +27,56 @@ and for these also a model folder, of a run or not:
 
 An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the \
 export differs."""
-OPTIONS: Options = {
-    "checkpoint": {
-        "metavar": "CHECKPOINT",
-        "help": "output_dir, state/step_N, or an adapter's folder",
+PARSER = Parser(
+    "export",
+    DESCRIPTION,
+    {
+        "checkpoint": {
+            "metavar": "CHECKPOINT",
+            "help": "output_dir, state/step_N, or an adapter's folder",
+        },
+        "--merge": SWITCH | {"help": "base and adapter as one model"},
+        "--adapter": SWITCH | {"help": "the adapter"},
+        "--hf": SWITCH | {"help": "all weights"},
+        "--gguf": {"choices": GGUF_KINDS, "help": "a GGUF file, its matrices in this type"},
+        "--pre": {
+            "metavar": "NAME",
+            "help": "--gguf: llama.cpp's pre-tokenizer, if it is not recognized",
+        },
+        "--quantize": {
+            "choices": QUANTIZED_KINDS,
+            "help": "a Hugging Face folder with quantized linears",
+        },
+        "--group-size": {
+            "type": int,
+            "metavar": "N",
+            "help": (
+                f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}, or a run's"
+                " qat_group_size"
+            ),
+        },
+        "--out": {
+            "metavar": "PATH",
+            "help": (
+                "a new folder (--gguf: file); default: next to the checkpoint, in the run's folder"
+            ),
+        },
+        "--base": {
+            "metavar": "MODEL",
+            "help": "the adapter's base; default: the one that run or adapter names",
+        },
+        "--dtype": {
+            "choices": ("fp32", "bf16"),
+            "help": "--merge: type of what is written; default: the run's",
+        },
+        "--device": {
+            "default": "cpu",
+            "choices": ("auto", "cpu", "cuda"),
+            "help": "for the check; default: cpu",
+        },
+        "--recipe": {"help": "a recipe of your own that the run was made with"},
     },
-    "--merge": SWITCH | {"help": "base and adapter as one model"},
-    "--adapter": SWITCH | {"help": "the adapter"},
-    "--hf": SWITCH | {"help": "all weights"},
-    "--gguf": {"choices": GGUF_KINDS, "help": "a GGUF file, its matrices in this type"},
-    "--pre": {
-        "metavar": "NAME",
-        "help": "--gguf: llama.cpp's pre-tokenizer, if it is not recognized",
-    },
-    "--quantize": {
-        "choices": QUANTIZED_KINDS,
-        "help": "a Hugging Face folder with quantized linears",
-    },
-    "--group-size": {
-        "type": int,
-        "metavar": "N",
-        "help": (
-            f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}, or a run's"
-            " qat_group_size"
-        ),
-    },
-    "--out": {
-        "metavar": "PATH",
-        "help": "a new folder (--gguf: file); default: next to the checkpoint, in the run's folder",
-    },
-    "--base": {
-        "metavar": "MODEL",
-        "help": "the adapter's base; default: the one that run or adapter names",
-    },
-    "--dtype": {
-        "choices": ("fp32", "bf16"),
-        "help": "--merge: type of what is written; default: the run's",
-    },
-    "--device": {
-        "default": "cpu",
-        "choices": ("auto", "cpu", "cuda"),
-        "help": "for the check; default: cpu",
-    },
-    "--recipe": {"help": "a recipe of your own that the run was made with"},
-}
+)
 
 
 def run(words: list[str]) -> int:
@@ -87,14 +93,9 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("export", DESCRIPTION, OPTIONS)
-
-
 def read(words: list[str]) -> argparse.Namespace:
     """Return the command line. Raises ConfigError."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     kinds = ("merge", "adapter", "hf", "gguf", "quantize")
     if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
         *first_kinds, last = (f"--{kind}" for kind in kinds)
@@ -102,33 +103,38 @@ def read(words: list[str]) -> argparse.Namespace:
             f"tune export: expected one of {', '.join(first_kinds)} and {last}; see `tune export"
             " --help`"
         )
-    faults = choose_lines(
-        (
-            arguments.pre and not arguments.gguf,
-            "--pre: only a GGUF file names a pre-tokenizer; use it with --gguf, or leave it out",
-        ),
-        (
-            arguments.group_size is not None and arguments.quantize != "int4",
-            "--group-size: is for --quantize int4; leave it out",
-        ),
-        (
-            arguments.device != "cpu" and (arguments.gguf or arguments.quantize),
+    raise_faults(
+        ConfigError,
+        choose_lines(
             (
-                f"--device: found {arguments.device}, but this export is made and checked on cpu;"
-                " leave it out"
+                arguments.pre and not arguments.gguf,
+                (
+                    "--pre: only a GGUF file names a pre-tokenizer; use it with --gguf, or leave it"
+                    " out"
+                ),
             ),
-        ),
-        (
-            arguments.dtype and not arguments.merge,
             (
-                "--dtype: only a merged model may have another type; use it with --merge, or leave"
-                " it out"
+                arguments.group_size is not None and arguments.quantize != "int4",
+                "--group-size: is for --quantize int4; leave it out",
             ),
-        ),
-        (
-            arguments.base and arguments.hf,
-            "--base: a run that trained all weights has no base; leave it out",
+            (
+                arguments.device != "cpu" and (arguments.gguf or arguments.quantize),
+                (
+                    f"--device: found {arguments.device}, but this export is made and checked on"
+                    " cpu; leave it out"
+                ),
+            ),
+            (
+                arguments.dtype and not arguments.merge,
+                (
+                    "--dtype: only a merged model may have another type; use it with --merge, or"
+                    " leave it out"
+                ),
+            ),
+            (
+                arguments.base and arguments.hf,
+                "--base: a run that trained all weights has no base; leave it out",
+            ),
         ),
     )
-    raise_faults(ConfigError, faults)
     return arguments

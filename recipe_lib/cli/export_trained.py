@@ -91,7 +91,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What CHECKPOINT is: an adapter or a state, of a run or not."""
+    """The adapter or the state that CHECKPOINT is, of a run or not."""
 
     run: Path | None  # the output_dir that it is in
     cfg: Any  # the config of the run that made it, or None
@@ -146,9 +146,8 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
     run, cfg, records = _load_run_records(path, arguments)
     if run is None:
-        reason = "is no run, state or adapter"
-        if (path / "config.json").is_file():
-            reason = "is a model folder already"
+        is_model = (path / "config.json").is_file()
+        reason = "is a model folder already" if is_model else "is no run, state or adapter"
         raise CheckpointError(
             f"{shown}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's"
             " folder"
@@ -525,7 +524,7 @@ def _check_adapter(
     del model  # PEFT's comes in its place
     comparison = compare_logits(trained[0], logits, trained[1])
     report_comparison(f"adapter: {adapter}", comparison, dtype=dtype, out=adapter)
-    print_wrapped(check_with_peft(adapter, base, spec, dtype, device, trained))
+    print_wrapped(check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=trained))
 
 
 def _print_next_commands(

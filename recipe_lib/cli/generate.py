@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from recipe_lib.cli.arguments import (
     DRAW_OPTIONS,
     SWITCH,
-    Options,
     Parser,
     check_output_path,
     find_draw_faults,
@@ -53,49 +52,53 @@ DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 STORAGES = ("auto", "none", "nf4", "int8")
 SUFFIXES = (".txt", ".jsonl")  # of --prompts
 HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
-OPTIONS: Options = {
-    "checkpoint": {
-        "metavar": "WHAT",
-        "help": "model, adapter or output_dir, or a hub id that was downloaded",
+PARSER = Parser(
+    "generate",
+    DESCRIPTION,
+    {
+        "checkpoint": {
+            "metavar": "WHAT",
+            "help": "model, adapter or output_dir, or a hub id that was downloaded",
+        },
+        "--prompt": {
+            "metavar": "TEXT",
+            "help": "what to answer or to continue; without it: a conversation",
+        },
+        "--prompts": {"metavar": "FILE", "help": "prompts to answer: .txt, one a line, or .jsonl"},
+        "--out": {
+            "metavar": "FILE",
+            "help": "--prompts: where the answers go; default: standard output",
+        },
+        "--batch-size": {
+            "type": int,
+            "metavar": "N",
+            "help": "--prompts: answered at a time; default: 8",
+        },
+        "--system": {"metavar": "TEXT", "help": "the system's message, before everything else"},
+        "--raw": SWITCH | {"help": "continue the prompt as it stands, without a template"},
+        "--base": {
+            "metavar": "MODEL",
+            "help": "an adapter's base; default: the one that the adapter names",
+        },
+        "--quantize-base": {
+            "default": "auto",
+            "choices": STORAGES,
+            "help": "how an adapter's base is kept; auto: as it was trained",
+        },
+        **DRAW_OPTIONS,
+        "--dtype": {"default": "auto", "choices": DTYPES, "help": "auto: the checkpoint's"},
+        "--device": {
+            "default": "auto",
+            "choices": ("auto", "cpu", "cuda"),
+            "help": "auto: cuda if there is one",
+        },
     },
-    "--prompt": {
-        "metavar": "TEXT",
-        "help": "what to answer or to continue; without it: a conversation",
-    },
-    "--prompts": {"metavar": "FILE", "help": "prompts to answer: .txt, one a line, or .jsonl"},
-    "--out": {
-        "metavar": "FILE",
-        "help": "--prompts: where the answers go; default: standard output",
-    },
-    "--batch-size": {
-        "type": int,
-        "metavar": "N",
-        "help": "--prompts: answered at a time; default: 8",
-    },
-    "--system": {"metavar": "TEXT", "help": "the system's message, before everything else"},
-    "--raw": SWITCH | {"help": "continue the prompt as it stands, without a template"},
-    "--base": {
-        "metavar": "MODEL",
-        "help": "an adapter's base; default: the one that the adapter names",
-    },
-    "--quantize-base": {
-        "default": "auto",
-        "choices": STORAGES,
-        "help": "how an adapter's base is kept; auto: as it was trained",
-    },
-    **DRAW_OPTIONS,
-    "--dtype": {"default": "auto", "choices": DTYPES, "help": "auto: the checkpoint's"},
-    "--device": {
-        "default": "auto",
-        "choices": ("auto", "cpu", "cuda"),
-        "help": "auto: cuda if there is one",
-    },
-}
+)
 
 
 def run(words: list[str]) -> int:
     """Load the model, and print one answer or those of a conversation."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     check(arguments)
     # Before torch is imported, which takes seconds.
     for name in filter(None, (arguments.checkpoint, arguments.base)):
@@ -107,11 +110,6 @@ def run(words: list[str]) -> int:
         from recipe_lib.cli.answer import answer
     answer(arguments, talk)
     return DONE
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("generate", DESCRIPTION, OPTIONS)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -227,8 +225,8 @@ def _is_broken(line: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in line)
 
 
-# Yield the lines that are typed at a terminal.
 def _read_typed_lines() -> Iterator[str]:
+    """Yield the lines that are typed at a terminal."""
     # input() then has readline's keys and history.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
@@ -250,8 +248,8 @@ def _read_typed_lines() -> Iterator[str]:
             print(file=sys.stderr)
 
 
-# Yield the lines of a pipe. Raises ConfigError for one that is not UTF-8.
 def _read_piped_lines() -> Iterator[str]:
+    """Yield the lines of a pipe. Raises ConfigError for one that is not UTF-8."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(sys.stdin or (), start=1):

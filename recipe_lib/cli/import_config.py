@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Options, Parser, check_output_path
+from recipe_lib.cli.arguments import Parser, check_output_path
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.suggest import show
 from recipe_lib.config.torchtune import ImportedConfig, import_file
@@ -23,35 +23,33 @@ The config goes to standard output, or to --out. Standard error has what became 
 file: carried, with
 another effect here, or dropped, and why."""
 
-OPTIONS: Options = {
-    "file": {"metavar": "FILE", "help": "a YAML file of torchtune's"},
-    "overrides": {"nargs": "*", "metavar": "key=value", "help": "keys of ours, which win"},
-    "--from": {"choices": ("torchtune",), "help": argparse.SUPPRESS},
-    "--out": {"metavar": "FILE", "help": "write the config there; no file is replaced"},
-    "--model": {"metavar": "MODEL", "help": "model.path: a folder, or a name on the hub"},
-    "--without": {
-        "metavar": "KEY",
-        "action": "append",
-        "default": [],
-        "help": "a key of the file to leave out",
+PARSER = Parser(
+    "import",
+    DESCRIPTION,
+    {
+        "file": {"metavar": "FILE", "help": "a YAML file of torchtune's"},
+        "overrides": {"nargs": "*", "metavar": "key=value", "help": "keys of ours, which win"},
+        "--from": {"choices": ("torchtune",), "help": argparse.SUPPRESS},
+        "--out": {"metavar": "FILE", "help": "write the config there; no file is replaced"},
+        "--model": {"metavar": "MODEL", "help": "model.path: a folder, or a name on the hub"},
+        "--without": {
+            "metavar": "KEY",
+            "action": "append",
+            "default": [],
+            "help": "a key of the file to leave out",
+        },
     },
-}
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("import", DESCRIPTION, OPTIONS)
+)
 
 
 def run(words: list[str]) -> int:
     """Print the config and the table of keys; write nothing unless all of it can be."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     out = None if arguments.out is None else _check_target(arguments.out)
-    overrides = [
-        *([f"model.path={arguments.model}"] if arguments.model else []),
-        *arguments.overrides,
-    ]
-    imported = import_file(arguments.file, overrides=overrides, omitted=arguments.without)
+    model = [f"model.path={arguments.model}"] if arguments.model else []
+    imported = import_file(
+        arguments.file, overrides=model + arguments.overrides, omitted=arguments.without
+    )
     text = imported.format_yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
         say(_format_explanation(imported))

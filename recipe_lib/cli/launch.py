@@ -1,23 +1,31 @@
-"""Run torchrun inside `tune run`, so that signals reach the ranks and their exit codes come out.
+"""torchrun inside `tune run`: its flags, this machine's GPUs, the ranks, and their exit code.
 
-torchrun's agent runs in a thread; the main thread takes the signals and hands them to the ranks,
-which save and end by themselves. Both sides share a temporary folder, `FOLDER_VARIABLE`: the ranks
-leave their process ids in it, and a rank that starts after the signal finds the file `stop` there.
+`split_words` and `take_flags` separate torchrun's flags from our words. torchrun's agent runs in a
+thread; the main thread takes the signals and hands them to the ranks, which save and end by
+themselves. Both sides share a temporary folder, `FOLDER_VARIABLE`: the ranks leave their process
+ids in it, and a rank that starts after the signal finds the file `stop` there.
+
+GPUs are listed by nvidia-smi. torch is not asked: it would make a CUDA context, and a launcher or a
+planner must have none.
 """
 
+import csv
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import (
     DIVERGED,
     DONE,
@@ -28,9 +36,216 @@ from recipe_lib.errors import (
     STOPPED_AND_SAVED,
     STORAGE,
     USER_ERROR,
+    ConfigError,
     SetupError,
 )
+from recipe_lib.plan.hardware import HARDWARE, Hardware, find_reported_hardware
 from recipe_lib.report.phases import phase
+from recipe_lib.units import MIB
+
+# torchrun's flags, spelled with hyphens, so that most command lines are understood without
+# importing torch.
+WITH_VALUE = {
+    "--nnodes",
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--max-restarts",
+    "--monitor-interval",
+    "--start-method",
+    "--event-log-handler",
+    "--role",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--log-line-prefix-template",
+    "--local-ranks-filter",
+    "--duplicate-stdout-filters",
+    "--duplicate-stderr-filters",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--local-addr",
+    "--logs-specs",
+    "--numa-binding",
+    "--signals-to-handle",
+    "--shutdown-timeout",
+    "--print-completion",
+    "-r",
+    "-t",
+}
+WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
+REFUSED = {"-m", "--module", "--no-python", "--run-path"}
+RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
+RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return (torchrun's flags, RECIPE, its arguments).
+
+    RECIPE is the first word that is no flag and no flag's value. It is empty where --config comes
+    first: that config names the recipe. Raises ConfigError.
+    """
+    position = 0
+    values: dict[str, str] = {}
+    while position < len(words):
+        word = words[position]
+        if word.partition("=")[0] in ("--config", "--plugin"):
+            return list(words[:position]), "", list(words[position:])
+        if not word.startswith("-"):
+            if "=" in word or word.startswith("~"):
+                raise ConfigError(f"tune run: {show(word)}: overrides come after CONFIG")
+            return list(words[:position]), word, list(words[position + 1 :])
+        position += _measure_flag(words[position:], values, "run") or _refuse_unknown(word)
+    raise ConfigError(
+        "tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)"
+    )
+
+
+def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> int:
+    """Return the number of words that torchrun's flag at their beginning takes; 0 if it is none.
+
+    values: flag -> its value, of the flags so far; this one is added. verb: of ours, for errors.
+    Raises ConfigError for a flag that is given already, has no value, or cannot be used.
+    """
+    word = words[0]
+    name, equals, value = word.partition("=")
+    # torchrun takes --nproc_per_node and --nproc-per-node.
+    flag = name.replace("_", "-") if name.startswith("-") else ""
+    if flag in REFUSED:
+        raise ConfigError(
+            f"tune {verb}: {name} cannot be used: RECIPE is the name of a recipe or a .py file"
+        )
+    if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):  # `-t3`
+        return 1
+    if flag not in WITH_VALUE:
+        return 0
+    value = value if equals else "".join(words[1:2])
+    if flag in values:
+        raise ConfigError(
+            f"command line: {name}: given twice, as {show(values[flag])} and {show(value)}; remove"
+            " one of the two"
+        )
+    values[flag] = value
+    if not equals and len(words) < 2:
+        raise ConfigError(f"tune {verb}: {show(word)}: expected a value")
+    return 1 if equals else 2
+
+
+def _refuse_unknown(word: str) -> NoReturn:
+    name = word.partition("=")[0]
+    flag = name.replace("_", "-")
+    known_flags = sorted(WITH_VALUE | WITHOUT_VALUE)
+    # argparse would take an abbreviation; here it is told what it stands for.
+    completions = [full for full in known_flags if len(flag) > 3 and full.startswith(flag)]
+    nearest = completions[0] if completions else find_nearest(flag, known_flags, cutoff=0.75)
+    hint = f"did you mean {nearest}?" if nearest else "see `torchrun --help`"
+    raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; {hint}")
+
+
+def get_flag_value(flags: Sequence[str], flag: str) -> str | None:
+    """Return the last value of a torchrun flag (spelled with hyphens); None if it is not given."""
+    last_value = None
+    for position, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            last_value = value if equals else flags[position + 1]
+    return last_value
+
+
+def check_launch(flags: Sequence[str], verb: str = "run") -> None:
+    """Raise ConfigError for counts of processes that torchrun would answer with a traceback.
+
+    verb: of ours, for the error.
+    """
+    ranks = get_flag_value(flags, "--nproc-per-node")
+    if ranks is not None and ranks not in ("auto", "cpu", "gpu", "xpu") and not _is_count(ranks):
+        raise ConfigError(
+            f"tune {verb}: --nproc_per_node {show(ranks)}: expected a number from 1 to 99999, or"
+            " auto, cpu, gpu, xpu"
+        )
+    nodes = get_flag_value(flags, "--nnodes")
+    if nodes is not None:
+        low, colon, high = nodes.partition(":")
+        if not _is_count(low) or (colon and (not _is_count(high) or int(low) > int(high))):
+            raise ConfigError(
+                f"tune {verb}: --nnodes {show(nodes)}: expected N or MIN:MAX, numbers from 1 to"
+                " 99999"
+            )
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 6 and int(text) >= 1
+
+
+def add_rendezvous(flags: list[str]) -> list[str]:
+    """Return the flags, with --standalone unless something says how the nodes meet."""
+    is_set_by_flag = any(flag.replace("_", "-").startswith(RENDEZVOUS) for flag in flags)
+    is_set_by_variable = any(name.startswith(RENDEZVOUS_VARIABLES) for name in os.environ)
+    # torchrun's default is one fixed port: two runs on a machine would collide.
+    return flags if is_set_by_flag or is_set_by_variable else ["--standalone", *flags]
+
+
+def count_requested_ranks(flags: Sequence[str]) -> int | None:
+    """Return the number of processes that torchrun's flags ask for.
+
+    None where that depends on the machine (`gpu`), or may change (MIN:MAX).
+    """
+    if not flags:
+        # Another launcher may have started this rank, with torchrun's variables.
+        text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+        return int(text) if text.isascii() and text.isdigit() else None
+    numbers = [
+        get_flag_value(flags, "--nproc-per-node") or "1",
+        get_flag_value(flags, "--nnodes") or "1",
+    ]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        return None
+    return int(numbers[0]) * int(numbers[1])
+
+
+def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], list[str]]:
+    """Return (torchrun's flags, the other words); the flags may stand anywhere.
+
+    verb: of ours, for errors.
+    """
+    flags: list[str] = []
+    remaining: list[str] = []
+    values: dict[str, str] = {}
+    position = 0
+    while position < len(words):
+        flag_length = _measure_flag(words[position:], values, verb)
+        end = position + max(1, flag_length)
+        (flags if flag_length else remaining).extend(words[position:end])
+        position = end
+    return flags, remaining
+
+
+def count_ranks_and_machines(flags: Sequence[str]) -> tuple[int, int]:
+    """Return (processes of a machine, machines) that torchrun's flags ask for.
+
+    Raises ConfigError for GPUs that this machine has not.
+    """
+    processes = get_flag_value(flags, "--nproc-per-node") or "1"
+    if processes in ("auto", "gpu", "cpu", "xpu"):
+        gpus = 0 if processes in ("cpu", "xpu") else len(list_local_gpus())
+        if not gpus and processes in ("gpu", "xpu"):
+            raise ConfigError(
+                f"--nproc_per_node {processes}: this machine has none; give a number, and --device"
+            )
+        processes = str(gpus or count_cores())
+    # Of MIN:MAX machines the fewest, each of which has the most to hold.
+    machines = (get_flag_value(flags, "--nnodes") or "1").partition(":")[0]
+    return int(processes), int(machines)
+
+
+def should_show_plan(flags: Sequence[str]) -> bool:
+    """Return True if this process says what is planned: of several machines or ranks, the first."""
+    node_rank = get_flag_value(flags, "--node-rank") or "0"
+    return node_rank == "0" and os.environ.get("RANK", "0") == "0"
+
 
 PARENT_VARIABLE = "TUNE_LAUNCHER_PID"
 CRASHED = 1
@@ -123,8 +338,8 @@ class Launcher:
                 has_log_dir = any(
                     flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags
                 )
-                logs = [] if has_log_dir else ["--log-dir", str(self.folder / "logs")]
-                parsed = parse_flags([*logs, *self.words])
+                log_dir = [] if has_log_dir else ["--log-dir", str(self.folder / "logs")]
+                parsed = parse_flags(log_dir + self.words)
                 if self.received:
                     return 128 + self.received[0]
                 # In a thread torchrun installs no signal handlers. Its own kill ranks that take
@@ -187,8 +402,7 @@ class Launcher:
         if isinstance(self.outcome, ChildFailedError):
             codes = {rank: failure.exitcode for rank, failure in self.outcome.failures.items()}
             stopped_by = self.received[0] if self.received else None
-            said = (self.folder / SAID_FILE).exists()
-            code, line = choose_exit_code(codes, stopped_by, said)
+            code, line = choose_exit_code(codes, stopped_by, (self.folder / SAID_FILE).exists())
             if line:
                 print(line, file=sys.stderr)
             return code
@@ -285,3 +499,64 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tune-run-") as folder:
         with set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):
             return Launcher(flags, worker, [str(recipe.absolute()), *arguments], Path(folder)).run()
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+TIMEOUT_SECONDS = 10  # a driver that hangs must not hold anything up
+# Of the memory that nvidia-smi shows, CUDA reports this share or a little more: the driver keeps
+# some.
+SHARE_OF_TOTAL = 0.98
+QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+
+
+@cache
+def list_local_gpus() -> list[tuple[str, int]]:
+    """Return (name, bytes) of each GPU that a process started here would see.
+
+    Empty without a driver.
+    """
+    try:
+        output = subprocess.run(
+            QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+        ).stdout
+        rows = [
+            (row[0], row[1], row[2], int(row[3]) * MIB)
+            for row in csv.reader(output.splitlines(), skipinitialspace=True)
+        ]
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return []
+    visible = os.environ.get(VISIBLE)
+    if visible is None:
+        return [(name, size) for _, _, name, size in rows]
+    gpus = []
+    # In the order of the variable. An entry is an index, or the beginning of a UUID: `GPU-1a2b`.
+    for entry in filter(None, map(str.strip, visible.split(","))):
+        gpus += [
+            (name, size)
+            for index, uuid, name, size in rows
+            if entry == index or (len(entry) > 4 and uuid.startswith(entry))
+        ]
+    return gpus
+
+
+def find_local_device() -> Hardware | None:
+    """Return the first GPU as a device to plan for; None without one.
+
+    A card that is not in the table is planned with its own memory and the rates of a common card of
+    that size.
+    """
+    gpus = list_local_gpus()
+    if not gpus:
+        return None
+    name, size = gpus[0]
+    reported = find_reported_hardware(name, int(size * SHARE_OF_TOTAL))
+    known = HARDWARE.get(reported.name)
+    # A slice of a card, or another size of it than the table's, has the memory that it says.
+    return known if known and 0.9 < known.memory / size <= 1 else reported
+
+
+def is_expandable() -> bool:
+    """Return True if the run's allocator has expandable segments."""
+    settings = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+    return "expandable_segments:true" in settings.lower().replace(" ", "")

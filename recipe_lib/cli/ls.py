@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Options, Parser
+from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.paths import find_recipe, get_configs_folder, list_configs, list_recipes
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError
@@ -25,19 +25,18 @@ _PLANNED = re.compile(
 )
 _MEANT = re.compile(r"Meant for ([^:]+):")
 
-OPTIONS: Options = {
-    "words": {"nargs": "*", "metavar": "WORD", "help": "a recipe, a family, a size, a method"},
-}
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("ls", DESCRIPTION, OPTIONS)
+PARSER = Parser(
+    "ls",
+    DESCRIPTION,
+    {
+        "words": {"nargs": "*", "metavar": "WORD", "help": "a recipe, a family, a size, a method"},
+    },
+)
 
 
 def run(words: list[str]) -> int:
     """Print the recipes and configs that the words name."""
-    words = parser().parse(words).words
+    words = PARSER.parse(words).words
     recipes = [word for word in words if word in list_recipes()]
     filters = [word for word in words if word not in recipes]
     shown = {

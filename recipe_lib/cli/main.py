@@ -1,6 +1,6 @@
 """The entry point `tune`: find the verb and hand it the rest of the command line.
 
-A verb is a module of this package with `run(words) -> exit code` and `parser()`. Only the verb that
+A verb is a module of this package with `run(words) -> exit code` and its PARSER. Only the verb that
 was asked for is imported, and none of them imports torch before it needs it.
 """
 
@@ -132,7 +132,7 @@ def _run_verb(words: list[str]) -> int:
 
 
 def get_module_name(verb: str) -> str:
-    """Return the name of the module that has a verb's `parser` and `run`."""
+    """Return the name of the module that has a verb's PARSER and `run`."""
     return f"recipe_lib.cli.{MODULES.get(verb, verb.replace('-', '_'))}"
 
 

@@ -1,6 +1,8 @@
 """`tune plan`: print the memory, communication and time of a run, before it is started.
 
-Needs no GPU. plan_request.py reads the command line; recipe_lib.plan makes the plan.
+Needs no GPU. plan_request.py reads the command line; recipe_lib.plan makes the plan. A plan quotes
+the receipt of the nearest run that has been, and `--receipts` lists all; whatever is wrong with
+their file is one line at most, and stops no plan.
 """
 
 import argparse
@@ -11,12 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import write_json
 from recipe_lib.cli.launch import set_environment
-from recipe_lib.cli.plan_receipts import list_receipts, quote_receipt
 from recipe_lib.cli.plan_request import (
     OFFLINE,
     count_planned_ranks,
@@ -25,15 +28,36 @@ from recipe_lib.cli.plan_request import (
     read_arguments,
     read_config,
 )
-from recipe_lib.cli.plan_request import parser as parser
+from recipe_lib.cli.plan_request import PARSER as PARSER
 from recipe_lib.cli.recipes import RecipeFile, find_config_recipe
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
-from recipe_lib.errors import DONE
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.files import replace_text
+from recipe_lib.plan.measured.receipts import (
+    VARIABLE,
+    Receipt,
+    describe_run,
+    find_nearest,
+    get_receipts_file,
+    is_off,
+    quote_line,
+    read_receipts,
+)
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, Plan, read_plan
+from recipe_lib.report.terminal import (
+    Table,
+    get_terminal_width,
+    open_console,
+    put,
+    put_table,
+    read_console,
+)
+from recipe_lib.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
+    from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.tracing.trace import Trace
 
 
@@ -72,12 +96,12 @@ def run(words: list[str]) -> int:
             text, is_clean = run_stream_check(recipe, cfg, arguments)
             print(text, end="", file=output)
             return DONE if is_clean else MISTAKE
-        other = None if arguments.diff is None else make_compared_plan(recipe, arguments)
+        compared = None if arguments.diff is None else make_compared_plan(recipe, arguments)
         plan, trace = make_plan_and_trace(recipe, cfg, arguments)
     plan.seconds = time.monotonic() - _IMPORTED
     write_files(plan, trace, arguments)
     if arguments.json != "-":
-        print(format_plan(plan, other, arguments), end="")
+        print(format_plan(plan, compared, arguments), end="")
     return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
 
@@ -97,13 +121,13 @@ def silence_libraries() -> Iterator[None]:
             logger.disabled = False
 
 
-def format_plan(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> str:
+def format_plan(plan: Plan, compared: Plan | None, arguments: argparse.Namespace) -> str:
     """Return the report of a plan; with another plan, how they differ."""
     from recipe_lib.plan.views.report import render, render_diff
     from recipe_lib.report.terminal import wants_color
 
-    if other is not None:
-        return render_diff(other, plan)
+    if compared is not None:
+        return render_diff(compared, plan)
     return render(plan, full=arguments.full, depth=arguments.depth, color=wants_color(sys.stdout))
 
 
@@ -203,3 +227,88 @@ def calibrate(path: Path) -> str:
             " GPU to plan for one"
         )
     return f"{path}: rates of {rates['device']}; `tune plan --calibration {path}` uses the file"
+
+
+def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
+    """Return the receipt nearest to a plan as a line; empty if there is none.
+
+    shaped: the config as it is planned.
+    """
+    if is_off():
+        return ""
+    try:
+        receipts, _ = read_receipts(get_receipts_file())
+    except OSError:  # `tune plan --receipts` says what is wrong
+        return ""
+    nearest = find_nearest(receipts, describe_run(cfg, shaped, settings))
+    return "" if nearest is None else quote_line(nearest)
+
+
+def list_receipts(arguments: argparse.Namespace) -> str:
+    """Return what `--receipts` prints, and write its JSON. Raises ConfigError."""
+    path = get_receipts_file()
+    try:
+        receipts, unreadable = read_receipts(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--receipts: {show(str(path))}: {error.strerror}; make it a readable file, or move it"
+            " away"
+        ) from error
+    if arguments.json:
+        listed = [asdict(receipt) for receipt in receipts]
+        write_json(
+            arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed}
+        )
+    return "" if arguments.json == "-" else render_receipts(receipts, unreadable, path)
+
+
+def render_receipts(
+    receipts: list[Receipt], unreadable: int, path: Path, *, width: int | None = None
+) -> str:
+    """Return a table of the receipts, the newest last, and how far off the plans were.
+
+    unreadable: number of lines of the file that were passed over. width: columns, by default those
+    of the terminal.
+    """
+    passed = f"; {pluralize(unreadable, 'line')} of it cannot be read" if unreadable else ""
+    if not receipts:
+        return (
+            f"no receipts in {path}: each `tune run` on a GPU that shows its plan adds one at its"
+            f" end, unless {VARIABLE}=off is set{passed}\n"
+        )
+    rows = []
+    for receipt in receipts:
+        run = receipt.run
+        rate_error = receipt.errors.get("tokens_per_second")
+        row = {
+            "date": receipt.time[:10],
+            "card": run.card,
+            "ranks": str(run.ranks),
+            "config": run.config,
+            "recipe": run.recipe,
+            "planned": format_bytes(receipt.planned["reserved"]),
+            "measured": format_bytes(receipt.measured["reserved"]),
+            "error": f"{receipt.errors['reserved']:+.1%}",
+            "tokens/s": "" if rate_error is None else f"{rate_error:+.0%}",
+        }
+        rows.append(list(row.values()))
+    console = open_console(width or get_terminal_width())
+    put_table(
+        console,
+        Table(
+            "reserved memory of runs",
+            list(row),
+            rows,
+            left=("date", "card", "config", "recipe"),
+            optional=("recipe", "tokens/s"),  # left out first on a narrow terminal
+        ),
+    )
+    console.print()
+    errors = [receipt.errors["reserved"] for receipt in receipts]
+    put(
+        console,
+        f"{pluralize(len(receipts), 'receipt')}; error of reserved memory:"
+        f" {fmean(map(abs, errors)):.1%} mean absolute, {max(errors, key=abs):+.1%} worst",
+    )
+    put(console, f"in {path}, on this machine alone{passed}")
+    return read_console(console)

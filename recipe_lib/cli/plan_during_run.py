@@ -21,9 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipe_lib.cli.launch import set_environment
-from recipe_lib.cli.local_gpus import is_expandable
-from recipe_lib.cli.plan_receipts import append_run_receipt
+from recipe_lib.cli.launch import is_expandable, set_environment, should_show_plan
 from recipe_lib.cli.plan_request import (
     build_planning_command,
     explain_errors,
@@ -33,11 +31,18 @@ from recipe_lib.cli.plan_request import (
     read_config,
 )
 from recipe_lib.cli.recipes import RecipeFile
-from recipe_lib.cli.torchrun_flags import should_show_plan
-from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, escape_invisible
+from recipe_lib.errors import (
+    DONE,
+    STOPPED_AND_SAVED,
+    ConfigError,
+    UserError,
+    end_process,
+    escape_invisible,
+    send_nowhere,
+)
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrap_lines
-from recipe_lib.plan.measured.receipts import describe_run
+from recipe_lib.plan.measured import receipts
 from recipe_lib.reading import read_object
 from recipe_lib.report.phases import ERASE
 from recipe_lib.report.planned import FIGURES
@@ -117,6 +122,36 @@ def _compare(figures: Path, began: float, code: int) -> None:
     append_run_receipt(planned, measured)
 
 
+def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Add the receipt of a run that has ended, if it ran on the GPU that was planned.
+
+    figures: of its plan. summary: of its summary.json.
+    """
+    if receipts.is_off() or summary.get("memory_kind") != "device" or not figures.get("own_device"):
+        return
+    # Imports torch, which the launcher has imported by now.
+    from recipe_lib.training.metrics import read_metrics
+
+    path = receipts.get_receipts_file()
+    try:
+        receipt = receipts.make_receipt(figures, summary, read_metrics(Path(figures["output_dir"])))
+        # Receipts are compared by their error of reserved memory.
+        if "reserved" not in receipt.errors:
+            return
+        is_new = receipts.append_receipt(path, receipt)
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        get_logger().warning(
+            f"warning: {path}: {error}; the run has no receipt, and with {receipts.VARIABLE}=off"
+            " none is tried"
+        )
+        return
+    if is_new:
+        get_logger().info(
+            f"receipts: what runs were planned to take and took is kept in {path}, on this machine"
+            f" alone; `tune plan --receipts` lists it, {receipts.VARIABLE}=off ends it"
+        )
+
+
 def format_comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
     """Return lines on planned and measured peaks.
 
@@ -125,18 +160,17 @@ def format_comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[
     # Rank 0 writes the summary: its plan is compared, not the heaviest rank's.
     planned = planned | (planned.get("first") or {})
     if summary.get("memory_kind") != "device":
-        active = format_bytes(planned["active"])
         return [
-            f"planned active {active} on a GPU; the resident set that a CPU run measures is no"
-            " comparison for it"
+            f"planned active {format_bytes(planned['active'])} on a GPU; the resident set that a"
+            " CPU run measures is no comparison for it"
         ]
     parts = []
     for kind in MEMORY_KINDS:
         measured = (summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB
         if measured and planned[kind]:
-            error = planned[kind] / measured - 1
             parts.append(
-                f"{kind} {format_bytes(planned[kind])} / {format_bytes(measured)} ({error:+.1%})"
+                f"{kind} {format_bytes(planned[kind])} / {format_bytes(measured)}"
+                f" ({planned[kind] / measured - 1:+.1%})"
             )
     return [f"planned / measured: {', '.join(parts)}"] if parts else []
 
@@ -245,19 +279,19 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
         figures = collect_figures(make_plan(planned, shaped, settings, steps)[0])
-    run = asdict(describe_run(cfg, shaped, settings))
-    figures |= {"is_short": is_short, "run": run}
-    return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
+    figures |= {
+        "is_short": is_short,
+        "run": asdict(receipts.describe_run(cfg, shaped, settings)),
+        "output_dir": os.path.abspath(cfg.output_dir),
+    }
+    return figures, settings
 
 
 def _silence_output() -> Callable[[str], None]:
     """Send what libraries print nowhere; return what prints a line on the run's standard error."""
     terminal = os.dup(2)
     is_terminal = os.isatty(2)
-    # The descriptors, as libraries in C++ print past sys.stdout.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    send_nowhere(1, 2)  # the descriptors, as libraries in C++ print past sys.stdout
 
     def say(line: str) -> None:
         # On a terminal the run may be drawing rows at this moment: ours takes their place, they are

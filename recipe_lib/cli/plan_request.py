@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import (
     SWITCH,
-    Options,
     Parser,
     check_output,
     find_low_numbers,
     read_numbers,
 )
-from recipe_lib.cli.local_gpus import VISIBLE, find_local_device, is_expandable, list_local_gpus
-from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
-from recipe_lib.cli.torchrun_flags import (
+from recipe_lib.cli.launch import (
+    VISIBLE,
     check_launch,
     count_ranks_and_machines,
+    find_local_device,
     get_flag_value,
+    is_expandable,
+    list_local_gpus,
     take_flags,
 )
+from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.config.mesh import count_same_batch_ranks
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError, find_lines_in, raise_faults
@@ -56,88 +58,99 @@ Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2
 correct."""
 
 
-_DEVICES = (
-    "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU,"
-    " else 24GB"
-)
-_STREAMS = (
-    "find races between streams, waits of the host and collectives that do not meet, in place of a"
-    " plan"
-)
 # Memory outside of torch -> what it is.
 OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
 # torchrun's flags are taken out before; --nproc_per_node and --nnodes stand here for the help.
-OPTIONS: Options = {
-    "words": {
-        "nargs": "*",
-        "metavar": "CONFIG key=value",
-        "help": "as for `tune run`: [RECIPE --config] CONFIG, overrides",
+PARSER = Parser(
+    "plan",
+    DESCRIPTION,
+    {
+        "words": {
+            "nargs": "*",
+            "metavar": "CONFIG key=value",
+            "help": "as for `tune run`: [RECIPE --config] CONFIG, overrides",
+        },
+        "--config": {
+            "action": "append",
+            "metavar": "CONFIG",
+            "help": "a name of `tune ls`, or a path; of several the later win",
+        },
+        "--nproc_per_node --nproc-per-node": {
+            "metavar": "N",
+            "help": "processes on each machine; default: 1",
+        },
+        "--nnodes": {"metavar": "M", "help": "machines; default: 1"},
+        "--device": {
+            "metavar": "NAME",
+            "help": (
+                "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this"
+                " machine's GPU, else 24GB"
+            ),
+        },
+        "--fit": {"metavar": "4x24GB", "help": "processes and device in one word"},
+        "--sequence": {
+            "metavar": "LENGTH",
+            "default": "auto",
+            "help": "tokens of a sequence: auto (the data's longest), max, p99, N",
+        },
+        "--rank": {
+            "metavar": "R,...",
+            "help": "ranks to plan; default: 0, or the first rank of each place in a pipeline",
+        },
+        "--full": (
+            SWITCH | {"help": "all tables: layers, communication, groups, times, what was assumed"}
+        ),
+        "--depth": {
+            "type": int,
+            "metavar": "N",
+            "help": "levels of the tree of what is live at the peak; default: 1, with --full 2",
+        },
+        "--json": {
+            "metavar": "FILE",
+            "help": "also write the plan as JSON; -: to standard output, in place of the report",
+        },
+        "--html": {"metavar": "FILE", "help": "also write a page with the memory over time"},
+        "--snapshot": {
+            "metavar": "FILE",
+            "help": "also write a snapshot for pytorch.org/memory_viz",
+        },
+        "--diff": {
+            "metavar": "OTHER",
+            "help": "compare with the plan in a .json file, or of another config without overrides",
+        },
+        "--advice": SWITCH | {"help": "also try levers one by one, and fewer ranks"},
+        "--search": SWITCH | {"help": "find the fastest settings that fit, in place of a plan"},
+        "--check-streams": SWITCH
+        | {
+            "help": (
+                "find races between streams, waits of the host and collectives that do not meet, in"
+                " place of a plan"
+            )
+        },
+        "--receipts": (
+            SWITCH | {"help": "list the runs of this machine, planned and measured; makes no plan"}
+        ),
+        "--calibrate": {
+            "metavar": "FILE",
+            "help": "first measure this machine's device, write its rates, and use them",
+        },
+        "--calibration": {"metavar": "FILE", "help": "use the rates that --calibrate wrote"},
+        "--plugin": {
+            "metavar": "FILE",
+            "action": "append",
+            "default": [],
+            "help": "as for `tune run`",
+        },
+        **{
+            f"--{name}-gib": {
+                "type": float,
+                "metavar": "X",
+                "help": f"device memory for {what}, GiB; default: a table's",
+            }
+            for name, what in OUTSIDE.items()
+        },
     },
-    "--config": {
-        "action": "append",
-        "metavar": "CONFIG",
-        "help": "a name of `tune ls`, or a path; of several the later win",
-    },
-    "--nproc_per_node --nproc-per-node": {
-        "metavar": "N",
-        "help": "processes on each machine; default: 1",
-    },
-    "--nnodes": {"metavar": "M", "help": "machines; default: 1"},
-    "--device": {"metavar": "NAME", "help": _DEVICES},
-    "--fit": {"metavar": "4x24GB", "help": "processes and device in one word"},
-    "--sequence": {
-        "metavar": "LENGTH",
-        "default": "auto",
-        "help": "tokens of a sequence: auto (the data's longest), max, p99, N",
-    },
-    "--rank": {
-        "metavar": "R,...",
-        "help": "ranks to plan; default: 0, or the first rank of each place in a pipeline",
-    },
-    "--full": (
-        SWITCH | {"help": "all tables: layers, communication, groups, times, what was assumed"}
-    ),
-    "--depth": {
-        "type": int,
-        "metavar": "N",
-        "help": "levels of the tree of what is live at the peak; default: 1, with --full 2",
-    },
-    "--json": {
-        "metavar": "FILE",
-        "help": "also write the plan as JSON; -: to standard output, in place of the report",
-    },
-    "--html": {"metavar": "FILE", "help": "also write a page with the memory over time"},
-    "--snapshot": {"metavar": "FILE", "help": "also write a snapshot for pytorch.org/memory_viz"},
-    "--diff": {
-        "metavar": "OTHER",
-        "help": "compare with the plan in a .json file, or of another config without overrides",
-    },
-    "--advice": SWITCH | {"help": "also try levers one by one, and fewer ranks"},
-    "--search": SWITCH | {"help": "find the fastest settings that fit, in place of a plan"},
-    "--check-streams": SWITCH | {"help": _STREAMS},
-    "--receipts": (
-        SWITCH | {"help": "list the runs of this machine, planned and measured; makes no plan"}
-    ),
-    "--calibrate": {
-        "metavar": "FILE",
-        "help": "first measure this machine's device, write its rates, and use them",
-    },
-    "--calibration": {"metavar": "FILE", "help": "use the rates that --calibrate wrote"},
-    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
-    **{
-        f"--{name}-gib": {
-            "type": float,
-            "metavar": "X",
-            "help": f"device memory for {what}, GiB; default: a table's",
-        }
-        for name, what in OUTSIDE.items()
-    },
-}
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("plan", DESCRIPTION, OPTIONS)
+)
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -147,7 +160,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     for the plan. Raises ConfigError.
     """
     flags, remaining = take_flags(words)
-    arguments = parser().parse(remaining)
+    arguments = PARSER.parse(remaining)
     arguments.flags = flags
     arguments.wait = None
     arguments.notes = []
@@ -218,9 +231,11 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a word that --receipts, which lists all runs, has no use for."""
     used = ("help", "words", "receipts", "json", "quiet", "verbose")
     unused = [*arguments.words, *arguments.flags]
-    for action in parser()._actions:
-        if action.dest not in used and getattr(arguments, action.dest) != action.default:
-            unused.append(action.option_strings[0])
+    unused += [
+        action.option_strings[0]
+        for action in PARSER._actions
+        if action.dest not in used and getattr(arguments, action.dest) != action.default
+    ]
     if unused:
         raise ConfigError(f"--receipts: lists runs and makes no plan; leave {show(unused[0])} out")
     check_output("--json", arguments.json)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
+from recipe_lib.cli.launch import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
 from recipe_lib.config.load import LoadedConfig, load_with_origins, refuse_repeated
 from recipe_lib.config.paths import (
@@ -25,9 +25,9 @@ from recipe_lib.config.paths import (
     get_recipes_folder,
     list_configs,
     list_recipes,
+    read_recipe_configs,
     suggest_config,
 )
-from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, run_for_exit_code
@@ -141,8 +141,8 @@ def find_config_recipe(configs: str | Sequence[str], recipe: str | None = None) 
                 )
                 raise ConfigError(
                     f"{show(str(config))}: recipe: found {quote(name)}, expected"
-                    f" {', '.join(read_recipe_configs())}{hint}; one of your own comes before --config,"
-                    " and as --recipe FILE for validate and data"
+                    f" {', '.join(read_recipe_configs())}{hint}; one of your own comes before"
+                    " --config, and as --recipe FILE for validate and data"
                 )
             return RecipeFile.find(name)
     return RecipeFile.find(next(iter(read_recipe_configs())))
@@ -299,8 +299,7 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
         # The first word that explains why --config is missing, before saying that it is.
         for word in words:
             if word.startswith("--"):
-                hint = did_you_mean(word.partition("=")[0], ("--config", "--plugin"))
-                if hint:
+                if hint := did_you_mean(word.partition("=")[0], ("--config", "--plugin")):
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
             if is_config(word):
                 raise ConfigError(

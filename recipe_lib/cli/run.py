@@ -14,9 +14,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser
-from recipe_lib.cli.launch import launch
-from recipe_lib.cli.local_gpus import is_expandable
+from recipe_lib.cli.arguments import SWITCH, Parser
+from recipe_lib.cli.launch import (
+    WITH_VALUE,
+    WITHOUT_VALUE,
+    add_rendezvous,
+    check_launch,
+    count_ranks_and_machines,
+    count_requested_ranks,
+    is_expandable,
+    launch,
+    should_show_plan,
+    split_words,
+)
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
 from recipe_lib.cli.plan_request import (
     build_planning_command,
@@ -34,16 +44,6 @@ from recipe_lib.cli.recipes import (
     run_recipe,
 )
 from recipe_lib.cli.start_checks import check_shape, check_start
-from recipe_lib.cli.torchrun_flags import (
-    WITH_VALUE,
-    WITHOUT_VALUE,
-    add_rendezvous,
-    check_launch,
-    count_ranks_and_machines,
-    count_requested_ranks,
-    should_show_plan,
-    split_words,
-)
 from recipe_lib.config.paths import list_recipes
 from recipe_lib.errors import DONE, ConfigError, end_process
 from recipe_lib.files import replace_text
@@ -81,31 +81,34 @@ mistake to correct,
 write, 7 a rank is
 gone, stopped or hangs."""
 
-OPTIONS: Options = {
-    "words": {"nargs": "*", "metavar": "CONFIG", "help": "a config, or a recipe before --config"},
-    "--config": {
-        "action": "append",
-        "metavar": "CONFIG",
-        "help": "of several the later win, key by key",
+# `run` separates the words itself, as torchrun's flags are handed on as they are.
+PARSER = Parser(
+    "run",
+    "Runs a recipe.",
+    {
+        "words": {
+            "nargs": "*",
+            "metavar": "CONFIG",
+            "help": "a config, or a recipe before --config",
+        },
+        "--config": {
+            "action": "append",
+            "metavar": "CONFIG",
+            "help": "of several the later win, key by key",
+        },
+        "--plugin": {
+            "action": "append",
+            "metavar": "FILE",
+            "help": "a Python file of yours, imported first",
+        },
+        **dict.fromkeys(
+            ("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}
+        ),
+        **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
+        **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
+        "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
     },
-    "--plugin": {
-        "action": "append",
-        "metavar": "FILE",
-        "help": "a Python file of yours, imported first",
-    },
-    **dict.fromkeys(
-        ("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}
-    ),
-    **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
-    **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
-    "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
-}
-
-
-def parser() -> Parser:
-    """Return the options, for a shell's completion."""
-    # `run` separates the words itself, as torchrun's flags are handed on as they are.
-    return Parser("run", "Runs a recipe.", OPTIONS)
+)
 
 
 def run(words: list[str]) -> int:

@@ -59,15 +59,16 @@ def check_start(
         partial(check_source, source, key) for key, source in _list_sources(cfg).items()
     ]
     if plans:
-        lines = _run_checks(checks)
-        run_checks: list[Callable[[], Any]] = [
+        checks_of_run: list[Callable[[], Any]] = [
             partial(check_earlier_run, cfg),
             partial(_check_text, cfg),
             *sources,
         ]
-        for line, is_fault in _run_checks(run_checks):
-            if is_fault:
-                lines.append((f"`tune run` refuses to start on this machine: {line}", False))
+        lines = _run_checks(checks) + [
+            (f"`tune run` refuses to start on this machine: {line}", False)
+            for line, is_fault in _run_checks(checks_of_run)
+            if is_fault
+        ]
     else:
         checks += [partial(_check_text, cfg), partial(_check_own_tokenizer, cfg), *sources]
         lines = _run_checks(checks)

@@ -10,7 +10,6 @@ from typing import Any
 
 from recipe_lib.cli.arguments import (
     SWITCH,
-    Options,
     Parser,
     check_output,
     find_low_numbers,
@@ -48,25 +47,32 @@ MODEL is a folder, a config.json, a hub id that was downloaded, or a preset of `
 Exit codes: 0 a plan for at least one of the sizes; 3 --certify did not prove one of them; 2 a \
 mistake to correct,
 or no plan for any of the sizes."""
-OPTIONS: Options = {
-    "model": {"metavar": "MODEL", "help": "folder, config.json, hub id in the cache, or preset"},
-    "--tensor": {
-        "default": "2,4,8",
-        "metavar": "T,...",
-        "help": "ranks of a group; default: 2,4,8",
+PARSER = Parser(
+    "tp-plan",
+    DESCRIPTION,
+    {
+        "model": {
+            "metavar": "MODEL",
+            "help": "folder, config.json, hub id in the cache, or preset",
+        },
+        "--tensor": {
+            "default": "2,4,8",
+            "metavar": "T,...",
+            "help": "ranks of a group; default: 2,4,8",
+        },
+        "--tokens": {
+            "type": int,
+            "default": 8192,
+            "metavar": "N",
+            "help": "tokens of a micro-batch, b x s; default: 8192",
+        },
+        "--certify": SWITCH | {"help": "also prove the plan on a small copy with random weights"},
+        "--json": {
+            "metavar": "FILE",
+            "help": "also write the plan and its numbers as JSON; -: in place of the report",
+        },
     },
-    "--tokens": {
-        "type": int,
-        "default": 8192,
-        "metavar": "N",
-        "help": "tokens of a micro-batch, b x s; default: 8192",
-    },
-    "--certify": SWITCH | {"help": "also prove the plan on a small copy with random weights"},
-    "--json": {
-        "metavar": "FILE",
-        "help": "also write the plan and its numbers as JSON; -: in place of the report",
-    },
-}
+)
 
 
 def run(words: list[str]) -> int:
@@ -115,16 +121,15 @@ def run(words: list[str]) -> int:
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
 
 
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("tp-plan", DESCRIPTION, OPTIONS)
-
-
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Return the command line, checked as far as it can be without torch. Raises ConfigError."""
-    arguments = parser().parse(words)
-    expected = "numbers above 1, commas between them: 2,4,8"
-    arguments.tensor = read_numbers("--tensor", arguments.tensor, range(2, 2**20), expected)
+    arguments = PARSER.parse(words)
+    arguments.tensor = read_numbers(
+        "--tensor",
+        arguments.tensor,
+        range(2, 2**20),
+        expected="numbers above 1, commas between them: 2,4,8",
+    )
     raise_faults(ConfigError, find_low_numbers(arguments, tokens=1))
     check_output("--json", arguments.json, [("MODEL", arguments.model)])
     return arguments

@@ -51,21 +51,19 @@ def build_plans(
     plans: dict[int, ShardingPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
-        plan = full_plan
         # A size that cannot share every axis gets a plan of its own, around those that it can.
-        if size not in full_plan.legal_sizes:
-            plan = transformers_models.infer_config_plan(config, size, tokens)
+        is_full = size in full_plan.legal_sizes
+        plan = full_plan if is_full else transformers_models.infer_config_plan(config, size, tokens)
         if size in plan.legal_sizes:
             plans[size] = plan
         else:
             illegal[size] = why_not(full_plan, size)
     if not plans:
         legal = ", ".join(map(str, full_plan.legal_sizes)) or "none"
-        reasons = dict.fromkeys(illegal.values())
         raise ConfigError(
             *(
                 f"--tensor {','.join(map(str, sizes))}: {reason}; legal sizes: {legal}"
-                for reason in reasons
+                for reason in dict.fromkeys(illegal.values())
             )
         )
     return full_plan, plans, illegal
@@ -121,23 +119,21 @@ def build_json(
     proofs: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return what --json writes; bytes throughout."""
-    distinct_plans = {plan.hash(): plan for plan in plans.values()}
-    sizes = {
-        str(size): {
-            "plan": plan.hash(),
-            "parameter_bytes": BYTES * count_held_elements(plan, size),
-            "cut_share": compute_cut_share(plan),
-            "sent_bytes": count_step_bytes(plan, size, arguments.tokens),
-        }
-        for size, plan in plans.items()
-    }
     return {
         "model": arguments.model,
         "tokens": arguments.tokens,
         "legal_sizes": list(full_plan.legal_sizes),
-        "sizes": sizes,
+        "sizes": {
+            str(size): {
+                "plan": plan.hash(),
+                "parameter_bytes": BYTES * count_held_elements(plan, size),
+                "cut_share": compute_cut_share(plan),
+                "sent_bytes": count_step_bytes(plan, size, arguments.tokens),
+            }
+            for size, plan in plans.items()
+        },
         "not_legal": {str(size): reason for size, reason in illegal.items()},
-        "plans": {name: plan.to_dict() for name, plan in distinct_plans.items()},
+        "plans": {plan.hash(): plan.to_dict() for plan in plans.values()},
         "certificates": proofs,
     }
 
@@ -163,12 +159,12 @@ def print_report(
             ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         )
         _print_line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
-        tables = [
+        for table in (
             *_build_parameter_tables(plan),
             _build_boundary_table(plan),
             _build_collective_table(plan, sizes, tokens),
-        ]
-        for table in [*tables, _build_size_table(plan, sizes)]:
+            _build_size_table(plan, sizes),
+        ):
             if table.rows:
                 terminal.put_section(console, show_table(table))
         _print_line(console, "")
@@ -292,8 +288,9 @@ def _print_proof(console: Console, proof: dict[str, Any]) -> None:
             _print_line(console, f"  {failure}")
     else:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
-        result = (
-            f"passed, {proof['checked']} comparisons of forward and gradients on a small"
-            f" model{shared}"
+        _print_line(
+            console,
+            f"{title}: passed, {proof['checked']} comparisons of forward and gradients on a small"
+            f" model{shared}",
+            terminal.GOOD,
         )
-        _print_line(console, f"{title}: {result}", terminal.GOOD)

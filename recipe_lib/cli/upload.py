@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.checkpoint.model_folders import find_exported_folder
-from recipe_lib.cli.arguments import SWITCH, Options, Parser
+from recipe_lib.cli.arguments import SWITCH, Parser
 from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
@@ -63,23 +63,28 @@ _READ = (
 )
 _LARGEST_READ = 16 * MIB
 
-OPTIONS: Options = {
-    "checkpoint": {"metavar": "WHAT", "help": "output_dir, or the folder of a model or an adapter"},
-    "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub; made if there is none"},
-    "--private": SWITCH | {"help": "a new repository is yours alone to see"},
-    "--revision": {"metavar": "BRANCH", "help": "the branch to put it on, made if there is none"},
-    "--dry-run": SWITCH | {"help": "list the files, send nothing and ask nothing"},
-}
-
-
-def parser() -> Parser:
-    """Return the options of the verb."""
-    return Parser("upload", DESCRIPTION, OPTIONS)
+PARSER = Parser(
+    "upload",
+    DESCRIPTION,
+    {
+        "checkpoint": {
+            "metavar": "WHAT",
+            "help": "output_dir, or the folder of a model or an adapter",
+        },
+        "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub; made if there is none"},
+        "--private": SWITCH | {"help": "a new repository is yours alone to see"},
+        "--revision": {
+            "metavar": "BRANCH",
+            "help": "the branch to put it on, made if there is none",
+        },
+        "--dry-run": SWITCH | {"help": "list the files, send nothing and ask nothing"},
+    },
+)
 
 
 def run(words: list[str]) -> int:
     """List the files, send them in one commit and print its address."""
-    arguments = parser().parse(words)
+    arguments = PARSER.parse(words)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
         raise ConfigError(
             f"{show(arguments.repo)}: is not a repository on the hub; expected OWNER/NAME"

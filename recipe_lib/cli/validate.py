@@ -3,37 +3,35 @@
 Runs nothing; imports torch only where ranks share a model (`check_shape`).
 """
 
-from collections.abc import Sequence
-
-from recipe_lib.cli.arguments import Options, Parser, add_configs, take_configs
+from recipe_lib.cli.arguments import ConfigParser
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_shape, check_start
-from recipe_lib.config.optimizer_precision import describe_stalled_means
 from recipe_lib.config.paths import list_recipes
+from recipe_lib.config.precision import describe_stalled_means
 from recipe_lib.errors import DONE
 from recipe_lib.logs import print_wrapped
 
-OPTIONS: Options = {
-    "--recipe": {
-        "help": "check against this recipe (name or path), not the one that the config names"
+PARSER = ConfigParser(
+    "validate",
+    "Checks a config against its recipe and reports every fault.",
+    {
+        "--recipe": {
+            "help": "check against this recipe (name or path), not the one that the config names"
+        },
+        "--plugin": {
+            "metavar": "FILE",
+            "action": "append",
+            "default": [],
+            "help": "as for `tune run`",
+        },
     },
-    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
-}
-
-
-def parser(words: Sequence[str] = ()) -> Parser:
-    """Return the options of the verb."""
-    options = Parser(
-        "validate", "Checks a config against its recipe and reports every fault.", OPTIONS
-    )
-    add_configs(options, words)
-    return options
+)
 
 
 def run(words: list[str]) -> int:
     """Print one line if the config is right; raise ConfigError with all its faults if not."""
-    arguments = parser(words).parse(words)
-    configs = take_configs(arguments)
+    arguments = PARSER.parse(words)
+    configs = arguments.configs
     # RECIPE --config CONFIG, as it is typed after `tune run`.
     if len(configs) > 1 and configs[0] in list_recipes():
         arguments.recipe = arguments.recipe or configs[0]

@@ -1,7 +1,7 @@
 """Names of other tools for our keys, sections and values.
 
 A config that is brought from another tool is answered with our name for what it says, and with what
-there is in place of what we do not have. `unknown_keys.py` and `convert_values.py` look words up.
+there is in place of what we do not have. `check_settings.py` and `convert_values.py` look words up.
 Names for a method's keys are with its config class.
 """
 

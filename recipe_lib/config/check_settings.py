@@ -2,7 +2,8 @@
 
 `CollectedSettings` holds what was set and the faults so far; the `check_...` functions fill it from
 the YAML tree of a file or of an override. A value that names other keys (`${optimizer.lr}`) waits
-in `pending` until everything is read.
+in `pending` until everything is read. `find_hint` explains a key that the schema does not have;
+`read_aliases` has the tables of other tools' names.
 """
 
 from collections.abc import Iterable
@@ -10,25 +11,23 @@ from dataclasses import dataclass, field, replace
 from graphlib import CycleError
 from typing import Any
 
+from recipe_lib.config.aliases import GENERIC, NOTHING_LIKE_IT
 from recipe_lib.config.convert_values import (
+    IN_A_CIRCLE,
+    InterpolationError,
     MismatchError,
+    NamedValues,
+    are_related,
     convert,
     describe_expected,
     describe_node,
-)
-from recipe_lib.config.flat_schema import Key, Schema, build_item_schema
-from recipe_lib.config.interpolation import (
-    IN_A_CIRCLE,
-    InterpolationError,
-    NamedValues,
-    are_related,
-    format_word,
     list_names,
     order_keys,
 )
+from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
+from recipe_lib.config.paths import read_aliases, read_recipe_configs
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import quote, show
-from recipe_lib.config.unknown_keys import find_hint, is_foreign_section
+from recipe_lib.config.suggest import find_nearest, format_word, quote, show
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
 MAX_FAULTS = 50
@@ -135,26 +134,16 @@ class CollectedSettings:
                 file, _, line = place.rpartition(":")
                 last_lines[file] = max(last_lines.get(file, 0), int(line) if file else 0)
         # The command line, whose file is "", comes last.
-        in_order = sorted(last_lines.items(), reverse=True)
-        places = [f"{file}:{line}" if file else COMMAND_LINE for file, line in in_order]
+        places = [
+            f"{file}:{line}" if file else COMMAND_LINE
+            for file, line in sorted(last_lines.items(), reverse=True)
+        ]
         return ", ".join(places) or default
 
     def store(self, name: str, value: Any, where: str) -> None:
         """Take a value, in place of an earlier one."""
         self.pending.pop(name, None)
         self.settings[name] = Setting(value, where)
-
-
-def check_file(checked: CollectedSettings, top: YamlNode, file: Source) -> None:
-    """Check the tree of a whole file."""
-    if top.kind == "mapping":
-        check_section(checked, "", top, file)
-    elif top.kind == "broken":
-        checked.mark_doubtful("")
-    elif not top.is_empty:
-        fault = f"found {describe_node(top)}, expected lines of `key: value`"
-        checked.add_fault(file.format_fault_place(top.line), "", fault)
-        checked.mark_doubtful("")
 
 
 def check_section(checked: CollectedSettings, section: str, node: YamlNode, source: Source) -> None:
@@ -175,15 +164,20 @@ def check_section(checked: CollectedSettings, section: str, node: YamlNode, sour
 def check_section_value(
     checked: CollectedSettings, name: str, value: YamlNode, *, source: Source, line: int
 ) -> None:
-    """Check what stands under a section's name."""
+    """Check what stands under a section's name; `""` is the top level, a whole file."""
     if value.kind == "mapping":
         check_section(checked, name, value, source)
     elif value.kind == "broken":
         checked.mark_doubtful(name)
     elif not value.is_empty:
         words = [child.removeprefix(f"{name}.") for child in checked.schema.list_children(name)]
-        fault = f"found {describe_node(value)}, expected a section of keys ({', '.join(words)})"
-        checked.add_fault(source.format_fault_place(line), name, fault)
+        expected = f"a section of keys ({', '.join(words)})" if name else "lines of `key: value`"
+        checked.add_fault(
+            source.format_fault_place(line),
+            name,
+            f"found {describe_node(value)}, expected {expected}",
+        )
+        checked.mark_doubtful(name)
 
 
 def check_value(
@@ -215,8 +209,11 @@ def check_value(
         converted = convert(value, key, typed=typed or written is not None)
     except MismatchError as mismatch:
         beginning = f"found {quote(written)}, which is " if written else "found "
-        fault = str(mismatch).replace("found ", beginning, 1)
-        checked.add_fault(source.format_fault_place(line), "" if typed else key.name, fault)
+        checked.add_fault(
+            source.format_fault_place(line),
+            "" if typed else key.name,
+            str(mismatch).replace("found ", beginning, 1),
+        )
         checked.mark_doubtful(key.name)
     else:
         checked.store(key.name, converted, source.format_place(line))
@@ -245,7 +242,7 @@ def fill_pending(checked: CollectedSettings) -> None:
         try:
             node = _fill_node(value.node, key, named_values)
         except InterpolationError as fault:
-            _refuse_pending(checked, key, value, str(fault), fault.line)
+            _refuse_pending(checked, key, value, str(fault), line=fault.line)
             continue
         check_value(
             checked,
@@ -270,10 +267,11 @@ def _order_pending(
         except CycleError as error:
             circle = set(error.args[1])
             last = [key for key in named_keys if key in circle][-1]
-            texts = pending[last].node.collect_texts()
-            text = next(text for text in texts if "${" in text)
-            fault = f"found {quote(text)}{IN_A_CIRCLE}"
-            _refuse_pending(checked, last, pending[last], fault, pending[last].node.line)
+            node = pending[last].node
+            text = next(text for text in node.collect_texts() if "${" in text)
+            _refuse_pending(
+                checked, last, pending[last], f"found {quote(text)}{IN_A_CIRCLE}", line=node.line
+            )
             # Out of the way: the faults of all other keys are told as well.
             for key in circle:
                 checked.mark_doubtful(key)
@@ -282,17 +280,13 @@ def _order_pending(
 
 
 def _names_doubtful_key(checked: CollectedSettings, names: list[str]) -> bool:
-    for name in names:
-        if any(are_related(name, doubtful) for doubtful in checked.doubtful):
-            return True
-    return False
+    return any(any(are_related(name, doubtful) for doubtful in checked.doubtful) for name in names)
 
 
 def _refuse_pending(
-    checked: CollectedSettings, key: str, value: Pending, fault: str, line: int
+    checked: CollectedSettings, key: str, value: Pending, fault: str, *, line: int
 ) -> None:
-    place = value.source.format_fault_place(line)
-    checked.add_fault(place, "" if value.typed else key, fault)
+    checked.add_fault(value.source.format_fault_place(line), "" if value.typed else key, fault)
     checked.mark_doubtful(key)
 
 
@@ -344,8 +338,9 @@ def check_items(
             inner.mark_doubtful(name)
         elif node.kind != "mapping":
             words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
-            fault = f"found {describe_node(node)}, expected a section of keys ({words})"
-            inner.add_fault(place, name, fault)
+            inner.add_fault(
+                place, name, f"found {describe_node(node)}, expected a section of keys ({words})"
+            )
         else:
             check_section(inner, name, node, source)
             check_required(inner, place)
@@ -384,14 +379,17 @@ def report_unknown_key(
     if value is not None and value.entries and is_foreign_section(name):
         # Each of its keys may have a name here; the section itself has none.
         for word, (inner_line, inner) in value.entries.items():
-            inner_name = f"{name}.{word}"
             report_unknown_key(
-                checked, inner_name, inner, source=source, line=inner_line, typed=typed
+                checked, f"{name}.{word}", inner, source=source, line=inner_line, typed=typed
             )
         return
     hint, meant_keys = find_hint(name, checked.schema, in_file=not typed)
-    place = source.format_fault_place(line)
-    checked.add_fault(place, "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
+    checked.add_fault(
+        source.format_fault_place(line),
+        "" if typed else (name or "''"),
+        f"unknown key{hint}",
+        doubt=False,
+    )
     # The keys that were probably meant are not set, which would break rules about them too.
     for key in meant_keys:
         checked.mark_doubtful(key)
@@ -399,3 +397,116 @@ def report_unknown_key(
 
 def _is_broken(node: YamlNode) -> bool:
     return node.kind == "broken" or any(_is_broken(part) for part in node.list_inner())
+
+
+# What an unknown key is answered with: the name that it has here, the nearest spelling, or nothing.
+# Nothing rather than something far: another tool's name leads to ours only where both mean the
+# same, and a spelling only where each word of it is near.
+
+
+def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
+    """Return (`; did you mean X?` or another hint, the keys that it names)."""
+    meant_keys = find_meant_keys(name, schema)
+    section, _, word = name.rpartition(".")
+    if meant_keys == [name] and section and in_file:
+        # Right but for its form: a file has keys of a section indented under it.
+        return f"; write {word}: under {section}:", meant_keys
+    answer = read_aliases().answers.get(_normalize(name))
+    if not answer and not meant_keys:
+        answer = read_aliases().answers.get(_normalize(word)) or _describe_owner(name, schema)
+    if answer:
+        return f"; {answer}", []
+    if meant_keys:
+        return f"; did you mean {' or '.join(meant_keys)}?", meant_keys
+    if ours := _find_section(section, schema):
+        words = [child.removeprefix(f"{ours}.") for child in schema.list_children(ours)]
+        return f"; the keys of {ours} are {', '.join(words)}", []
+    return "; `tune cat CONFIG --describe` lists all keys", []
+
+
+def find_meant_keys(name: str, schema: Schema) -> list[str]:
+    """Return our names for an unknown one, mostly one or none.
+
+    By another tool's name for it, the section that it belongs to, or the nearest spelling.
+    """
+    valid = [name for name in (*schema.keys, *schema.sections) if name]
+    alias = read_aliases().keys.get(_normalize(name), name)
+    section, _, word = name.rpartition(".")
+    word = _normalize(word)
+    ours = _find_section(section, schema)
+    if alias in valid:
+        return [alias]
+    if word in NOTHING_LIKE_IT or ours is None:
+        return []
+    if section.endswith("]"):
+        # Sections of a list, as data.sources[0], have mostly the keys of the one around them.
+        alias = read_aliases().keys.get(f"{section.partition('.')[0]}.{word}", "")
+        inside = f"{section}.{alias.rpartition('.')[2]}"
+        if inside in valid:
+            return [inside]
+    # First among the keys of its own section, then among all of them.
+    scopes = [(f"{ours}.{word}", schema.list_children(ours))] if ours else []
+    if not section or word not in GENERIC:
+        scopes.append((word, valid))
+    for scoped_name, keys in scopes:
+        alias = read_aliases().keys.get(scoped_name, "")
+        if alias in valid:
+            return [alias]
+        if similar_keys := _find_similar_keys(word, keys, in_section=bool(ours)):
+            return [key for key in similar_keys if "." not in key] or similar_keys[:3]
+    return []
+
+
+def _find_similar_keys(word: str, keys: list[str], *, in_section: bool) -> list[str]:
+    words = [key.rpartition(".")[2] for key in keys]
+    is_exact = word in words or word in GENERIC
+    similar_word = word if is_exact else find_misspelled_name(word, words)
+    if similar_word in ("name", "type") and not in_section:
+        return []  # of which section nobody knows
+    return [key for key in keys if key.rpartition(".")[2] == similar_word]
+
+
+def find_misspelled_name(written: str, valid: Iterable[str]) -> str | None:
+    """Return the valid name that `written` is a misspelling of.
+
+    It has to be nearer than a choice's: there are many keys, so that something is always near.
+    """
+    # difflib takes two swapped letters for two mistakes.
+    anagram = next((name for name in valid if sorted(name) == sorted(written)), None)
+    return anagram or find_nearest(written, valid, cutoff=0.85 if len(written) > 4 else 0.8)
+
+
+def is_foreign_section(name: str) -> bool:
+    """Return True for a section that only other tools have, as torchtitan's `training`."""
+    return _normalize(name) in read_aliases().sections
+
+
+def _normalize(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _find_section(section: str, schema: Schema) -> str | None:
+    """Return our section for one as written; `""` for one whose keys are at the top level here.
+
+    It is ours already, another tool's, or a misspelling of ours.
+    """
+    outer = _normalize(section.partition(".")[0])
+    ours = section if section in schema.sections else read_aliases().sections.get(outer)
+    if ours is None:
+        ours = find_misspelled_name(outer, [name for name in schema.sections if name])
+    return ours if ours in schema.sections else None
+
+
+def _describe_owner(name: str, schema: Schema) -> str:
+    """Return `lora.rank is a key of the recipe lora_finetune_distributed` of another's key."""
+    if _normalize(name) in read_aliases().ambiguous or "[" in name:
+        return ""
+    for recipe, config_class in read_recipe_configs().items():
+        view = read_schema(config_class)
+        meant_keys = find_meant_keys(name, view)
+        if len(meant_keys) != 1:
+            continue
+        key = meant_keys[0]
+        if key not in schema.keys and key not in schema.sections:
+            return f"{key} is a {'key' if key in view.keys else 'section'} of the recipe {recipe}"
+    return ""

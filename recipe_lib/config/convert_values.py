@@ -1,7 +1,8 @@
 """Converts the text of a value to the type of its key, or says what was found and expected.
 
 `convert` takes a YAML node and a key. `describe_expected` says what a key takes, in words, for
-errors and docs/config.md.
+errors and docs/config.md. A value may name other keys, `${section.key}`: `NamedValues` fills such
+texts in, once all files and overrides are read; `order_keys` says in which order.
 """
 
 import dataclasses
@@ -9,7 +10,8 @@ import math
 import os
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.flat_schema import Key
 from recipe_lib.config.paths import find_example_file
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import did_you_mean, quote, show
+from recipe_lib.config.suggest import did_you_mean, format_word, quote, show
 
 LARGEST_INTEGER = 2**63 - 1
 # Bytes of a name and of a path that file systems take. A path of Linux has 4,096, but what lies
@@ -198,12 +200,11 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
     # Where a list stands in place of a choice, choices and bounds are those of the choice.
     only = len(key.kinds) == 1
     values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
-    if "items" in key.limits:
-        for value in values:
-            _check_choice(value, key.limits["items"], key)
     for value, item in zip(values, node.items, strict=True):
         if only:
             _check_limits(value, key, item.text)
+        elif "items" in key.limits:
+            _check_choice(value, key.limits["items"], key)
     length = key.limits.get("length")
     if (length is not None and len(values) != length) or (not values and len(key.kinds) > 1):
         raise MismatchError(
@@ -292,9 +293,8 @@ def _outline_word(word: str) -> tuple[str, list[str]]:
 
 def _is_within_bounds(value: Any, key: Key) -> bool:
     limits = key.limits
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return True
-    if value in limits.get("also", ()):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or value in limits.get("also", ()):
         return True
     return (
         value >= limits.get("minimum", -math.inf)
@@ -408,3 +408,141 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
         lambda kind: kind is not str and kind is not Path,
     ]
     return sorted(kinds, key=lambda kind: [not test(kind) for test in tests])
+
+
+# `${section.key}` in a value is the value of another key of the config, also relative (`${.lr}`).
+# Resolvers, environment variables among them, are refused: what a config means is to be read in its
+# files.
+
+_NAME = re.compile(r"\$\{\s*(\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
+_RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
+
+# That all names of a config are filled in with. Ten names of ten names of ten are a thousand.
+MOST_CHARACTERS = 2**18
+# That a name counts for, even if its value is shorter: each costs time.
+_LEAST_CHARACTERS = 256
+IN_A_CIRCLE = ": the keys name each other in a circle; write one value itself"
+
+
+class InterpolationError(Exception):
+    """A value cannot be filled in; the text is `found ..; remedy`."""
+
+    line = 0  # of the value, in its file
+
+
+class NamedValues:
+    """The values of a config as OmegaConf's tree, by which texts that name keys are filled in."""
+
+    def __init__(self, values: Mapping[str, Any], explain: Callable[[str], str]) -> None:
+        """Hold values by dotted key. explain: gives the remedy for a name that is no key."""
+        # Here, as it takes 0.1 s of CPU, in every verb; few configs name other keys.
+        import omegaconf
+
+        self.omegaconf = omegaconf
+        self.tree = omegaconf.OmegaConf.create()
+        self.explain = explain
+        self.characters_left = MOST_CHARACTERS
+        for key, value in values.items():
+            self.put(key, value)
+
+    def put(self, key: str, value: Any) -> None:
+        """Take a value; one that names others once it is filled in."""
+        self.omegaconf.OmegaConf.update(
+            self.tree, key, _to_plain(value), merge=False, force_add=True
+        )
+
+    def fill(self, text: str, key: str) -> Any:
+        """Return a text of a key with the values of the keys that it names filled in.
+
+        Of a name alone it is the value itself, of its type. Raises InterpolationError.
+        """
+        _check_form(text)
+        try:
+            if name_alone := _NAME.fullmatch(text.strip()):
+                return self._find(_complete_name(name_alone[1], key))
+            return _NAME.sub(
+                lambda name: format_word(self._find(_complete_name(name[1], key))), text
+            )
+        except LookupError as error:
+            raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
+
+    def _find(self, name: str) -> Any:
+        """Return the value of a name.
+
+        Raises LookupError with the remedy if there is none, or if it is one name too many.
+        """
+        conf = self.omegaconf.OmegaConf
+        try:
+            # This object stands for "no value": None is one.
+            value = conf.select(self.tree, name, default=self)
+        except self.omegaconf.errors.ConfigTypeError:  # a word as the place in a list
+            value = self
+        if value is self:
+            raise LookupError(self.explain(name))
+        self.characters_left -= max(_LEAST_CHARACTERS, len(str(value)))
+        if self.characters_left < 0:
+            raise LookupError(
+                f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out"
+            )
+        return conf.to_container(value) if conf.is_config(value) else value
+
+
+def list_names(texts: Iterable[str], key: str) -> list[str]:
+    """Return the names in the texts of a key, complete."""
+    names = []
+    for text in texts:
+        names += [_complete_name(name, key) for name in _NAME.findall(text)]
+    # One more than can be filled in is enough for the fault, and for the time that ordering takes.
+    return names[: MOST_CHARACTERS // _LEAST_CHARACTERS + 1]
+
+
+def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the keys, each after those that it names.
+
+    names: by key, those in its value. Raises CycleError, with the keys of a circle.
+    """
+    graph: dict[str, list[str]] = {}
+    for key, named in names.items():
+        distinct = set(named)
+        graph[key] = [
+            other_key
+            for other_key in names
+            if any(are_related(name, other_key) for name in distinct)
+        ]
+    return list(TopologicalSorter(graph).static_order())
+
+
+def are_related(name: str, key: str) -> bool:
+    """Return True if a name is a key, a section that holds it, or a part of its value."""
+    return name == key or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}["))
+
+
+def _complete_name(name: str, key: str) -> str:
+    """Return the name without dots in front: `.lr` at `optimizer.eps` is `optimizer.lr`."""
+    num_dots = len(name) - len(name.lstrip("."))
+    sections = key.split(".")[:-num_dots] if num_dots else []
+    return ".".join([*sections, name.lstrip(".")])
+
+
+def _check_form(text: str) -> None:
+    """Raise InterpolationError for a text whose `${...}` is no name of a key."""
+    if _RESOLVER.search(text):
+        raise InterpolationError(
+            f"found {quote(text)}, expected ${{section.key}} of this config; environment variables"
+            " and resolvers are refused, write the value itself"
+        )
+    if "\\${" in text:
+        raise InterpolationError(f"found {quote(text)}, expected no ${{ that is meant as text")
+    if "${" in _NAME.sub("", text):
+        raise InterpolationError(f"found {quote(text)}, expected ${{section.key}}")
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value as OmegaConf's tree can hold it."""
+    if isinstance(value, list):
+        return [_to_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {name: _to_plain(item) for name, item in value.items()}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -17,8 +17,9 @@ from recipe_lib.config.compatibility.table import list_rules
 from recipe_lib.config.convert_values import describe_expected
 from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
 from recipe_lib.config.key_conditions import Condition, describe_needs
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.suggest import format_word
 
 # The lines of the page are wider than those of this file: a backslash joins two.
 _INTRODUCTION = """\
@@ -70,9 +71,11 @@ def format_markdown(*schemas: type) -> str:
             if section in done:  # as in most recipes
                 continue
             done.add(section)
-            heading = "## Top level\n"
-            if section:
-                heading = f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
+            heading = (
+                f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
+                if section
+                else "## Top level\n"
+            )
             parts += [heading, _format_table(keys)]
     parts.append("## Incompatible settings\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]
@@ -153,8 +156,7 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
     for name, value in settings.items():
         *sections, word = name.split(".")
         num_shared = len(os.path.commonprefix([open_sections, sections]))
-        for depth in range(num_shared, len(sections)):
-            lines.append(f"{'  ' * depth}{sections[depth]}:")
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(num_shared, len(sections))]
         open_sections = sections
         indent = "  " * len(sections)
         first_item = value[0] if isinstance(value, list) and value else None
@@ -176,10 +178,8 @@ def format_value(value: Any) -> str:
 
     Text is quoted only where it must be.
     """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return format_word(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(format_value(item) for item in value)}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

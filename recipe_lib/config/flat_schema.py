@@ -216,38 +216,37 @@ def _read_default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, A
         return False, getattr(instance, field.name)
     if field.default_factory is not dataclasses.MISSING:
         return False, field.default_factory()
-    if field.default is not dataclasses.MISSING:
-        return False, field.default
-    return True, None
+    is_required = field.default is dataclasses.MISSING
+    return is_required, None if is_required else field.default
 
 
 def _split_union(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union, of `X | Y` and `Union[X, Y]` alike."""
-    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
-        return (annotation,)
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     # get_args flattens nested unions already.
-    return typing.get_args(annotation)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def _check_kind(kind: Any, where: str) -> None:
     """Raise ConfigError if a config file has no way to write this type."""
     origin = typing.get_origin(kind)
     inner = typing.get_args(kind)
-    if kind in SCALARS or kind is Any or kind is type(None):
-        return
-    if origin is typing.Literal and all(isinstance(choice, str) for choice in inner):
-        return
-    if origin is list and inner[0] in SCALARS:
-        return
     item = inner[0] if origin is list else None
-    # A list of sections without sections inside: overrides name `data.sources[0].key` alone.
-    if isinstance(item, type) and dataclasses.is_dataclass(item):
-        if set(read_schema(item).sections) == {""}:
-            return
-    if origin is dict and inner[0] is str and inner[1] in SCALARS:
-        return
-    raise ConfigError(
-        f"{where}: a config cannot hold the type {getattr(kind, '__name__', kind)}; use bool, int,"
-        " float, str, Path, Literal of texts, list[...] or dict[str, ...] of these, a dataclass,"
-        " or one of them `| None`; or a list of a dataclass of such keys"
+    is_legal = (
+        kind in (*SCALARS, Any, type(None))
+        or (origin is typing.Literal and all(isinstance(choice, str) for choice in inner))
+        or (origin is list and item in SCALARS)
+        # A list of sections without sections inside: overrides name `data.sources[0].key` alone.
+        or (
+            isinstance(item, type)
+            and dataclasses.is_dataclass(item)
+            and set(read_schema(item).sections) == {""}
+        )
+        or (origin is dict and inner[0] is str and inner[1] in SCALARS)
     )
+    if not is_legal:
+        raise ConfigError(
+            f"{where}: a config cannot hold the type {getattr(kind, '__name__', kind)}; use bool,"
+            " int, float, str, Path, Literal of texts, list[...] or dict[str, ...] of these, a"
+            " dataclass, or one of them `| None`; or a list of a dataclass of such keys"
+        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.optimizer_facts import find_optimizer_facts, read_built_in_optimizers
+from recipe_lib.config.suggest import format_word
 
 # Of `validation.metrics`: measured of likelihoods; any other metric is a plugin's.
 SCORED_METRICS = ("exact_match", "token_accuracy")
@@ -52,11 +53,11 @@ def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged_keys: Iterable[str]) -
 def explain_idle_key(cfg: Any, key: Any) -> str | None:
     """Return why a key has no effect in this config, `parallel.pipeline is 1`; None if it has."""
     needs = key.limits.get("needs", ())
-    for need in needs if isinstance(needs, tuple) else (needs,):
-        reason = need.why_not(cfg) if isinstance(need, Condition) else _find_unmet(cfg, need)
-        if reason:
-            return reason
-    return None
+    reasons = (
+        need.why_not(cfg) if isinstance(need, Condition) else _find_unmet(cfg, need)
+        for need in (needs if isinstance(needs, tuple) else (needs,))
+    )
+    return next(filter(None, reasons), None)
 
 
 def describe_needs(needs: Any) -> str:
@@ -92,11 +93,9 @@ def _is_met(value: Any, operator: str, operands: list[str]) -> bool:
 
 def _format_value(value: Any) -> str:
     """Return a value as conditions have it: a list as `set` or `[]`."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return "set" if value else "[]"
-    return str(value)
+    return format_word(value)
 
 
 def _get_value(cfg: Any, name: str) -> Any:
@@ -105,8 +104,8 @@ def _get_value(cfg: Any, name: str) -> Any:
 
 def list_formats(cfg: Any) -> set[str]:
     """Return every format that samples are read in, those of validation too."""
-    formats = {source.format or cfg.data.format for source in cfg.data.sources}
-    formats = formats or {cfg.data.format}
+    sources = cfg.data.sources or [cfg.data]  # one of the section's own format
+    formats = {source.format or cfg.data.format for source in sources}
     if cfg.validation.source is not None:
         formats.add(cfg.validation.format or cfg.data.format)
     return formats
@@ -134,8 +133,7 @@ def _refuse_formats(cfg: Any, formats_without: set[str]) -> str | None:
 
 
 def _why_labels_are_fixed(cfg: Any) -> str | None:
-    formats_without = {"preference", "kto", "classification"}
-    reason = _refuse_formats(cfg, formats_without)
+    reason = _refuse_formats(cfg, {"preference", "kto", "classification"})
     if reason or cfg.data.train_on == "all":
         return reason
     # Of a text all tokens are labels, which `all` says as well: that value is no idle one.
@@ -173,15 +171,13 @@ PARSES_UNLIKE_FORMAT = Condition("another value than the format's own", _why_par
 def _why_not_hub(cfg: Any) -> str | None:
     sources = [source.source for source in cfg.data.sources]
     sources += [cfg.data.source, cfg.validation.source]
-    if any(str(source).startswith("hub:") for source in sources):
-        return None
-    return "no source is a dataset of the hub"
+    reads_hub = any(str(source).startswith("hub:") for source in sources)
+    return None if reads_hub else "no source is a dataset of the hub"
 
 
 def _why_no_validation_on_hub(cfg: Any) -> str | None:
-    if str(cfg.validation.source).startswith("hub:"):
-        return None
-    return "validation.source is no dataset of the hub"
+    reads_hub = str(cfg.validation.source).startswith("hub:")
+    return None if reads_hub else "validation.source is no dataset of the hub"
 
 
 def _why_not_generated(cfg: Any) -> str | None:
@@ -204,9 +200,8 @@ def require_optimizer_key(word: str) -> Condition:
     def why_not(cfg: Any) -> str | None:
         facts = find_optimizer_facts(cfg.optimizer.name)
         # A plugin's optimizer without facts may read any key.
-        if facts is None or word in facts.keys:
-            return None
-        return f"optimizer.name is {cfg.optimizer.name}"
+        is_read = facts is None or word in facts.keys
+        return None if is_read else f"optimizer.name is {cfg.optimizer.name}"
 
     names_without = [
         name for name, facts in read_built_in_optimizers().items() if word not in facts.keys
@@ -216,9 +211,8 @@ def require_optimizer_key(word: str) -> Condition:
 
 def _why_not_bf16(cfg: Any) -> str | None:
     dtype = get_trained_dtype(cfg)
-    if dtype == "bf16":
-        return None
-    return f"{'dtype' if dtype == cfg.dtype else 'lora.dtype'} is {dtype}"
+    key = "dtype" if dtype == cfg.dtype else "lora.dtype"
+    return None if dtype == "bf16" else f"{key} is {dtype}"
 
 
 def _why_not_by_torch(cfg: Any) -> str | None:

@@ -19,9 +19,9 @@ from recipe_lib.config.check_settings import (
     CollectedSettings,
     Setting,
     Source,
-    check_file,
     check_required,
     check_section,
+    check_section_value,
     check_value,
     fill_pending,
     report_unknown_key,
@@ -30,13 +30,12 @@ from recipe_lib.config.compatibility.table import find_broken_rules
 from recipe_lib.config.convert_values import describe_node
 from recipe_lib.config.flat_schema import Schema, build_item_schema, read_schema
 from recipe_lib.config.key_conditions import reset_idle_keys
-from recipe_lib.config.paths import expand_home, find_config
+from recipe_lib.config.paths import expand_home, find_config, read_recipe_configs
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
-from recipe_lib.config.recipe_configs import read_recipe_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.redaction import has_secret
 
@@ -143,8 +142,7 @@ def load_with_origins(
     checked, files = _read_settings(sources, overrides, schema)
     _check_recipe(checked)
     loaded = _finish(checked, files)
-    if checked.faults:
-        raise ConfigError(*checked.list_faults())
+    raise_faults(ConfigError, checked.list_faults())
     return loaded
 
 
@@ -158,8 +156,9 @@ def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
     # Before the rules: a key that has no effect breaks none.
     idle += reset_idle_keys(cfg, checked.schema.keys.values(), checked.list_judged_keys())
     for rule in find_broken_rules(cfg, checked.list_judged_keys()):
-        place = checked.format_last_places(rule.keys, last_file)
-        checked.add_fault(place, "", rule.format_line(cfg), doubt=False)
+        checked.add_fault(
+            checked.format_last_places(rule.keys, last_file), "", rule.format_line(cfg), doubt=False
+        )
     # Back, for the rows that say where each key was set.
     checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
     return LoadedConfig(cfg, _list_rows(checked, idle), idle)
@@ -182,7 +181,7 @@ def _read_settings(
         num_faults = len(checked.faults)
         for line, fault in document.faults:
             checked.add_fault(f"{shown}:{line}", "", fault, doubt=False)
-        check_file(checked, document.top, Source(shown))
+        check_section_value(checked, "", document.top, source=Source(shown), line=document.top.line)
         checked.sort_by_line(shown, num_faults)
     apply_overrides(checked, overrides)
     fill_pending(checked)
@@ -221,11 +220,10 @@ def _list_rows(checked: CollectedSettings, idle: list[str]) -> list[tuple[str, A
     rows = []
     for name, key in checked.schema.keys.items():
         setting = checked.settings.get(name)
-        if setting is None or name in reasons:
-            origin = "default"
-            if setting is not None:
-                origin = f"{setting.where}; no effect: {reasons[name]}"
-            rows.append((name, key.default, origin))
+        if setting is None:
+            rows.append((name, key.default, "default"))
+        elif name in reasons:
+            rows.append((name, key.default, f"{setting.where}; no effect: {reasons[name]}"))
         else:
             rows.append((name, setting.value, setting.where))
     return rows
@@ -247,14 +245,17 @@ def _check_recipe(checked: CollectedSettings) -> None:
         # those that matter here.
         legal = legal[:1]
     if setting.value not in legal:
-        hint = did_you_mean(setting.value, legal)
-        if setting.value in read_recipe_configs():
-            hint = (
-                f"; run it with that recipe: tune run {setting.value}, or override it:"
-                f" recipe={legal[0]}"
-            )
-        fault = f"found {quote(setting.value)}, expected {' or '.join(legal)}{hint}"
-        checked.add_fault(setting.where, "recipe", fault)
+        hint = (
+            f"; run it with that recipe: tune run {setting.value}, or override it:"
+            f" recipe={legal[0]}"
+            if setting.value in read_recipe_configs()
+            else did_you_mean(setting.value, legal)
+        )
+        checked.add_fault(
+            setting.where,
+            "recipe",
+            f"found {quote(setting.value)}, expected {' or '.join(legal)}{hint}",
+        )
 
 
 def _build_config(checked: CollectedSettings, file: str) -> Any:
@@ -280,11 +281,10 @@ def _build_section(schema: Schema, section: str, values: dict[str, Any]) -> Any:
         word = name.rpartition(".")[2]
         if name in schema.sections:
             arguments[word] = _build_section(schema, name, values)
-        elif name in values:
-            arguments[word] = values[name]
         else:
-            # Of a required key None, whose fault is noted already.
-            arguments[word] = copy.deepcopy(schema.keys[name].default)
+            # Of a required key the default is None, and its fault is noted already.
+            default = copy.deepcopy(schema.keys[name].default)
+            arguments[word] = values.get(name, default)
     return schema.sections[section](**arguments)
 
 
@@ -315,8 +315,7 @@ def refuse_repeated(words: Iterable[str]) -> None:
                 f"command line: {show(name)}: given twice, as {both}; remove one of the two"
             )
         first_words.setdefault(name, word)
-    if faults:
-        raise ConfigError(*faults)
+    raise_faults(ConfigError, faults)
 
 
 class StoreOnce(argparse.Action):
@@ -357,13 +356,8 @@ def check_no_secrets(cfg: Any) -> None:
 
     For configs that are made without a file; `load_config` refuses secrets itself.
     """
-    faults = [
-        f"{name}: {_SECRET_REFUSED}"
-        for name, value in _list_texts("", cfg)
-        if _is_secret(name, value)
-    ]
-    if faults:
-        raise ConfigError(*faults)
+    secret_keys = [name for name, value in _list_texts("", cfg) if _is_secret(name, value)]
+    raise_faults(ConfigError, (f"{name}: {_SECRET_REFUSED}" for name in secret_keys))
 
 
 def _is_secret(name: str, value: Any) -> bool:
@@ -402,8 +396,11 @@ def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> Non
         if override.startswith("~"):
             _reset_key(checked, override[1:], source)
         elif "=" not in override:
-            fault = "expected key=value, or ~key for the default; a further config is --config FILE"
-            checked.add_fault(place, "", fault)
+            checked.add_fault(
+                place,
+                "",
+                "expected key=value, or ~key for the default; a further config is --config FILE",
+            )
         else:
             name, _, text = override.partition("=")
             _set_key(checked, name, text, source=source)
@@ -419,10 +416,12 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
         return
     outer = schema.find_outer_mapping(name)
     if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
-        fault = (
-            "a part of a value cannot name other keys here; write it in a file, or the value itself"
+        checked.add_fault(
+            place,
+            "",
+            "a part of a value cannot name other keys here; write it in a file, or the value"
+            " itself",
         )
-        checked.add_fault(place, "", fault)
     elif name in schema.sections and name:
         _set_section(checked, name, value, source=source)
     elif name in schema.keys:
@@ -433,8 +432,11 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
         _set_entry(checked, outer, name.removeprefix(f"{outer}."), value=value, source=source)
     elif name.startswith(("-", "+")) and name.lstrip("-+"):
         # Hydra's `+key=value`, argparse's `--key=value`.
-        right_word = f"{show(name.lstrip('-+'))}={show(text)}"
-        checked.add_fault(place, "", f"overrides have no {name[0]} in front; write {right_word}")
+        checked.add_fault(
+            place,
+            "",
+            f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}",
+        )
     else:
         report_unknown_key(checked, name, value, source=source, typed=True)
 
@@ -459,8 +461,11 @@ def _set_section(checked: CollectedSettings, name: str, value: YamlNode, *, sour
         checked.mark_doubtful(name)
     elif value.kind != "mapping":
         keys = [key for key in checked.schema.list_children(name) if key in checked.schema.keys]
-        fault = f"found {describe_node(value)}, expected keys of the section, as in {keys[0]}=VALUE"
-        checked.add_fault(source.override, "", fault)
+        checked.add_fault(
+            source.override,
+            "",
+            f"found {describe_node(value)}, expected keys of the section, as in {keys[0]}=VALUE",
+        )
         checked.mark_doubtful(name)
     else:
         check_section(checked, name, value, source)
@@ -477,15 +482,15 @@ def _set_entry(
     # The same object: the value had a fault and was not taken.
     if after is not None and after is not before:
         entries = before.value if before else checked.schema.keys[outer].default
-        where = _add_command_line(before)
-        checked.store(outer, {**(entries or {}), **after.value}, where)
+        checked.store(outer, {**(entries or {}), **after.value}, _add_command_line(before))
 
 
 def _set_in_item(
     checked: CollectedSettings, item: re.Match[str], value: YamlNode, *, source: Source
 ) -> None:
     """Set one key of one section of a list, as in `data.sources[1].weight=2`."""
-    name, number, word = item[1], int(item[2]), item[3]
+    name, index, word = item.groups()
+    number = int(index)
     key = checked.schema.keys.get(name)
     if key is None or key.section_class is None:
         report_unknown_key(checked, item[0], source=source, typed=True)
@@ -496,8 +501,11 @@ def _set_in_item(
         # A list in doubt has its default, and may be longer in the file.
         if name not in checked.doubtful:
             has = f"the last one is {name}[{len(items) - 1}]" if items else "the list is empty"
-            fault = f"{name}[{number}] is not there, {has}; write {name}=[...] for another list"
-            checked.add_fault(source.override, "", fault)
+            checked.add_fault(
+                source.override,
+                "",
+                f"{name}[{number}] is not there, {has}; write {name}=[...] for another list",
+            )
         return
     inner = CollectedSettings(build_item_schema(key, number), faults=checked.faults)
     num_faults = len(checked.faults)
@@ -525,8 +533,11 @@ def _reset_key(checked: CollectedSettings, name: str, source: Source) -> None:
     schema = checked.schema
     if "=" in name:
         bare = show(name.partition("=")[0])
-        fault = f"~ goes back to the default and takes no value; write ~{bare}"
-        checked.add_fault(source.override, "", fault)
+        checked.add_fault(
+            source.override,
+            "",
+            f"~ goes back to the default and takes no value; write ~{bare}",
+        )
     elif name not in schema.keys and (name not in schema.sections or not name):
         report_unknown_key(checked, name, source=source, typed=True)
     else:

@@ -62,11 +62,8 @@ def format_install_line(extra: str) -> str:
         required = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a copy of the package that nobody installed
         return f"pip install {extra}"
-    packages = []
-    for line in required:
-        package, _, marker = line.partition(";")
-        if re.search(rf"extra == ['\"]{extra}['\"]", marker):
-            packages.append(package.strip())
+    of_extra = re.compile(rf"(.*);.*extra == ['\"]{extra}['\"]")
+    packages = [match[1].strip() for match in map(of_extra.match, required) if match]
     return f"pip install {shlex.join(packages or [extra])}"
 
 
@@ -91,10 +88,9 @@ def check_folder(folder: Path, key: str = "output_dir") -> None:
         raise ConfigError(
             f"{key}: {folder} is {kind}, expected a folder or a new name; choose another {key}"
         )
+    path = folder.absolute()
     # The folder is made later: its nearest parent that is there has to take it.
-    parent = folder.absolute()
-    while not os.path.exists(parent) and parent != parent.parent:
-        parent = parent.parent
+    parent = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{key}: {folder}: {parent} cannot be written to; choose another {key}")
 
@@ -112,12 +108,9 @@ def check_earlier_run(cfg: Any) -> None:
         for name in (MODEL_FOLDER, ADAPTER_FOLDER)
     )
     if cfg.resume is None and (has_state or has_best or has_model or has_earlier_state):
+        work = "a trained model" if has_model else "the weights of a best step"
         if has_state or (has_earlier_state and not has_model):
             work = "saved states"
-        elif has_model:
-            work = "a trained model"
-        else:
-            work = "the weights of a best step"
         remedy = "resume=latest goes on from them, " if has_state else ""
         raise ConfigError(
             f"output_dir: {folder} holds {work} of an earlier run;"
@@ -264,19 +257,16 @@ def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
         return versions[0]
     if versions:
         names = ", ".join(file.name for file in versions)
-        remedy = "set tokenizer.path to one of the files"
-        if not by_key:
-            remedy = "leave one of them in the folder"
-        raise DataError(f"{path}: found several tokenizers ({names}); {remedy}")
-    files = []
-    if os.path.isdir(path):
-        files = sorted(file.name for file in path.iterdir() if file.is_file())
-    listed = ", ".join(files[:8]) or "no files"
-    if len(files) > 8:
-        listed += " ..."
-    remedy = "set tokenizer.path to a folder with one"
-    if not by_key:
-        remedy = "put the tokenizer's files into the folder"
+        by_hand = "leave one of them in the folder"
+        raise DataError(
+            f"{path}: found several tokenizers ({names});"
+            f" {'set tokenizer.path to one of the files' if by_key else by_hand}"
+        )
+    paths = path.iterdir() if os.path.isdir(path) else ()
+    files = sorted(file.name for file in paths if file.is_file())
+    listed = (", ".join(files[:8]) or "no files") + (" ..." if len(files) > 8 else "")
+    by_hand = "put the tokenizer's files into the folder"
+    remedy = "set tokenizer.path to a folder with one" if by_key else by_hand
     raise DataError(f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; {remedy}")
 
 
@@ -459,9 +449,9 @@ def _can_log_to_wandb() -> bool:
     """Return True if wandb has a key, or needs none."""
     # By its variables, its settings files and netrc, without importing it.
     get = os.environ.get
-    if get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE") or get("WANDB_DISABLED"):
-        return True
-    if get("WANDB_MODE", "online") not in ("online", "run", "shared"):
+    has_key = get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE")
+    is_offline = get("WANDB_MODE", "online") not in ("online", "run", "shared")
+    if has_key or is_offline or get("WANDB_DISABLED"):
         return True
     address = re.sub(r"^https?://", "", get("WANDB_BASE_URL") or "https://api.wandb.ai")
     host = address.partition("/")[0].partition(":")[0]

@@ -36,8 +36,7 @@ def compute_mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
             f" rank{'s' if size > 1 else ''}, expected a divisor of {size}; start a multiple of"
             f" {inner} ranks (--nproc_per_node)"
         )
-    data_sizes = _compute_data_shape(parallel, size // inner, inner)
-    sizes |= dict(zip(DATA_DIMS, data_sizes, strict=True))
+    sizes |= dict(zip(DATA_DIMS, _compute_data_shape(parallel, size // inner, inner), strict=True))
     # Ranks that share a sequence are neighbors in a data dimension, which is so many times longer:
     # to parameters, gradients and states they are ranks like others with a batch of their own.
     sizes[_find_context_dim(parallel)] *= parallel.context
@@ -125,9 +124,11 @@ def _compute_data_shape(parallel: ParallelConfig, size: int, inner: int) -> tupl
     if shard < 1:
         raise SetupError(f"parallel.data_shard: found {shard}, expected -1 or an integer >= 1")
     if replicate * shard != size:
-        remedy = f"parallel.data_replicate to {possible} and parallel.data_shard=-1"
-        if size % replicate == 0:
-            remedy = f"parallel.data_shard={size // replicate} or -1"
+        remedy = (
+            f"parallel.data_shard={size // replicate} or -1"
+            if size % replicate == 0
+            else f"parallel.data_replicate to {possible} and parallel.data_shard=-1"
+        )
         raise SetupError(
             f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard}"
             f" for {ranks}; set {remedy}, or start {replicate * shard * inner} ranks"
@@ -197,9 +198,8 @@ def compute_micro_batches(cfg: Any) -> tuple[int, int]:
 
 def count_fewest_micro_batches(parallel: ParallelConfig) -> int:
     """Return the micro-batches a step that a schedule is made for."""
-    if parallel.pipeline == 1 or parallel.pipeline_schedule == "gpipe":
-        return 1
-    return parallel.pipeline
+    is_free = parallel.pipeline == 1 or parallel.pipeline_schedule == "gpipe"
+    return 1 if is_free else parallel.pipeline
 
 
 def find_schedule_fault(parallel: ParallelConfig, count: int) -> str | None:

@@ -1,18 +1,28 @@
 """Finds recipes, configs and presets: in a checkout, in the installed package, or at a user's path.
 
 Shipped ones have names (`llama3/8B_full`); `find_config` and `find_recipe` take a name or a path.
+`read_recipe_configs` gives the config class of each shipped recipe, without torch: those of full
+fine-tuning and of LoRA are in the schema, that of a method is in its folder,
+`recipe_lib/methods/<name>/config.py`: the class there whose `recipe` is the name of its recipe.
 """
 
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from recipe_lib.config.recipe_configs import read_recipe_configs
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.aliases import ANSWERS, KEY_ALIASES, SECTION_ALIASES, invert_aliases
+from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
+
+_METHODS = "recipe_lib.methods"
+
 
 CONFIG_SUFFIXES = (".yaml", ".yml")
 
@@ -139,11 +149,12 @@ def _find_file(
     if os.path.isdir(path):
         raise ConfigError(f"{show(text)}: is a folder; expected a {kind} file ending in {endings}")
     name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
-    hint = ""
-    if not text.startswith("/"):  # an absolute path is no misspelled name
-        hint = suggest_config(name.removeprefix(f"{kind}s/"), shipped)
-    hint = hint or "; `tune ls` lists the names, or give a path to a file"
-    raise ConfigError(f"{show(text)}: no such {kind}{hint}")
+    # An absolute path is no misspelled name.
+    hint = "" if text.startswith("/") else suggest_config(name.removeprefix(f"{kind}s/"), shipped)
+    raise ConfigError(
+        f"{show(text)}: no such"
+        f" {kind}{hint or '; `tune ls` lists the names, or give a path to a file'}"
+    )
 
 
 def suggest_config(name: str, shipped: Iterable[str]) -> str:
@@ -154,3 +165,54 @@ def suggest_config(name: str, shipped: Iterable[str]) -> str:
     if len(family) > 1:
         return f"; `tune ls {name}` lists its {len(family)} configs"
     return did_you_mean(name, shipped)
+
+
+# When it is first asked for, not before: a method's config imports this package, which may be what
+# imports it.
+@cache
+def read_recipe_configs() -> dict[str, type]:
+    """Return the config class of each recipe by its name, those that others build on first."""
+    (methods,) = import_module(_METHODS).__path__
+    names = sorted(path.parent.name for path in Path(methods).glob("*/config.py"))
+    classes = [_find_config_class(import_module(f"{_METHODS}.{name}.config")) for name in names]
+    classes.sort(key=lambda config_class: len(config_class.__mro__))
+    every: list[type] = [FullFinetuneConfig, LoraFinetuneConfig, *classes]
+    return {vars(config_class)["recipe"]: config_class for config_class in every}
+
+
+def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
+    for value in vars(module).values():
+        is_config = isinstance(value, type) and issubclass(value, FullFinetuneConfig)
+        if is_config and value.__module__ == module.__name__:
+            return value
+    raise TypeError(f"{module.__file__}: has no subclass of FullFinetuneConfig")
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """Names of keys in other tools, those of all recipes' sections among them."""
+
+    # A name of another tool -> our key.
+    keys: dict[str, str]
+    # A section of another tool -> ours.
+    sections: dict[str, str]
+    # A key that there is not -> what there is in its place.
+    answers: dict[str, str]
+    # Names of one recipe's keys that mean something else in others.
+    ambiguous: frozenset[str]
+
+
+@cache
+def read_aliases() -> Aliases:
+    """Return the tables of `aliases`, and those of the recipes' config classes."""
+    keys = dict(KEY_ALIASES)
+    sections = dict(SECTION_ALIASES)
+    answers = dict(ANSWERS)
+    ambiguous: frozenset[str] = frozenset()
+    config_class: Any
+    for config_class in read_recipe_configs().values():
+        keys |= invert_aliases(config_class.key_aliases)
+        sections |= config_class.section_aliases
+        answers |= config_class.key_answers
+        ambiguous |= config_class.ambiguous_names
+    return Aliases(keys, sections, answers, ambiguous)

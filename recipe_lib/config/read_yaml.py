@@ -135,9 +135,10 @@ def parse(text: str) -> YamlDocument:
     """Return the tree of a text. Raises YamlError where it stops being YAML."""
     control = _CONTROL.search(text)
     if control:
-        line = text.count("\n", 0, control.start()) + 1
-        fault = f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it"
-        raise YamlError(line, fault)
+        raise YamlError(
+            text.count("\n", 0, control.start()) + 1,
+            f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it",
+        )
     # libyaml is four times as fast; PyYAML may have been built without it.
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
@@ -167,8 +168,9 @@ def _explain_error(error: Any, text: str) -> YamlError:
         return YamlError(line, "not valid YAML: indented with a tab; use spaces")
     if "${" in faulty_line and "flow " in message:
         # The brace of `${` opens a mapping.
-        fault = "not valid YAML: inside a list or mapping ${...} has to be in quotes"
-        return YamlError(line, fault)
+        return YamlError(
+            line, "not valid YAML: inside a list or mapping ${...} has to be in quotes"
+        )
     for sign, words in _PLAIN_WORDS:
         if sign in message:
             return YamlError(line, f"not valid YAML: {words}")
@@ -203,8 +205,11 @@ class _Builder:
         top: YamlNode | None = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
-                fault = "a second document begins here (`---`); a config is one document"
-                self.faults.append((_get_line(event), fault))
+                self.refuse(
+                    _get_line(event),
+                    "",
+                    "a second document begins here (`---`); a config is one document",
+                )
                 break
             if isinstance(event, yaml.NodeEvent):
                 top = self.build_node(event, 1, "")
@@ -221,12 +226,16 @@ class _Builder:
                 line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys"
             )
         if isinstance(event, yaml.AliasEvent):
-            fault = f"found the alias *{event.anchor}; aliases are refused, write the value again"
-            self.refuse(line, name, fault)
+            self.refuse(
+                line,
+                name,
+                f"found the alias *{event.anchor}; aliases are refused, write the value again",
+            )
             return YamlNode("broken", line)
         if event.anchor:
-            fault = f"found the anchor &{event.anchor}; anchors are refused, remove it"
-            self.refuse(line, name, fault)
+            self.refuse(
+                line, name, f"found the anchor &{event.anchor}; anchors are refused, remove it"
+            )
         if event.tag:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
             self.refuse(line, name, f"found the tag {show(tag)}; tags are refused, remove it")
@@ -263,11 +272,12 @@ class _Builder:
         if key.kind == "broken" or (key.text == "<<" and value.kind == "broken"):
             return
         if key.kind != "scalar":
-            self.faults.append((key.line, f"found a {key.kind} as a key; a key is a word"))
+            self.refuse(key.line, "", f"found a {key.kind} as a key; a key is a word")
         elif key.text in mapping.entries:
             first_line = mapping.entries[key.text][0]
-            fault = f"set twice, first on line {first_line}; remove one of the two"
-            self.refuse(key.line, full_name, fault)
+            self.refuse(
+                key.line, full_name, f"set twice, first on line {first_line}; remove one of the two"
+            )
             mapping.entries[key.text] = (first_line, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +27,7 @@ from recipe_lib.config.optimizer_facts import (
 )
 from recipe_lib.config.paths import expand_home
 from recipe_lib.config.suggest import did_you_mean, quote, show
-from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.errors import ConfigError, UserError, find_lines_in
 from recipe_lib.reading import TEXT_LIMIT
 
 Component = TypeVar("Component", bound=Callable[..., Any])
@@ -163,8 +162,9 @@ def load_plugin(path: str | Path) -> None:
     except (Exception, SystemExit) as error:
         # SystemExit too: an exit code of a plugin's own would be taken for one of ours.
         del sys.modules[name]
-        place = f"{shown}:{_find_line(error, file)}"
-        raise ConfigError(f"{place}: raised {type(error).__name__}: {show(str(error))}") from error
+        raise ConfigError(
+            f"{shown}:{_find_line(error, file)}: raised {type(error).__name__}: {show(str(error))}"
+        ) from error
     _loaded.add(file)
 
 
@@ -177,5 +177,4 @@ def _find_line(error: BaseException, file: Path) -> int:
     """Return the line of the file at which its import failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno or 1 for frame in reversed(frames) if frame.filename == str(file)), 1)
+    return [1, *find_lines_in(error, file)][-1]

@@ -18,7 +18,12 @@ from recipe_lib.config.schema_data import (
     TokenizerConfig,
     ValidationConfig,
 )
-from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
+from recipe_lib.config.schema_training import (
+    LrSchedulerConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 
 # What a recipe may train on -> the formats of `data.format` that have it. A plugin's formats are in
 # none: nobody knows what its samples are.
@@ -133,115 +138,6 @@ __all__ = [
     "ValidationConfig",
     "key",
 ]
-
-
-@dataclass
-class OptimizerConfig:
-    """The optimizer."""
-
-    name: str = key(
-        "adamw", "The optimizer.", kind="optimizer.name", known_as="torchtitan optimizer.name"
-    )
-    lr: float = key(2e-5, "Peak learning rate.", above=0, known_as="HF learning_rate; torch lr")
-    weight_decay: float = key(
-        0.0,
-        "Decoupled weight decay, applied to every parameter.",
-        minimum=0,
-        known_as="torch weight_decay",
-    )
-    betas: list[float] = key(
-        [0.9, 0.95],
-        "AdamW's two decay rates.",
-        minimum=0,
-        below=1,
-        length=2,
-        needs=key_conditions.require_optimizer_key("betas"),
-        known_as="torch betas",
-    )
-    eps: float = key(
-        1e-8,
-        "AdamW's epsilon.",
-        above=0,
-        needs=key_conditions.require_optimizer_key("eps"),
-        known_as="torch eps",
-    )
-    momentum: float | None = key(
-        None,
-        "Momentum; null: for sgd 0, for muon 0.95.",
-        minimum=0,
-        below=1,
-        needs=key_conditions.require_optimizer_key("momentum"),
-        known_as="torch SGD momentum",
-    )
-    state_bits: int | None = key(
-        None,
-        "Bits of each number of the optimizer's states; 8 and 4: in blocks with a scale each, of"
-        " which 4 train little but the largest numbers; null: those of dtype, beside"
-        " master_weights 32.",
-        choices=(4, 8, 16, 32),
-        needs=key_conditions.require_optimizer_key("state_bits"),
-        known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
-    )
-    master_weights: bool = key(
-        False,
-        "Also keep the weights in fp32, which the steps add up in, and unless state_bits says"
-        " otherwise the states; dtype=bf16 is what is computed with.",
-        needs=(key_conditions.require_optimizer_key("master_weights"), key_conditions.TRAINS_BF16),
-        known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
-    )
-    stochastic_rounding: bool = key(
-        False,
-        "Round a step's bf16 weights, and states in bf16, up or down at random, so that changes"
-        " smaller than bf16's resolution add up.",
-        needs=(
-            key_conditions.require_optimizer_key("stochastic_rounding"),
-            key_conditions.TRAINS_BF16,
-        ),
-        known_as="torchao bf16_stochastic_round",
-    )
-    implementation: str = key(
-        "auto",
-        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time;"
-        " `auto`: fused where torch has such a kernel and it is right (for SGD neither with FSDP"
-        " nor in bf16 on a CPU), else foreach.",
-        choices=("auto", "fused", "foreach", "single"),
-        needs=key_conditions.STEPS_WITH_TORCH,
-        known_as="torchtitan optimizer.implementation",
-    )
-
-
-@dataclass
-class LrSchedulerConfig:
-    """The learning rate over the steps."""
-
-    type: str = key(
-        "cosine",
-        "Shape after the warm-up.",
-        choices=("cosine", "linear", "constant"),
-        known_as="HF lr_scheduler_type",
-    )
-    warmup_ratio: float | None = key(
-        None,
-        "In place of warmup_steps: the share of all optimizer steps, rounded up.",
-        minimum=0,
-        maximum=1,
-        known_as="Axolotl warmup_ratio; HF warmup_ratio (before 5)",
-    )
-    warmup_steps: int = key(
-        0,
-        "Steps over which the rate rises linearly to optimizer.lr.",
-        minimum=0,
-        needs="lr_scheduler.warmup_ratio = null",
-        known_as="HF warmup_steps",
-    )
-    min_lr_ratio: float = key(
-        0.0,
-        "Share of optimizer.lr that the rate falls to, one step after the last.",
-        minimum=0,
-        maximum=1,
-        needs="lr_scheduler.type != constant",
-        known_as="Axolotl cosine_min_lr_ratio; torchtitan min_lr_factor",
-    )
 
 
 @dataclass
@@ -594,9 +490,8 @@ class LoraConfig:
     def targets(self) -> list[str]:
         """Return the short names of a native model's targets, `all-linear` taken apart."""
         single_targets = [name for name in self.target_modules if name != "all-linear"]
-        if "all-linear" in self.target_modules:
-            return [*LINEARS, *single_targets]
-        return single_targets
+        has_all = "all-linear" in self.target_modules
+        return [*LINEARS, *single_targets] if has_all else single_targets
 
 
 @dataclass
@@ -613,7 +508,7 @@ class LoraFinetuneConfig(FullFinetuneConfig):
     @property
     def trained_adapters(self) -> LoraConfig | None:
         """Return the section `lora`; None if a key of the recipe says to train every parameter."""
-        for name, value in self.adapters_instead.items():
-            if attrgetter(name)(self) != value:
-                return None
-        return self.lora
+        trains_adapters = all(
+            attrgetter(name)(self) == value for name, value in self.adapters_instead.items()
+        )
+        return self.lora if trains_adapters else None

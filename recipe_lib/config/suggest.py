@@ -6,6 +6,7 @@ print: one line, without secrets.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 from recipe_lib.redaction import redact
 
@@ -53,3 +54,10 @@ def show(text: str, limit: int = 80) -> str:
 def quote(text: str) -> str:
     """Return a text as `show` does, in single quotes."""
     return f"'{show(text)}'"
+
+
+def format_word(value: Any) -> str:
+    """Return a value as configs have it within a text."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

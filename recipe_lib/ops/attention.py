@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from recipe_lib.config.compute_capability import VARLEN_CAPABILITY
+from recipe_lib.config.precision import VARLEN_CAPABILITY
 from recipe_lib.ops.attention_sinks import (
     attend_with_sinks,
     flatten_tokens,

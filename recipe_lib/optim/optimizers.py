@@ -62,7 +62,7 @@ def build_optimizer(
     `fused` rounds a second moment once a step, the others twice, and `foreach` on a CPU takes the
     betas in bf16 too: with betas[1] of 0.95 their steps are within 4 % and 8 % of the right ones,
     with 0.999 they stand still at different values, for a gradient of 1 at 0.25 and 0.5
-    (`recipe_lib/config/optimizer_precision.py` tells of it).
+    (`recipe_lib/config/precision.py` tells of it).
 
     Raises ConfigError when there is nothing to train, for Muon without names, for a fused SGD that
     torch lacks or has wrong, and where ranks share a matrix so that blocks of `state_bits` would be

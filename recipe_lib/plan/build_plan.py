@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 import recipe_lib
-from recipe_lib.config.compute_capability import find_capability_faults
 from recipe_lib.config.mesh import compute_micro_batches
-from recipe_lib.config.optimizer_precision import describe_stalled_means
+from recipe_lib.config.precision import describe_stalled_means, find_capability_faults
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import list_collectives_once_a_step

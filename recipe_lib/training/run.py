@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from recipe_lib.config.compute_capability import find_capability_faults
 from recipe_lib.config.flat_schema import read_schema
+from recipe_lib.config.precision import find_capability_faults
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import PreparedData, StepBatches
 from recipe_lib.errors import ConfigError, SetupError

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import add_context_dim, compute_micro_batches, count_stages
-from recipe_lib.config.optimizer_precision import describe_stalled_means
+from recipe_lib.config.precision import describe_stalled_means
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.models.language_model import LanguageModel

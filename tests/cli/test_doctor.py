@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.cli import doctor, doctor_probes, doctor_report
+from recipe_lib.cli import doctor, doctor_report
 from recipe_lib.cli.doctor_report import find_faults, format_report
 from recipe_lib.cli.main import main
 from recipe_lib.plan.hardware import find_hardware
@@ -208,8 +208,8 @@ def test_what_two_cards_give_is_told_and_written(
         tried.append((ranks, on_gpu))
         return outcomes[len(tried) - 1]
 
-    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: facts["machine"])
-    monkeypatch.setattr(doctor_probes, "list_device_steps", faked(steps))
+    monkeypatch.setattr(doctor, "describe_machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor, "list_device_steps", faked(steps))
     monkeypatch.setattr(doctor, "measure_links", measured)
     path = tmp_path / "rates.json"
     assert main(["doctor", "--json", "--write", str(path)]) == doctor.FOUND
@@ -233,8 +233,8 @@ def test_advice_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: An
     steps = facts["steps"]
     steps["torch"]["gpus"][1]["name"] = "NVIDIA GeForce RTX 3090"
     steps["rates of GPU 1"]["bf16"] = 1.0e14
-    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: facts["machine"])
-    monkeypatch.setattr(doctor_probes, "list_device_steps", faked(steps))
+    monkeypatch.setattr(doctor, "describe_machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor, "list_device_steps", faked(steps))
     monkeypatch.setattr(doctor, "measure_links", lambda ranks, on_gpu: collectives())
     assert main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -249,8 +249,8 @@ def test_more_ranks_than_cores_can_bear_are_refused(
 ) -> None:
     facts = healthy()
     seen = facts["steps"]["torch"] | {"gpus": []}
-    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: facts["machine"])
-    monkeypatch.setattr(doctor_probes, "list_device_steps", faked({"torch": seen}))
+    monkeypatch.setattr(doctor, "describe_machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor, "list_device_steps", faked({"torch": seen}))
     tried = []
     monkeypatch.setattr(
         doctor, "measure_links", lambda ranks, on_gpu: tried.append(ranks) or collectives()
@@ -271,7 +271,7 @@ def test_more_ranks_than_cores_can_bear_are_refused(
 def test_a_torch_that_does_not_start_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor_probes, "describe_machine", lambda folders: healthy()["machine"])
+    monkeypatch.setattr(doctor, "describe_machine", lambda folders: healthy()["machine"])
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.FOUND
     told = capsys.readouterr()
@@ -292,9 +292,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("on a GPU this would be the real thing")
     monkeypatch.setattr(calibrate, "CPU_SIZES", (4096, 65536))
     monkeypatch.setattr(calibrate, "ROUNDS", 2)
-    monkeypatch.setattr(doctor_probes, "import_torchao", lambda: "0.18.0")
+    monkeypatch.setattr(doctor, "import_torchao", lambda: "0.18.0")
     monkeypatch.setattr(
-        doctor_probes,
+        doctor,
         "find_version",
         lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name),
     )

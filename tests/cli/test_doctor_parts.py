@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.cli import doctor_probes
-from recipe_lib.cli.doctor_probes import (
+from recipe_lib.cli import doctor
+from recipe_lib.cli.doctor import (
     Step,
     describe_torch,
-    is_in_range,
     list_device_steps,
     measure_host_memory,
     probe_folder,
     run_isolated,
     verify_copies,
 )
+from recipe_lib.cli.doctor_report import is_in_range
 from recipe_lib.plan.measured import measure_rates as calibrate
 from recipe_lib.units import GIB
 
@@ -89,7 +89,7 @@ def test_a_process_that_breaks_off_is_told_by_its_signal_or_code() -> None:
 
 
 def test_of_several_all_end_when_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipe_lib.cli.doctor_probes.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("recipe_lib.cli.doctor.GRACE_SECONDS", 0.2)
 
     for failing in (0, 1):
 
@@ -180,7 +180,7 @@ def test_cards_are_described_and_every_way_between_them_is_tried(
         common | {"name": "card 1", "capability": [9, 0]},
     ]
     monkeypatch.setattr(
-        doctor_probes,
+        doctor,
         "verify_copies",
         lambda source, target: {"wrong": [f"{source} {target}"], "rate": 1.0},
     )
@@ -194,12 +194,12 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card = {"name": "card", "memory": GIB, "free": GIB, "capability": [8, 6]}
-    monkeypatch.setattr(doctor_probes, "describe_torch", lambda: {"gpus": [card, card]})
-    monkeypatch.setattr(doctor_probes, "measure_gpu", lambda device: device)
+    monkeypatch.setattr(doctor, "describe_torch", lambda: {"gpus": [card, card]})
+    monkeypatch.setattr(doctor, "measure_gpu", lambda device: device)
     monkeypatch.setattr(calibrate, "measure_matmul_rate", lambda device, dtype: (device, dtype))
     done = dict(list_device_steps(0, Path()))
     assert done.pop("torch")()["gpus"] == [card, card]
-    assert done.pop("torchao") is doctor_probes.import_torchao
+    assert done.pop("torchao") is doctor.import_torchao
     assert done.pop("host memory") is measure_host_memory
     copies = ["copies from GPU 0 to GPU 1", "copies from GPU 1 to GPU 0"]
     assert [
@@ -231,7 +231,7 @@ def test_ranges(package: str, version: str, expected: bool) -> None:
 
 
 def test_ranges_are_those_of_the_package() -> None:
-    from recipe_lib.cli.doctor_probes import RANGES
+    from recipe_lib.cli.doctor_report import RANGES
     from tests.house.test_imports import PROJECT
 
     lines = PROJECT["project"]["dependencies"]

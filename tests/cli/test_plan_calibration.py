@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.cli import local_gpus, plan_request
+from recipe_lib.cli import launch, plan_request
 from recipe_lib.cli.main import main
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
@@ -21,7 +21,7 @@ MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "gpu-doctor-nvi
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_gpus, "list_local_gpus", list)
+    monkeypatch.setattr(launch, "list_local_gpus", list)
 
 
 def planned(folder: Path, *words: str, **changed: Any) -> tuple[int, Any, list[str]]:
@@ -60,9 +60,7 @@ def test_a_card_that_no_table_has_is_planned_by_the_memory_in_its_file(tmp_path:
 def test_the_file_is_asked_before_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        local_gpus, "list_local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * GIB)]
-    )
+    monkeypatch.setattr(launch, "list_local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * GIB)])
     assert planned(tmp_path)[1].name == "rtx4090"
     assert planned(tmp_path, device="cpu")[1].name == "cpu"
     assert planned(tmp_path, "--device", "h100")[1].name == "h100"

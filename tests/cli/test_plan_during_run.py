@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe_lib.cli import plan_during_run
-from recipe_lib.cli.torchrun_flags import should_show_plan
+from recipe_lib.cli.launch import should_show_plan
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import PhasePeak

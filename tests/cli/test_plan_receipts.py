@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli import plan_during_run, plan_receipts
+from recipe_lib.cli import plan, plan_during_run
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config import load_config
 from recipe_lib.config.schema import LoraFinetuneConfig
@@ -165,7 +165,7 @@ def quoted() -> str:
     settings = PlanSettings(
         card, PlannedSequence(512, "max_seq_len"), recipe="lora_finetune_distributed"
     )
-    return plan_receipts.quote_receipt(cfg, make_plannable(cfg)[0], settings)
+    return plan.quote_receipt(cfg, make_plannable(cfg)[0], settings)
 
 
 def test_a_plan_quotes_the_nearest(file: Path, monkeypatch: pytest.MonkeyPatch):

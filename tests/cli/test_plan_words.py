@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli import local_gpus, plan_request, torchrun_flags
+from recipe_lib.cli import launch, plan_request
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
@@ -59,22 +59,22 @@ def test_a_command_line_of_tune_run_is_one_of_tune_plan(flags: list[str]):
         (["--nproc_per_node", "2", "--nnodes", "3:5"], (2, 3)),
         (["--nproc_per_node", "gpu"], (2, 1)),
         (["--nproc_per_node", "auto"], (2, 1)),
-        (["--nproc_per_node", "cpu"], (torchrun_flags.count_cores(), 1)),
+        (["--nproc_per_node", "cpu"], (launch.count_cores(), 1)),
     ],
 )
 def test_ranks(flags: list[str], ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrun_flags, "list_local_gpus", lambda: [("NVIDIA L4", 2**34)] * 2)
-    assert torchrun_flags.count_ranks_and_machines(flags) == ranks
+    monkeypatch.setattr(launch, "list_local_gpus", lambda: [("NVIDIA L4", 2**34)] * 2)
+    assert launch.count_ranks_and_machines(flags) == ranks
 
 
 def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrun_flags, "list_local_gpus", list)
+    monkeypatch.setattr(launch, "list_local_gpus", list)
     with pytest.raises(
         ConfigError, match=r"--nproc_per_node gpu: this machine has none; give a number"
     ):
-        torchrun_flags.count_ranks_and_machines(["--nproc_per_node", "gpu"])
-    assert torchrun_flags.count_ranks_and_machines(["--nproc_per_node", "auto"]) == (
-        torchrun_flags.count_cores(),
+        launch.count_ranks_and_machines(["--nproc_per_node", "gpu"])
+    assert launch.count_ranks_and_machines(["--nproc_per_node", "auto"]) == (
+        launch.count_cores(),
         1,
     )
 
@@ -143,9 +143,9 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    local_gpus.list_local_gpus.cache_clear()
+    launch.list_local_gpus.cache_clear()
     yield
-    local_gpus.list_local_gpus.cache_clear()
+    launch.list_local_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -163,16 +163,16 @@ def test_the_gpus_that_a_process_would_see(
 ):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [name for name, _ in local_gpus.list_local_gpus()] == names
+    assert [name for name, _ in launch.list_local_gpus()] == names
 
 
 def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(
     two_gpus, monkeypatch: pytest.MonkeyPatch
 ):
-    assert local_gpus.find_local_device() == find_hardware("rtx4090")
-    local_gpus.list_local_gpus.cache_clear()
+    assert launch.find_local_device() == find_hardware("rtx4090")
+    launch.list_local_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    found = local_gpus.find_local_device()
+    found = launch.find_local_device()
     assert found is not None
     assert found.name == "NVIDIA Unheard Of"
     assert 0.97 < found.memory / (40960 * 2**20) < 1
@@ -182,7 +182,7 @@ def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(
 
 
 def test_without_a_gpu_a_card_of_24_gb_is_planned_and_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_gpus, "list_local_gpus", list)
+    monkeypatch.setattr(launch, "list_local_gpus", list)
     ranks, device, assumed = plan_request.choose_planned_device(
         plan_request.read_arguments([*CONFIG, "--nproc_per_node", "4"])
     )

@@ -15,7 +15,7 @@ import pytest
 
 from recipe_lib.cli.main import VERBS, get_module_name, main
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.data import sample_files
 from tests.forked import call_forked
 from tests.readers import CONFIG, KINDS, READERS, SAMPLE, Reader, make_whole_model, put_whole_model
@@ -229,7 +229,7 @@ def test_no_option_is_left_out():
     """
     options = set()
     for verb in VERBS:
-        for action in importlib.import_module(get_module_name(verb)).parser()._actions:
+        for action in importlib.import_module(get_module_name(verb)).PARSER._actions:
             if (
                 action.nargs != 0
                 and action.choices is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from recipe_lib.cli import run, torchrun_flags
+from recipe_lib.cli import launch, run
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
@@ -40,19 +40,19 @@ CONFIG = "llama3/8B_full"
 )
 def test_the_recipe_is_found_behind_the_flags(flags: list[str]):
     rest = ["--config", CONFIG, "batch_size=1", "~seed"]
-    assert torchrun_flags.split_words([*flags, RECIPE, *rest]) == (flags, RECIPE, rest)
+    assert launch.split_words([*flags, RECIPE, *rest]) == (flags, RECIPE, rest)
 
 
 def test_the_table_agrees_with_torchrun():
-    ours = torchrun_flags.WITH_VALUE | torchrun_flags.WITHOUT_VALUE | torchrun_flags.REFUSED
+    ours = launch.WITH_VALUE | launch.WITHOUT_VALUE | launch.REFUSED
     for action in get_args_parser()._actions:
         for name in action.option_strings:
             flag = name.replace("_", "-")
             if flag in ("-h", "--help"):
                 continue
             assert flag in ours, f"{flag} is new in this torch; add it to the table"
-            if flag not in torchrun_flags.REFUSED:
-                assert (flag in torchrun_flags.WITH_VALUE) == (action.nargs != 0), flag
+            if flag not in launch.REFUSED:
+                assert (flag in launch.WITH_VALUE) == (action.nargs != 0), flag
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,17 @@ def test_the_table_agrees_with_torchrun():
 def test_standalone_unless_a_rendezvous_is_given(
     flags: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    assert torchrun_flags.add_rendezvous(flags) == expected
+    assert launch.add_rendezvous(flags) == expected
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "a:1")
-    assert torchrun_flags.add_rendezvous(flags) == flags
+    assert launch.add_rendezvous(flags) == flags
 
 
 def test_the_last_value_of_a_flag_counts():
     assert (
-        torchrun_flags.get_flag_value(
-            ["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node"
-        )
+        launch.get_flag_value(["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node")
         == "3"
     )
-    assert torchrun_flags.get_flag_value(["--standalone"], "--nnodes") is None
+    assert launch.get_flag_value(["--standalone"], "--nnodes") is None
 
 
 USAGE = "expected: tune run [torchrun flags] CONFIG (see `tune ls`)"
@@ -195,7 +193,7 @@ def test_a_recipe_without_main(tmp_path, capsys: pytest.CaptureFixture):
 
 def test_a_flag_without_its_value_is_named():
     with pytest.raises(ConfigError, match="--rdzv-endpoint: expected a value"):
-        torchrun_flags.split_words(["--nnodes", "2", "--rdzv-endpoint"])
+        launch.split_words(["--nnodes", "2", "--rdzv-endpoint"])
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def test_the_recipe_is_the_one_that_the_config_names(
 ):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(f"recipe: {RECIPE}\n")
-    flags, name, rest = torchrun_flags.split_words(["--nproc_per_node", "2", *words])
+    flags, name, rest = launch.split_words(["--nproc_per_node", "2", *words])
     recipe, rest = run.find_recipe_and_words(name, rest)
     assert flags == ["--nproc_per_node", "2"] and recipe.name == RECIPE
     assert run.list_named_configs(rest) == configs

@@ -9,7 +9,7 @@ import pytest
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config, register
 from recipe_lib.config.compatibility.table import find_broken_rules, list_rules
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.errors import ConfigError
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 

@@ -13,8 +13,7 @@ from recipe_lib.config.compatibility.table import list_rules
 from recipe_lib.config.describe import describe_text, format_config, format_markdown, format_value
 from recipe_lib.config.flat_schema import build_item_schema, read_schema
 from recipe_lib.config.load import load_with_origins
-from recipe_lib.config.paths import list_configs
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import list_configs, read_recipe_configs
 from recipe_lib.config.schema import SourceConfig, key
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 

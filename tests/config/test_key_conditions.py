@@ -12,7 +12,7 @@ from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.key_conditions import describe_needs, explain_idle_key
 from recipe_lib.config.load import load_with_origins as load_all
 from recipe_lib.config.mesh import SCHEDULES
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.errors import ConfigError
 from recipe_lib.methods.distill.config import DistillFinetuneConfig
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig

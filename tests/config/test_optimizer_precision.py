@@ -14,7 +14,7 @@ from recipe_lib.cli.main import main
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.load import load_config
 from recipe_lib.config.optimizer_facts import read_built_in_optimizers
-from recipe_lib.config.optimizer_precision import FARTHEST, describe_stalled_means
+from recipe_lib.config.precision import FARTHEST, describe_stalled_means
 from recipe_lib.optim.optimizers import build_optimizer
 from tests.cli.commands import ROOT, tune_forked
 from tests.selection import slow_but

@@ -8,9 +8,9 @@ import pytest
 
 from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.config.aliases import GENERIC, NOTHING_LIKE_IT
+from recipe_lib.config.check_settings import find_hint, find_meant_keys, find_misspelled_name
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipe_configs import read_aliases, read_recipe_configs
-from recipe_lib.config.unknown_keys import find_hint, find_meant_keys, find_misspelled_name
+from recipe_lib.config.paths import read_aliases, read_recipe_configs
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 
 SCHEMA = read_schema(DpoFinetuneConfig)

@@ -6,7 +6,7 @@ import pytest
 
 from recipe_lib.config import load_config, paths
 from recipe_lib.config.load import load_with_origins
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.errors import ConfigError
 
 GOOD = "recipe: full_finetune_distributed\nmodel: {path: x}\ndata: {source: y}\n"

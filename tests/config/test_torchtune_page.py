@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.config.schema import LoraFinetuneConfig
 from tests.house.files import ROOT
 

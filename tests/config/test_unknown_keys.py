@@ -5,7 +5,7 @@ import pytest
 from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.recipe_configs import read_aliases, read_recipe_configs
+from recipe_lib.config.paths import read_aliases, read_recipe_configs
 from recipe_lib.config.registry import list_names
 from recipe_lib.config.schema import LINEARS
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig

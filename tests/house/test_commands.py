@@ -25,7 +25,7 @@ import pytest
 import recipe_lib
 from recipe_lib.cli import data as data_verb
 from recipe_lib.cli import doctor as doctor_verb
-from recipe_lib.cli import eval, plan_request, torchrun_flags
+from recipe_lib.cli import eval, launch, plan_request
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
@@ -115,8 +115,8 @@ def check(words: list[str], clone: Path) -> None:
         done = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}: {done.stderr}"
     elif program == "torchrun":
-        flags, name, arguments = torchrun_flags.split_words(rest)
-        torchrun_flags.check_launch(flags)
+        flags, name, arguments = launch.split_words(rest)
+        launch.check_launch(flags)
         assert (clone / name).is_file(), line
         assert tune(["validate", arguments[1], *arguments[2:], "--recipe", name]) == 0, line
     elif program == "python":
@@ -168,7 +168,7 @@ def check_tune(words: list[str]) -> None:
     if verb == "download":
         assert re.fullmatch(r"[\w-]+/[\w.-]+", rest[0]) and len(rest) == 1, line
     elif verb == "generate":
-        generate_verb.check(generate_verb.parser().parse(rest))
+        generate_verb.check(generate_verb.PARSER.parse(rest))
         if Path(rest[0]).is_dir():
             assert tune(words) == 0, line
     elif verb == "run":
@@ -182,12 +182,12 @@ def check_tune(words: list[str]) -> None:
     elif verb == "export":
         export_verb.read(rest)
     elif verb == "eval":
-        _, own = torchrun_flags.take_flags(rest, verb)
-        arguments = eval.parser().parse(own)
+        _, own = launch.take_flags(rest, verb)
+        arguments = eval.PARSER.parse(own)
         if Path(arguments.what).is_dir():
             assert tune([*words, "--max-samples", "2", "--max-new-tokens", "4"]) == 0, line
     elif verb == "upload":
-        upload_verb.parser().parse(rest)
+        upload_verb.PARSER.parse(rest)
     elif verb == "plan":
         arguments = plan_request.read_arguments(rest)
         if arguments.receipts:
@@ -222,8 +222,8 @@ def check_run(words: list[str]) -> None:
     """A run of the demo in one process is run for two steps; others are checked as before their
     start.
     """
-    flags, name, rest = torchrun_flags.split_words(words)
-    torchrun_flags.check_launch(flags)
+    flags, name, rest = launch.split_words(words)
+    launch.check_launch(flags)
     recipe, rest = run_verb.find_recipe_and_words(name, rest)
     config = rest[rest.index("--config") + 1]
     if flags or not (config == "demo/full" or Path(config).is_file()):

@@ -7,9 +7,8 @@ import pytest
 
 from recipe_lib.cli.recipes import read_recipe_name
 from recipe_lib.config import load_config as load_any
-from recipe_lib.config.optimizer_precision import describe_stalled_means
-from recipe_lib.config.paths import find_config, list_configs
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import find_config, list_configs, read_recipe_configs
+from recipe_lib.config.precision import describe_stalled_means
 from tests.house.files import ROOT
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

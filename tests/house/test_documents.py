@@ -12,8 +12,7 @@ import pytest
 
 from recipe_lib.cli.recipes import read_recipe_name
 from recipe_lib.config import get_registered, load_config
-from recipe_lib.config.paths import list_presets
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import list_presets, read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.data.samples import RenamedSample, Sample
 from recipe_lib.data.thinking import TemplateFields

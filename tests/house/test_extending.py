@@ -89,7 +89,17 @@ def tune(root: Path, *commands: list[str]) -> str:
     return python(root, "-c", work, json.dumps(commands))
 
 
-@pytest.mark.parametrize("name", ["A family in the library's decoder", "A recipe", "An optimizer"])
+FOLLOWED = [
+    "A family in the library's decoder",
+    "A recipe",
+    "An optimizer",
+    "A memory lever",
+    "A data format",
+    "A verb",
+]
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_the_page_counts_right(name: str, copy: Path) -> None:
     said, text = sections()[name]
     touched = follow(text, copy)
@@ -260,3 +270,78 @@ def test_the_optimizer_is_planned_and_trained(copy: Path) -> None:
     }
     assert held["optimizer"] == held["parameters"] > 10**6  # one state of each parameter's type
     assert re.search(r"^ +optimizer +1\.74 MiB .* 38 tensors$", said, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_lever_halves_what_layers_keep(copy: Path) -> None:
+    """In the plan, with a loss of a run that is the same to bf16's rounding in its second step."""
+    follow(sections()["A memory lever"][1], copy)
+    words = ["full_finetune_distributed", "--config", "demo/full", "~validation.source"]
+    words += ["memory.activation_checkpointing=none", "data.max_samples=64"]
+    commands = []
+    for name, lever in (("fp32", []), ("bf16", ["memory.saved_dtype=bf16"])):
+        output = f"output_dir=outputs/{name}"
+        commands.append(["run", "--no-plan", *words, *lever, "max_steps=2", output])
+    for name, lever in (("fp32", []), ("bf16", ["memory.saved_dtype=bf16"])):
+        commands.append(["plan", *words, *lever, "--json", f"{name}.json"])
+    tune(copy, *commands)
+    losses = {}
+    activations = {}
+    for name in ("fp32", "bf16"):
+        log = (copy / "outputs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in log]
+        plan = json.loads((copy / f"{name}.json").read_text(encoding="utf-8"))
+        alive = plan["rank_plans"][0]["alive"]
+        activations[name] = sum(one["bytes"] for one in alive if one["kind"] == "activations")
+    # The first loss is computed before anything is kept in bf16.
+    assert losses["bf16"][0] == losses["fp32"][0]
+    assert losses["bf16"][1] != losses["fp32"][1]
+    assert losses["bf16"][1] == pytest.approx(losses["fp32"][1], rel=1e-3)
+    assert 0.4 < activations["bf16"] / activations["fp32"] < 0.7
+    refused = subprocess.run(
+        [sys.executable, "-m", "recipe_lib", "validate", "demo/full", "device=cuda"]
+        + ["memory.saved_dtype=bf16", "memory.activation_offload=true"],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2 and "each decides what becomes of" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_data_format_is_found_by_its_columns(copy: Path) -> None:
+    follow(sections()["A data format"][1], copy)
+    rows = [
+        {"question": "Which is a prime?", "choices": ["4", "7"], "answer": 1},
+        {"question": "Which is even?", "choices": ["4", "7"], "answer": 2},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (copy / "choices.jsonl").write_text(text, encoding="utf-8")
+    words = ["demo/full", "~validation.source", "data.source=choices.jsonl"]
+    shown = tune(copy, ["data", "show", *words, "data.on_invalid=skip"])
+    assert "Which is a prime?" in shown and "A. 4" in shown and "B. 7" in shown
+    checked = subprocess.run(
+        [sys.executable, "-m", "recipe_lib", "data", "check", *words],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+    )
+    assert "1 sequence of 2 samples" in checked.stdout, checked
+    assert "expected the index of one of 2 choices" in checked.stdout + checked.stderr, checked
+
+
+@pytest.mark.slow
+def test_the_verb_counts_as_transformers_does(copy: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    follow(sections()["A verb"][1], copy)
+    assert "count the parameters of a config's model" in tune(copy, ["--help"])
+    printed = tune(copy, ["count", "demo/full", "model.preset=llama3_2/1B"])
+    preset = copy / "recipe_lib" / "models" / "presets" / "llama3_2" / "1B.json"
+    config = AutoConfig.for_model(**json.loads(preset.read_text(encoding="utf-8")))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    assert f"{model.num_parameters():,} parameters, {layers:,} of them in layers" in printed

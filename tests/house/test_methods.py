@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from tests.house.files import ROOT, python_files, tree
 
 FOLDERS = sorted(path.parent.name for path in (ROOT / "recipe_lib/methods").glob("*/config.py"))
@@ -27,9 +27,8 @@ ALLOWED = {
     "recipe_lib/data/formats.py": "formats",
     "recipe_lib/data/samples.py": "formats, and words that rows have",
     # A line for the user says which recipe there is for what this one cannot do.
-    "recipe_lib/config/compatibility/data_rules.py": "remedies",
+    "recipe_lib/config/compatibility/data_rules.py": "remedies, a recipe to show one on",
     "recipe_lib/config/compatibility/rule.py": "a recipe to show a combination on",
-    "recipe_lib/config/compatibility/validation_rules.py": "a recipe to show a combination on",
     "recipe_lib/data/dataset_report.py": "a remedy",
     "recipe_lib/checkpoint/tensor_matching.py": "a remedy",
     "recipe_lib/models/families.py": "remedies",
@@ -84,7 +83,7 @@ def test_each_recipe_of_a_method_has_its_folder() -> None:
 
 def test_configs_of_methods_are_read_without_torch() -> None:
     code = (
-        "import sys; from recipe_lib.config.recipe_configs import read_recipe_configs as read;"
+        "import sys; from recipe_lib.config.paths import read_recipe_configs as read;"
         " read(); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -32,7 +32,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "recipe_lib/checkpoint/adapter_base_weights.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/weight_loading.py": {"safe_open": _HEADER},
-    "recipe_lib/cli/doctor_probes.py": {"read_text": _PIPE},
+    "recipe_lib/cli/doctor.py": {"read_text": _PIPE},
     "recipe_lib/checkpoint/quantized_export.py": {"open": "flushes what the function has written"},
     "recipe_lib/cli/ls.py": {"read_text": _PACKAGE},
     "recipe_lib/config/optimizer_facts.py": {"read_text": _PACKAGE},

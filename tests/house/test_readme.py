@@ -19,8 +19,7 @@ from packaging.requirements import Requirement
 from benchmarks import fit
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.config.flat_schema import read_schema
-from recipe_lib.config.paths import list_presets
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import list_presets, read_recipe_configs
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_spec, read_preset_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe_lib.config import load_config
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.models import build_meta, build_spec, list_presets, read_preset_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

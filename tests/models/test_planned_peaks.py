@@ -10,19 +10,19 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fastest_settings import fastest_of
+from benchmarks.fastest_settings import find_fastest
 from benchmarks.planned_peaks import (
     DDP,
     DEVICE,
     PEAK,
-    fewest,
+    find_fewest_ranks,
+    find_meant_cards,
     fits,
-    header,
-    meant_for,
-    names,
+    format_header,
+    list_names,
     read_fastest,
     read_plans,
-    total_bytes,
+    read_total_bytes,
 )
 from recipe_lib.config.paths import get_configs_folder
 from recipe_lib.units import GIB, MIB
@@ -68,7 +68,7 @@ def planned_now(request):
         return dict(pool.imap(plan_active, selected(request, "config"), chunksize=20))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_names())
 def test_a_header_says_a_peak(name):
     text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     assert PEAK.search(text), (
@@ -91,18 +91,18 @@ def test_the_peak_in_the_header_is_the_planned_one(planned_now, config):
 
 
 def test_there_are_plans():
-    assert set(PLANS) == set(names())
+    assert set(PLANS) == set(list_names())
 
 
 def test_every_config_says_the_fastest_settings_that_fit():
-    assert set(FASTEST) == {name for name in names() if not name.startswith("demo/")}
+    assert set(FASTEST) == {name for name in list_names() if not name.startswith("demo/")}
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
 def test_a_header_is_what_the_plans_make_of_it(name):
     """Card and ranks that it is meant for, others that it fits, its peak and its command."""
     text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-    assert header(text, PLANS[name], FASTEST.get(name)) == text, (
+    assert format_header(text, PLANS[name], FASTEST.get(name)) == text, (
         f"python benchmarks/planned_peaks.py {name}"
     )
 
@@ -113,11 +113,11 @@ def test_no_fewer_cards_would_do(name):
     model takes.
     """
     text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-    total = total_bytes(text)
+    total = read_total_bytes(text)
     said = {
         size: ranks
-        for size, ranks in fewest(PLANS[name]).items()
-        if size <= 80 or size == meant_for(PLANS[name])[0]
+        for size, ranks in find_fewest_ranks(PLANS[name]).items()
+        if size <= 80 or size == find_meant_cards(PLANS[name])[0]
     }
     for size, ranks in said.items():
         half = PLANS[name].get(str(ranks // 2))
@@ -131,8 +131,8 @@ def test_no_fewer_cards_would_do(name):
 @pytest.mark.slow
 def test_the_speeds_in_a_header_are_those_found_now():
     name = "smollm2/135M_full"
-    size, ranks = meant_for(PLANS[name])
-    found, kept = apart(fastest_of, name, size, ranks), FASTEST[name]
+    size, ranks = find_meant_cards(PLANS[name])
+    found, kept = apart(find_fastest, name, size, ranks), FASTEST[name]
     assert (found.cards, found.settings) == (kept["cards"], kept["settings"])
     speeds = {key: pytest.approx(kept[key], rel=0.01) for key in ("tokens_per_second", "shipped")}
     assert {"tokens_per_second": found.tokens_per_second, "shipped": found.shipped} == speeds
@@ -141,8 +141,8 @@ def test_the_speeds_in_a_header_are_those_found_now():
 def test_cards_of_24_gb_come_first():
     """On one machine: a config for larger cards does not fit eight of 24 GB."""
     for name in PLANS:
-        size, ranks = meant_for(PLANS[name])
-        found = fewest(PLANS[name])
+        size, ranks = find_meant_cards(PLANS[name])
+        found = find_fewest_ranks(PLANS[name])
         assert (size, ranks) == (24, found[24]) if 24 in found else size > 24
 
 
@@ -169,7 +169,7 @@ def test_the_page_of_mixtures_has_the_planned_peaks():
     for name in sorted(
         name for name in PLANS if name.startswith(("qwen3_moe/", "gpt_oss/", "mixtral/", "olmoe/"))
     ):
-        size, ranks = meant_for(PLANS[name])
+        size, ranks = find_meant_cards(PLANS[name])
         peaks = [f"{PLANS[name][str(ranks)][key] / GIB:.2f}" for key in ("active", "reserved")]
         wanted.append(f"| `{name}` | {ranks} x {size} GB | {' | '.join(peaks)} |")
     assert "|---|--:|--:|--:|\n" + "\n".join(wanted) + "\n\n" in text, "\n".join(wanted)

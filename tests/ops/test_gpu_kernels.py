@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks import gpu_kernels
 from benchmarks.gpu_check import main
-from benchmarks.triton_code import bytes_in, kernels_in, triton_code
+from benchmarks.triton_code import count_bytes, count_kernels, generate_triton_code
 from tests.distributed.ranks import in_a_fork
 from tests.ops.test_fused_kernels import CALLS
 
@@ -36,12 +36,12 @@ def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
     """NF4 has a second one, for the scales of blocks."""
     name, function, _, arguments = call
-    code = triton_code(function.__wrapped__, *arguments)
+    code = generate_triton_code(function.__wrapped__, *arguments)
     found = function(*arguments)
     own = sum(one.nbytes for one in ([found] if isinstance(found, Tensor) else found))
     scales = 2 * len(arguments[0]) if name == "nf4" else 0
-    assert kernels_in(code) == (2 if name == "nf4" else 1)
-    assert bytes_in(code) == own + scales
+    assert count_kernels(code) == (2 if name == "nf4" else 1)
+    assert count_bytes(code) == own + scales
 
 
 @pytest.mark.skipif(
@@ -54,4 +54,4 @@ def test_long_rows_of_scores_are_computed_again_and_not_written(
 ) -> None:
     monkeypatch.setattr(gpu_kernels, "SCORES", (1, 4, 64, 4096))
     (kernel,) = [one for one in gpu_kernels.KERNELS if one.name == name]
-    assert gpu_kernels.generated(kernel) == ("1", "0.00")
+    assert gpu_kernels.measure_generated(kernel) == ("1", "0.00")

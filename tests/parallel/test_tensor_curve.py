@@ -23,9 +23,11 @@ def differences() -> dict[Run, float]:
     """How far each curve is from that of one process."""
     generator = torch.Generator().manual_seed(11)
     rows = torch.randint(0, tp_curve.BYTES, (10, 65), generator=generator)
-    (alone,) = tp_curve.losses(rows, 4, 1)
-    found = tp_curve.losses(rows, 4, tp_curve.RANKS, RUNS)
-    return {run: tp_curve.difference(curve, alone) for run, curve in zip(RUNS, found, strict=True)}
+    (alone,) = tp_curve.train_losses(rows, 4, 1)
+    found = tp_curve.train_losses(rows, 4, tp_curve.RANKS, RUNS)
+    return {
+        run: tp_curve.find_difference(curve, alone) for run, curve in zip(RUNS, found, strict=True)
+    }
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run != WRONG])

@@ -18,10 +18,10 @@ from benchmarks.tp_memory import (
     OURS,
     RANDOM_STATE,
     STOCK,
-    formula,
-    layers_of,
+    build_spec_of_layers,
+    build_stock_layer,
+    compute_formula,
     measure,
-    stock_layer,
 )
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
@@ -66,7 +66,7 @@ def measured() -> dict[str, Any]:
 
 
 def measure_all() -> dict[str, Any]:
-    llama, qwen = layers_of("llama3/8B", 2), layers_of("qwen3/8B", 2)
+    llama, qwen = build_spec_of_layers("llama3/8B", 2), build_spec_of_layers("qwen3/8B", 2)
     found = {how: measure(llama, T, how) for how in (STOCK, CACHED, OURS)}
     found |= {
         f"{how} checkpointed": measure(llama, T, how, checkpointing="full")
@@ -109,7 +109,7 @@ def test_kept_bytes_are_those_of_the_formula() -> None:
     for how in (STOCK, OURS):
         bytes_ = 3 * 512 * (2 * (elements + more[how]) + 4 * numbers) // 4 + RANDOM_STATE
         assert found[f"{how} with head norms"] == bytes_
-        assert formula(layers_of("qwen3/8B"), 4, how, tokens=3 * 512) == bytes_
+        assert compute_formula(build_spec_of_layers("qwen3/8B"), 4, how, tokens=3 * 512) == bytes_
 
 
 def counted(gathers: int, scatters: int, again: int, back: int) -> dict[tuple[str, str], int]:
@@ -159,7 +159,7 @@ def train(
     parallel, memory = ParallelConfig(tensor=2), MemoryConfig()
     if stock:
         for layer in model.model.layers:
-            stock_layer(layer, world)
+            build_stock_layer(layer, world)
     else:
         divided = Parallel(tensor_gradients=shard_tensors(model, parallel, memory, world))
     materialize(model, memory, world.device)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.config.compute_capability import CAPABILITY_REQUIREMENTS
+from recipe_lib.config.precision import CAPABILITY_REQUIREMENTS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 def config(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
-    """As `config_of`, compiled, of the tied model."""
+    """As `load_row_config`, compiled, of the tied model."""
     torch._inductor.config.cpp.vec_isa_ok = (
         True  # else the simulation asks the C++ compiler, which takes seconds
     )

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.allocator_events import (
-    events_from_snapshot,
     read_fixture,
+    read_snapshot_events,
     replay_events,
     write_fixture,
 )
@@ -90,7 +90,7 @@ def test_a_snapshot_comes_back_exactly(tmp_path, expandable, share):
     snapshot = snapshot_of(
         trace, tmp_path, expandable=expandable, cap=how.cap, by_fraction=how.by_fraction
     )
-    stream = events_from_snapshot(snapshot, cap=how.cap, measured={"retries": expected.retries})
+    stream = read_snapshot_events(snapshot, cap=how.cap, measured={"retries": expected.retries})
     assert (expected.retries > 0) == (share is not None)
     write_fixture(stream, tmp_path / "run.json.gz")
     stream = read_fixture(tmp_path / "run.json.gz")
@@ -141,7 +141,7 @@ def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactl
             allocator.free(block)
         elif chosen >= 0.98 and cap is None:  # under a cap a stream does not tell it from a retry
             allocator.empty_cache()
-    found = replay_events(events_from_snapshot(recorded_by(allocator), cap=cap))
+    found = replay_events(read_snapshot_events(recorded_by(allocator), cap=cap))
     assert found.first_difference is None
     assert (found.reserved, found.retries) == (allocator.peak_reserved, allocator.num_alloc_retries)
     assert (found.allocated, found.active) == (allocator.peak_allocated, allocator.peak_active)
@@ -165,13 +165,13 @@ def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbor):
             allocator.malloc(9 * MIB)
     else:
         allocator.malloc(20 * MIB)
-    found = replay_events(events_from_snapshot(recorded_by(allocator), cap=60 * MIB))
+    found = replay_events(read_snapshot_events(recorded_by(allocator), cap=60 * MIB))
     assert found.first_difference is None and found.retries == allocator.num_alloc_retries == 1
     assert found.segments[-1][0] == ("oom" if neighbor else "segment_alloc")
 
 
 def test_a_wrong_stream_is_noticed(tmp_path):
-    stream = events_from_snapshot(snapshot_of(steps_of_training(), tmp_path))
+    stream = read_snapshot_events(snapshot_of(steps_of_training(), tmp_path))
     number = next(
         at
         for at, event in enumerate(stream["events"])
@@ -187,20 +187,20 @@ def test_a_wrong_stream_is_noticed(tmp_path):
 def test_a_history_that_is_not_whole_is_refused(tmp_path):
     snapshot = snapshot_of(steps_of_training(), tmp_path)
     with pytest.raises(ValueError, match="bytes at most, 5 were measured"):
-        events_from_snapshot(snapshot, measured={"reserved": 5})
+        read_snapshot_events(snapshot, measured={"reserved": 5})
     entries = snapshot["device_traces"][0]
     first = next(at for at, entry in enumerate(entries) if entry["action"] == "free_requested")
     snapshot["device_traces"] = [entries[first:]]
     with pytest.raises(ValueError, match="the history does not begin before the allocation at 0x"):
-        events_from_snapshot(snapshot)
+        read_snapshot_events(snapshot)
     snapshot["device_traces"] = [entries[:1]]
     with pytest.raises(ValueError, match="bytes reserved, the segments hold"):
-        events_from_snapshot(snapshot)
+        read_snapshot_events(snapshot)
 
 
 def test_settings_are_read_from_the_snapshot(tmp_path):
     snapshot = snapshot_of(steps_of_training(), tmp_path, expandable=True)
-    stream = events_from_snapshot(snapshot, cap=10**9)
+    stream = read_snapshot_events(snapshot, cap=10**9)
     assert AllocatorSettings(**stream["settings"]) == AllocatorSettings(
         expandable=True, cap=10**9, by_fraction=True
     )
@@ -209,11 +209,11 @@ def test_settings_are_read_from_the_snapshot(tmp_path):
         "max_split_size": 64 * MIB,
     }
     with pytest.raises(ValueError, match="not modeled: max_split_size, roundup_power2_divisions"):
-        events_from_snapshot(snapshot)
+        read_snapshot_events(snapshot)
 
 
 def test_streams_are_stored_small_and_the_same_each_time(tmp_path):
-    stream = events_from_snapshot(snapshot_of(steps_of_training(layers=30), tmp_path))
+    stream = read_snapshot_events(snapshot_of(steps_of_training(layers=30), tmp_path))
     write_fixture(stream, tmp_path / "a.json.gz")
     write_fixture(stream, tmp_path / "b.json.gz")
     stored = (tmp_path / "a.json.gz").read_bytes()

@@ -40,7 +40,7 @@ def test_every_line_that_fits_has_its_speed_and_more_cards_are_faster():
 
 
 def test_more_cards_have_room_for_longer_sequences_and_none_is_beyond_what_kernels_count():
-    found = {longest.cell_of(line): line for line in FAR}
+    found = {longest.build_cell(line): line for line in FAR}
     for (model, method, cards, size), line in found.items():
         fewer = found.get((model, method, cards // 2, size))
         assert fewer is None or line.tokens > fewer.tokens, (model, method, cards, size)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gpu_check, gpu_ladder
 from benchmarks.gpu_ladder_cases import LEVERS, PLAIN, SHIPPED, TINY, ConfigCase, Rung
-from benchmarks.gpu_ladder_report import ladder_markdown
+from benchmarks.gpu_ladder_report import format_page
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.units import GIB
@@ -49,7 +49,7 @@ def test_the_dry_run_compares_with_a_real_run_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rungs = tiny_rungs("memory.optimizer_offload=true", "matmul_dtype=fp8")
-    monkeypatch.setattr(gpu_ladder, "rungs", lambda gpu, methods: rungs)
+    monkeypatch.setattr(gpu_ladder, "list_rungs", lambda gpu, methods: rungs)
     assert gpu_check.main(["ladder", "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "gpu-ladder-dry-run-cpu.json").read_text())["rows"]
     for row in rows[:2]:
@@ -132,7 +132,7 @@ def test_lines_are_compared_with_their_basis_and_bases_with_plain() -> None:
         "versions": versions,
         "rows": rows,
     }
-    text = ladder_markdown(report)
+    text = format_page(report)
     own = "| `a=1` | 1 x 2048 | 50.00 GiB | -10.00 GiB | 52.00 GiB | 0 B | 800 | 0.80 x "
     assert f"{own}| 50.00 GiB | -11.00 GiB | 50.00 GiB | 0 B | 450 | 0.50 x |" in text
     own = "| shipped | 1 x 2048 | 20.00 GiB | -40.00 GiB | 21.00 GiB | 0 B | 500 | 0.50 x "

@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu_check, gpu_plan
 from benchmarks.gpu_plan import Job
 from benchmarks.gpu_plan_cases import PlanCase
-from benchmarks.gpu_plan_report import errors_of, share_below, summary
+from benchmarks.gpu_plan_report import compute_errors, share_below, summarize
 from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
@@ -56,20 +56,20 @@ def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def test_goals_are_met_or_missed() -> None:
     assert share_below([-0.4, 0.1, 0.2, -0.3], 0.5) == 0.2 and share_below([0.1], 0.95) == 0.1
     good = [row(0.005, expandable=index % 2 == 1) for index in range(19)]
-    assert {round(error, 6) for found in good for *_, error in errors_of(found)} == {0.005}
-    lines = summary(report_of([*good, row(-0.5)]))
+    assert {round(error, 6) for found in good for *_, error in compute_errors(found)} == {0.005}
+    lines = summarize(report_of([*good, row(-0.5)]))
     assert lines[1].startswith(
         "allocated: 20 figures, half within 0.50%, 95 % within 0.50%, worst -50.00%"
     )
     assert lines[1].endswith("met") and lines[2].endswith("met") and len(lines) == 3
-    lines = summary(report_of([*good, row(-0.02), row(0.02)]))
+    lines = summarize(report_of([*good, row(-0.02), row(0.02)]))
     assert lines[1].endswith("MISSED") and lines[2].endswith("met")
 
 
 def test_the_dry_run_compares_with_a_real_run_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_plan, "jobs", lambda gpu: [Job("peaks", TINY)])
+    monkeypatch.setattr(gpu_plan, "list_jobs", lambda gpu: [Job("peaks", TINY)])
     assert gpu_check.main(["plan", "--output", str(tmp_path)]) == 0
     assert "allocated: not measured" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -78,4 +78,4 @@ def test_the_dry_run_compares_with_a_real_run_on_the_cpu(
     ]
     assert "Nothing was measured on a GPU" in (tmp_path / "gpu-plan-dry-run-cpu.md").read_text()
     (found,) = json.loads((tmp_path / "gpu-plan-dry-run-cpu.json").read_text())["rows"]
-    assert [error for *_, error in errors_of(found)] == [0, 0]
+    assert [error for *_, error in compute_errors(found)] == [0, 0]

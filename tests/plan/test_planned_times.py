@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planned_times import Compared, PublishedSpeed, compare, read_sources, statistics_of
+from benchmarks.planned_times import (
+    Compared,
+    PublishedSpeed,
+    compare,
+    compute_statistics,
+    read_sources,
+)
 from recipe_lib.cli import plan_request
 from tests.plan.apart import apart
 
@@ -35,4 +41,4 @@ def test_a_row_is_planned(tmp_path: Path) -> None:
 
 def test_the_summary_is_of_errors_without_their_sign() -> None:
     rows = [Compared(ROWS[0], ROWS[0].published * ratio, 0.5, "fits") for ratio in (0.9, 1.1, 1.3)]
-    assert statistics_of(rows) == "3 | 16.7% | 26.0% | 1.10 | 2"
+    assert compute_statistics(rows) == "3 | 16.7% | 26.0% | 1.10 | 2"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.plan_receipts import append_run_receipt, render_receipts
+from recipe_lib.cli.plan import render_receipts
+from recipe_lib.cli.plan_during_run import append_run_receipt
 from recipe_lib.plan.measured.receipts import (
     append_receipt,
     get_receipts_file,

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import planner_replications
 from benchmarks.megatron_stack import STEP, Gpt, Layout, Stage
 from benchmarks.planner_rows import Run
-from benchmarks.planner_streams import HOST_WAIT, MarkedTrace, held_with_marks
+from benchmarks.planner_streams import HOST_WAIT, MarkedTrace, replay_with_marks
 from recipe_lib.cli import plan_request
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.config import load_config
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.benchmark
 
 
 def test_replications_are_command_lines_of_tune_plan() -> None:
-    rows = [entry for group in planner_replications.groups() for entry in group.rows]
+    rows = [entry for group in planner_replications.list_groups() for entry in group.rows]
     assert sum(entry.goal for entry in rows) >= 8
     for run in {entry.run for entry in rows if isinstance(entry.run, Run)}:
         read = plan_request.read_arguments(run.command.split()[2:])
@@ -71,6 +71,6 @@ def test_marked_memory_is_active_until_its_stream_is_done(
     ]
     if waits:
         trace.events[5:5] = [(WAIT, 1), (HOST_WAIT, 0)]
-    held = held_with_marks(trace, STEP, hardware)
+    held = replay_with_marks(trace, STEP, hardware)
     assert held.active == active * size
     assert held.seconds > 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers.planted import tensors
-from benchmarks.peers.planted.ground import Row, Setup, edit_json, rows_between, write_rows
+from benchmarks.peers.planted.ground import Row, Setup, build_rows, edit_json, write_rows
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Fault:
     trained: Callable[[list[list[str]]], bool] | None = None
 
 
-def _twist(name: str) -> Callable[[Setup], None]:
+def _make_twist(name: str) -> Callable[[Setup], None]:
     def plant(setup: Setup) -> None:
         setup.twist = name
 
     return plant
 
 
-def _rows(change: Callable[[list[Row]], list[Row]]) -> Callable[[Setup], None]:
+def _change_rows(change: Callable[[list[Row]], list[Row]]) -> Callable[[Setup], None]:
     def plant(setup: Setup) -> None:
         setup.rows = change(setup.rows)
         setup.write(setup.rows)
@@ -43,31 +43,31 @@ def _rows(change: Callable[[list[Row]], list[Row]]) -> Callable[[Setup], None]:
     return plant
 
 
-def _without_answer(rows: list[Row]) -> list[Row]:
+def _remove_answer(rows: list[Row]) -> list[Row]:
     rows[7]["messages"].pop()
     return rows
 
 
-def _unknown_role(rows: list[Row]) -> list[Row]:
+def _use_unknown_role(rows: list[Row]) -> list[Row]:
     rows[7]["messages"][2]["role"] = "asistant"
     return rows
 
 
-def _over_long(rows: list[Row]) -> list[Row]:
+def _lengthen_rows(rows: list[Row]) -> list[Row]:
     rows[7]["messages"][1]["content"] += " Count them one after the other, please." * 60
     return rows
 
 
-def _not_text(rows: list[Row]) -> list[Row]:
+def _replace_text(rows: list[Row]) -> list[Row]:
     rows[7]["messages"][2]["content"] = 28
     return rows
 
 
-def _repeated(rows: list[Row]) -> list[Row]:
+def _repeat_rows(rows: list[Row]) -> list[Row]:
     return rows[:12] + rows[:12]
 
 
-def _broken_line(setup: Setup) -> None:
+def _break_line(setup: Setup) -> None:
     lines = setup.train.read_text(encoding="utf-8").splitlines()
     lines[7] = lines[7][:40]
     setup.train.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -80,10 +80,10 @@ def _empty(setup: Setup) -> None:
 
 def _overlap(setup: Setup) -> None:
     setup.validate = True
-    write_rows(setup.held_out, setup.rows[:3] + rows_between(24, 27))
+    write_rows(setup.held_out, setup.rows[:3] + build_rows(24, 27))
 
 
-def _template(change: Callable[[str], str]) -> Callable[[Setup], None]:
+def _change_template(change: Callable[[str], str]) -> Callable[[Setup], None]:
     def plant(setup: Setup) -> None:
         def edit(settings: dict[str, Any]) -> None:
             changed = change(settings["chat_template"])
@@ -95,15 +95,15 @@ def _template(change: Callable[[str], str]) -> Callable[[Setup], None]:
     return plant
 
 
-def _no_end(text: str) -> str:
+def _remove_end(text: str) -> str:
     return text.replace(" + eos_token", "")
 
 
-def _drops_system(text: str) -> str:
+def _drop_system(text: str) -> str:
     return text.replace("in messages %}", "in messages if message['role'] != 'system' %}")
 
 
-def _unmarked(text: str) -> str:
+def _remove_marks(text: str) -> str:
     return text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -111,7 +111,7 @@ def _pad_is_eos(setup: Setup) -> None:
     setup.tokenizer_settings(lambda settings: settings.update(pad_token="</s>"))
 
 
-def _untrained_token(setup: Setup) -> None:
+def _add_untrained_tokens(setup: Setup) -> None:
     """Two new special tokens in tokenizer and template; their embedding, which adapters leave as it
     is, is zero.
     """
@@ -129,7 +129,7 @@ def _untrained_token(setup: Setup) -> None:
 
     edit_json(setup.model / "tokenizer.json", add)
     setup.tokenizer_settings(lambda settings: settings.update(additional_special_tokens=list(new)))
-    _template(
+    _change_template(
         lambda text: text.replace(
             "message['content'] + eos_token",
             f"'{new[0]}' + message['content'] + '{new[1]}' + eos_token",
@@ -137,23 +137,23 @@ def _untrained_token(setup: Setup) -> None:
     )(setup)
 
 
-def _other_tokenizer(setup: Setup) -> None:
+def _exchange_tokenizer(setup: Setup) -> None:
     """Fewer rows in the embedding than the tokenizer has tokens, which the rows use."""
     edit_json(setup.model / "config.json", lambda config: config.update(vocab_size=300))
     tensors.resize_embedding(setup.model / "model.safetensors", 300)
 
 
-def _adapter_target(setup: Setup) -> None:
+def _misname_adapter_target(setup: Setup) -> None:
     setup.targets = ["q_prj", "v_proj"]
 
 
-def _experts_without_adapters(setup: Setup) -> None:
+def _leave_experts_without_adapters(setup: Setup) -> None:
     """Adapters on every projection by the names of a dense model, of one whose MLPs are experts."""
     tensors.make_mixture(setup.model, 4)
     setup.targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def _experts_not_quantized(setup: Setup) -> None:
+def _leave_experts_unquantized(setup: Setup) -> None:
     """Frozen weights in 4 bits, of a model most of whose weights are experts in one tensor."""
     tensors.make_mixture(setup.model, 4)
     setup.targets, setup.base_bits, setup.twist = ["q_proj", "v_proj"], 4, "transformers"
@@ -163,51 +163,51 @@ def _zero_rate(setup: Setup) -> None:
     setup.lr = "0.0"
 
 
-def _beyond_positions(setup: Setup) -> None:
+def _exceed_positions(setup: Setup) -> None:
     """Rows longer than what the model was made for, and a limit that lets them pass."""
-    _rows(_over_long)(setup)
+    _change_rows(_lengthen_rows)(setup)
     setup.max_len = 2048
     edit_json(
         setup.model / "config.json", lambda config: config.update(max_position_embeddings=128)
     )
 
 
-def _truncated(setup: Setup) -> None:
+def _truncate_weights(setup: Setup) -> None:
     path = setup.model / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) * 6 // 10])
 
 
-def _missing_shard(setup: Setup) -> None:
+def _remove_shard(setup: Setup) -> None:
     tensors.split_with_a_missing_shard(setup.model)
 
 
-def _flipped_weight(setup: Setup) -> None:
+def _flip_weight(setup: Setup) -> None:
     tensors.flip_exponent_bit(setup.model / "model.safetensors")
 
 
-def _nan_weight(setup: Setup) -> None:
+def _write_nan_weight(setup: Setup) -> None:
     tensors.put_nan(setup.model / "model.safetensors")
 
 
-def _missing_tensor(setup: Setup) -> None:
+def _remove_tensor(setup: Setup) -> None:
     tensors.drop_tensor(setup.model / "model.safetensors")
 
 
-def _earlier_work(setup: Setup) -> None:
+def _leave_earlier_work(setup: Setup) -> None:
     setup.twist = "twice"
 
 
-def _small_disk(setup: Setup) -> None:
+def _limit_disk(setup: Setup) -> None:
     setup.twist = "small_disk"
 
 
-def ends_trained(rows: list[list[str]]) -> bool:
+def are_ends_trained(rows: list[list[str]]) -> bool:
     """Every row trains an end-of-sequence token."""
     return bool(rows) and all(any("</s>" in piece for piece in pieces) for pieces in rows)
 
 
-def only_answers(rows: list[list[str]]) -> bool:
+def are_only_answers_trained(rows: list[list[str]]) -> bool:
     """What is trained of every row is its answer, and no word of the question or the system's."""
     return bool(rows) and all(
         "times" in "".join(row) and "How many" not in "".join(row) for row in rows
@@ -219,74 +219,83 @@ CONFIG, DATA, TEMPLATES, FILES = (
 )  # fmt: skip
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("typo", "key of the batch size misspelled, at the top", CONFIG, _twist("typo")),
-    Fault("typo_nested", "key inside a section misspelled", CONFIG, _twist("typo_nested")),
-    Fault("wrong_type", "batch size is the word two", CONFIG, _twist("wrong_type")),
-    Fault("unknown_recipe", "name of the recipe misspelled", CONFIG, _twist("unknown_recipe")),
+    Fault("typo", "key of the batch size misspelled, at the top", CONFIG, _make_twist("typo")),
+    Fault("typo_nested", "key inside a section misspelled", CONFIG, _make_twist("typo_nested")),
+    Fault("wrong_type", "batch size is the word two", CONFIG, _make_twist("wrong_type")),
+    Fault("unknown_recipe", "name of the recipe misspelled", CONFIG, _make_twist("unknown_recipe")),
     Fault(
-        "unknown_format", "name of the data's format misspelled", CONFIG, _twist("unknown_format")
+        "unknown_format",
+        "name of the data's format misspelled",
+        CONFIG,
+        _make_twist("unknown_format"),
     ),
     Fault("zero_rate", "learning rate 0", CONFIG, _zero_rate),
     Fault(
         "adapter_target",
         "adapters on two modules, the name of one misspelled",
         CONFIG,
-        _adapter_target,
+        _misname_adapter_target,
     ),
     Fault(
         "experts_without_adapters",
         "adapters by the names of a dense model, on a mixture of experts",
         CONFIG,
-        _experts_without_adapters,
+        _leave_experts_without_adapters,
     ),
     Fault(
         "experts_not_quantized",
         "frozen weights in 4 bits, of which experts in one tensor would stay in 16",
         CONFIG,
-        _experts_not_quantized,
+        _leave_experts_unquantized,
     ),
     Fault("empty_file", "file of rows is empty", DATA, _empty),
-    Fault("broken_line", "a line of the rows is cut off", DATA, _broken_line),
-    Fault("not_text", "an answer is a number", DATA, _rows(_not_text)),
-    Fault("no_answer", "a conversation without an answer", DATA, _rows(_without_answer)),
-    Fault("unknown_role", "role misspelled in one row", DATA, _rows(_unknown_role)),
+    Fault("broken_line", "a line of the rows is cut off", DATA, _break_line),
+    Fault("not_text", "an answer is a number", DATA, _change_rows(_replace_text)),
+    Fault("no_answer", "a conversation without an answer", DATA, _change_rows(_remove_answer)),
+    Fault("unknown_role", "role misspelled in one row", DATA, _change_rows(_use_unknown_role)),
     Fault(
-        "over_long", "a row longer than the limit, its answer behind it", DATA, _rows(_over_long)
+        "over_long",
+        "a row longer than the limit, its answer behind it",
+        DATA,
+        _change_rows(_lengthen_rows),
     ),
-    Fault("beyond_positions", "rows longer than the model's positions", DATA, _beyond_positions),
-    Fault("duplicates", "every row twice", DATA, _rows(_repeated)),
+    Fault("beyond_positions", "rows longer than the model's positions", DATA, _exceed_positions),
+    Fault("duplicates", "every row twice", DATA, _change_rows(_repeat_rows)),
     Fault("overlap", "validation rows that are trained on", DATA, _overlap),
-    Fault("no_end", "template that writes no end token", TEMPLATES, _template(_no_end)),
-    Fault("pad_is_eos", "padding token is the end token", TEMPLATES, _pad_is_eos, ends_trained),
+    Fault("no_end", "template that writes no end token", TEMPLATES, _change_template(_remove_end)),
+    Fault("pad_is_eos", "padding token is the end token", TEMPLATES, _pad_is_eos, are_ends_trained),
     Fault(
         "drops_system",
         "template that leaves out the system's turn",
         TEMPLATES,
-        _template(_drops_system),
+        _change_template(_drop_system),
     ),
     Fault(
         "unmarked",
         "template that does not mark what is trained",
         TEMPLATES,
-        _template(_unmarked),
-        only_answers,
+        _change_template(_remove_marks),
+        are_only_answers_trained,
     ),
     Fault(
         "untrained_token",
         "special tokens whose embedding is zero, with adapters",
         TEMPLATES,
-        _untrained_token,
+        _add_untrained_tokens,
     ),
     Fault(
-        "other_tokenizer", "tokenizer with more tokens than the model", TEMPLATES, _other_tokenizer
+        "other_tokenizer",
+        "tokenizer with more tokens than the model",
+        TEMPLATES,
+        _exchange_tokenizer,
     ),
-    Fault("truncated_weights", "weights file cut short", FILES, _truncated),
-    Fault("missing_shard", "index names a file that is not there", FILES, _missing_shard),
-    Fault("missing_tensor", "a matrix missing in the weights", FILES, _missing_tensor),
-    Fault("flipped_bit", "an exponent bit of a weight flipped", FILES, _flipped_weight),
-    Fault("nan_weight", "a weight that is NaN", FILES, _nan_weight),
-    Fault("small_disk", "output on a disk too small for the model", FILES, _small_disk),
-    Fault("earlier_work", "output folder that holds an earlier run", FILES, _earlier_work),
+    Fault("truncated_weights", "weights file cut short", FILES, _truncate_weights),
+    Fault("missing_shard", "index names a file that is not there", FILES, _remove_shard),
+    Fault("missing_tensor", "a matrix missing in the weights", FILES, _remove_tensor),
+    Fault("flipped_bit", "an exponent bit of a weight flipped", FILES, _flip_weight),
+    Fault("nan_weight", "a weight that is NaN", FILES, _write_nan_weight),
+    Fault("small_disk", "output on a disk too small for the model", FILES, _limit_disk),
+    Fault("earlier_work", "output folder that holds an earlier run", FILES, _leave_earlier_work),
 )
 
 SOUND = Fault("sound", "nothing: the sound run", CONFIG, lambda setup: None)

@@ -104,28 +104,28 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def conversation(number: int) -> Row:
+def build_conversation(number: int) -> Row:
     """A row of three messages; no two numbers below 800 give the same one."""
     thing, legs, count = THINGS[number % 8], LEGS[number % 8], 2 + number // 8
     question = f"How many legs do {count} of the kind {thing} have?"
     answer = f"{count} times {legs} is {count * legs} legs."
     return {
         "messages": [
-            message("system", SYSTEM),
-            message("user", question),
-            message("assistant", answer),
+            build_message("system", SYSTEM),
+            build_message("user", question),
+            build_message("assistant", answer),
         ]
     }
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def build_message(role: str, content: str) -> dict[str, str]:
     """A message of a conversation."""
     return {"role": role, "content": content}
 
 
-def rows_between(first: int, last: int) -> list[Row]:
+def build_rows(first: int, last: int) -> list[Row]:
     """Conversations of these numbers, `last` not among them."""
-    return [conversation(number) for number in range(first, last)]
+    return [build_conversation(number) for number in range(first, last)]
 
 
 def make_setup(folder: Path, model: Path) -> Setup:
@@ -135,9 +135,9 @@ def make_setup(folder: Path, model: Path) -> Setup:
     folder.mkdir(parents=True)
     setup = Setup(folder)
     shutil.copytree(model, setup.model)
-    setup.rows = rows_between(0, 24)
+    setup.rows = build_rows(0, 24)
     setup.write(setup.rows)
-    write_rows(setup.held_out, rows_between(24, 30))
+    write_rows(setup.held_out, build_rows(24, 30))
     return setup
 
 
@@ -153,7 +153,7 @@ def make_model(given: Path, out: Path) -> None:
         if path.is_file():
             shutil.copyfile(path, out / path.name)
     if not (out / "tokenizer.json").exists():
-        tokenizer_of(out / "tokenizer.model").save(str(out / "tokenizer.json"))
+        build_tokenizer(out / "tokenizer.model").save(str(out / "tokenizer.json"))
 
     def complete(settings: dict[str, Any]) -> None:
         settings.update(chat_template=TEMPLATE, tokenizer_class="PreTrainedTokenizerFast")
@@ -163,7 +163,7 @@ def make_model(given: Path, out: Path) -> None:
     edit_json(out / "tokenizer_config.json", complete)
 
 
-def tokenizer_of(path: Path) -> Any:
+def build_tokenizer(path: Path) -> Any:
     """A `tokenizers.Tokenizer` that encodes as the SentencePiece byte-pair model does: its merges
     in order of score.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result
-from benchmarks.peers.planted.tool import Tool, json_script
+from benchmarks.peers.planted.tool import Tool, run_json_script
 
 _STEP = re.compile(r"step (\d+) \| loss train: (\S+?),")
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -76,7 +76,8 @@ class LitGpt(Tool):
         pairs.mkdir(exist_ok=True)
         for source, name in ((setup.train, "train"), (setup.held_out, "val")):
             text = "".join(
-                f"{as_pair(line)}\n" for line in source.read_text(encoding="utf-8").splitlines()
+                f"{convert_to_pair(line)}\n"
+                for line in source.read_text(encoding="utf-8").splitlines()
             )
             (pairs / f"{name}.jsonl").write_text(text, encoding="utf-8")
         adapters = setup.targets is not None
@@ -123,7 +124,9 @@ class LitGpt(Tool):
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
         """From its dataset of the same rows."""
         script, pairs = _SCRIPTS / "litgpt_labels.py", setup.folder / "pairs"
-        found = json_script(self, setup, script, str(setup.model), str(pairs), str(setup.max_len))
+        found = run_json_script(
+            self, setup, script, str(setup.model), str(pairs), str(setup.max_len)
+        )
         return None if found is None else list(found)
 
     def states(self, setup: Setup) -> list[Path]:
@@ -131,7 +134,7 @@ class LitGpt(Tool):
         return sorted(setup.output.glob("step-*"))
 
 
-def as_pair(line: str) -> str:
+def convert_to_pair(line: str) -> str:
     """A conversation as instruction and output; a line that is none stays what it is."""
     try:
         messages = json.loads(line)["messages"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result
 from benchmarks.peers.planted.tool import Tool
-from benchmarks.peers.planted.trl import trainer_losses
+from benchmarks.peers.planted.trl import read_trainer_losses
 
 
 class LlamaFactory(Tool):
@@ -101,7 +101,7 @@ class LlamaFactory(Tool):
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
         """From the dictionaries that the trainer prints."""
-        return trainer_losses(result)
+        return read_trainer_losses(result)
 
     def start(
         self, setup: Setup, command: "list[str] | tuple[str, ...]", **options: object

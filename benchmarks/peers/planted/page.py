@@ -48,22 +48,22 @@ def page(results: dict[str, Any], order: list[str]) -> str:
             " evidence."
         ),
         "",
-        *(_tool_line(tool) for tool in tools),
+        *(_format_tool(tool) for tool in tools),
         "",
         *_WORDS,
         "",
-        *_summary(tools),
+        *_summarize(tools),
         "",
-        *_table(tools),
+        *_format_table(tools),
         "",
         "## Evidence",
         "",
-        *_evidence(tools),
+        *_format_evidence(tools),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _tool_line(tool: dict[str, Any]) -> str:
+def _format_tool(tool: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in tool["versions"].items())
     load = tool.get("load")
     busy = (
@@ -78,12 +78,12 @@ def _tool_line(tool: dict[str, Any]) -> str:
     return f"- **{tool['title']}** ({versions}): {tool['told']}. {tool['date']}{busy}{unfit}."
 
 
-def _summary(tools: list[dict[str, Any]]) -> list[str]:
+def _summarize(tools: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| |" + "".join(f" {tool['title']} |" for tool in tools),
         "|---|" + "---:|" * len(tools),
     ]
-    names = [name for name, *_ in _rows() if name not in (SOUND.name, SOUND_RESUME.name)]
+    names = [name for name, *_ in _list_rows() if name not in (SOUND.name, SOUND_RESUME.name)]
     counts = [
         Counter(tool["cells"][name]["outcome"] for name in names if name in tool["cells"])
         for tool in tools
@@ -107,7 +107,7 @@ def _summary(tools: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _rows() -> list[tuple[str, str, str]]:
+def _list_rows() -> list[tuple[str, str, str]]:
     """(name, title, group) of every fault, in the order of the page."""
     rows = [
         (SOUND.name, SOUND.title, "no fault"),
@@ -117,23 +117,24 @@ def _rows() -> list[tuple[str, str, str]]:
     return rows + [(change.name, change.title, _GROUP_OF_STATES) for change in CHANGES]
 
 
-def _table(tools: list[dict[str, Any]]) -> list[str]:
+def _format_table(tools: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| fault |" + "".join(f" {tool['title']} |" for tool in tools),
         "|---|" + "---|" * len(tools),
     ]
     group = ""
-    for name, title, of in _rows():
+    for name, title, of in _list_rows():
         if of != group:
             group = of
             lines.append(f"| *{group}* |" + " |" * len(tools))
         lines.append(
-            f"| {title} |" + "".join(f" {_cell(tool['cells'].get(name))} |" for tool in tools)
+            f"| {title} |"
+            + "".join(f" {_format_cell(tool['cells'].get(name))} |" for tool in tools)
         )
     return lines
 
 
-def _cell(cell: dict[str, Any] | None) -> str:
+def _format_cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "not run"
     if cell["outcome"] == NOT_APPLICABLE:
@@ -142,22 +143,22 @@ def _cell(cell: dict[str, Any] | None) -> str:
     return f"{bold}{cell['outcome']}{bold}, {cell['seconds']:.1f} s"
 
 
-def _evidence(tools: list[dict[str, Any]]) -> list[str]:
+def _format_evidence(tools: list[dict[str, Any]]) -> list[str]:
     lines = []
-    for name, title, _ in _rows():
+    for name, title, _ in _list_rows():
         lines += [f"### {title}", ""]
         for tool in tools:
             cell = tool["cells"].get(name)
             if cell is None:
                 continue
-            told = f": `{_quoted(cell['line'])}`" if cell["line"] else ""
+            told = f": `{_quote_line(cell['line'])}`" if cell["line"] else ""
             note = f" ({cell['note'][:240]})" if cell["note"] else ""
             lines.append(f"- {tool['title']}, {cell['outcome']}{told}{note.replace('|', '/')}")
         lines.append("")
     return lines
 
 
-def _quoted(line: str) -> str:
+def _quote_line(line: str) -> str:
     """A line that fits between backticks, without places of this machine."""
     text = " ".join(line.replace("`", "'").replace("|", "/").split())
     return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -15,7 +15,7 @@ from benchmarks.peers.planted.states import (
     Change,
     Sound,
     Unfit,
-    play,
+    run_change,
     run_sound,
 )
 from benchmarks.peers.planted.tool import Tool
@@ -33,8 +33,8 @@ from benchmarks.peers.planted.words import WORDS
 _SMALL_DISK = "size=400k"  # room for a config and a log, not for a model of 1 MB
 
 
-def known_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
-    """As `sound_runs`, or what they were the last time in this folder with these versions. Raises
+def load_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
+    """As `make_sound_runs`, or what they were the last time in this folder with these versions. Raises
     Unfit.
     """
     kept, versions = work / "sound.json", tool.versions()
@@ -43,7 +43,7 @@ def known_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[s
         if content["versions"] == versions:
             outcomes = {name: Outcome(**cell) for name, cell in content["outcomes"].items()}
             return Sound(content["lines"], content["losses"]), outcomes
-    sound, outcomes = sound_runs(tool, work, model)
+    sound, outcomes = make_sound_runs(tool, work, model)
     cells = {name: outcome.to_json() for name, outcome in outcomes.items()}
     content = {
         "versions": versions,
@@ -55,7 +55,7 @@ def known_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[s
     return sound, outcomes
 
 
-def sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
+def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
     """The runs without a fault: whole, with validation, and stopped and gone on from. Raises Unfit
     if the first fails.
 
@@ -79,24 +79,24 @@ def sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Ou
     if "sound_resume" in tool.unable:
         outcomes[SOUND_RESUME.name] = Outcome(NOT_APPLICABLE, note=tool.unable["sound_resume"])
         return sound, outcomes
-    outcomes[SOUND_RESUME.name] = play(
+    outcomes[SOUND_RESUME.name] = run_change(
         SOUND_RESUME, tool, make_setup(work / SOUND_RESUME.name, model), sound
     )
     return sound, outcomes
 
 
-def play_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
+def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
     """Plants, runs, judges; asks for what is trained, or the check command, where the run says
     nothing.
     """
     fault.plant(setup)
     given = tool.prepare(setup)
     if setup.twist == "small_disk":
-        return _on_small_disk(fault, tool, setup, sound, given)
+        return _run_on_small_disk(fault, tool, setup, sound, given)
     if setup.twist == "twice":
         run_sound(tool, setup)
     result = tool.start(setup, tool.command(setup))
-    outcome = _judged(fault, tool, setup, sound, result, given)
+    outcome = _judge_fault(fault, tool, setup, sound, result, given)
     if outcome.outcome == SILENT and fault.trained is not None:
         texts = tool.trained_text(setup)
         outcome.note = (
@@ -108,7 +108,7 @@ def play_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
     return outcome
 
 
-def _judged(
+def _judge_fault(
     fault: Fault, tool: Tool, setup: Setup, sound: Sound, result: Result, given: Iterable[str]
 ) -> Outcome:
     return judge(
@@ -133,7 +133,7 @@ def _ask_check(
         outcome.outcome, outcome.line, outcome.seconds = FOUND, found.line, found.seconds
 
 
-def _on_small_disk(
+def _run_on_small_disk(
     fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str]
 ) -> Outcome:
     setup.output.mkdir()
@@ -149,19 +149,19 @@ def _on_small_disk(
         )
     try:
         result = tool.start(setup, tool.command(setup))
-        return _judged(fault, tool, setup, sound, result, given)
+        return _judge_fault(fault, tool, setup, sound, result, given)
     finally:
         subprocess.run(["umount", "-l", str(setup.output)], check=True)
 
 
-def play_one(fault: Fault | Change, tool: Tool, work: Path, model: Path, sound: Sound) -> Outcome:
+def run_one(fault: Fault | Change, tool: Tool, work: Path, model: Path, sound: Sound) -> Outcome:
     """One cell of the table."""
     if fault.name in tool.unable:
         return Outcome(NOT_APPLICABLE, note=tool.unable[fault.name])
     setup = make_setup(work / fault.name, model)
     if isinstance(fault, Change):
-        return play(fault, tool, setup, sound)
+        return run_change(fault, tool, setup, sound)
     try:
-        return play_fault(fault, tool, setup, sound)
+        return run_fault(fault, tool, setup, sound)
     except Unfit as reason:
         return Outcome(NOT_APPLICABLE, note=str(reason))

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers.planted.ground import Setup, rows_between
+from benchmarks.peers.planted.ground import Setup, build_rows
 from benchmarks.peers.planted.running import Result
-from benchmarks.peers.planted.tool import Tool, newest
+from benchmarks.peers.planted.tool import Tool, find_newest
 from benchmarks.peers.planted.verdict import HANDLED, NOT_APPLICABLE, SILENT, Outcome, judge
 from benchmarks.peers.planted.words import NOTHING, WORDS
 
@@ -64,17 +64,17 @@ def go_on(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
     return setup, tool.start(setup, tool.command(setup))
 
 
-def first_half(setup: Setup, **changes: object) -> Setup:
+def run_first_half(setup: Setup, **changes: object) -> Setup:
     """The first run: BEFORE steps, saved twice."""
     return setup.again(steps=BEFORE, save_every=BEFORE // 2, **changes)
 
 
-def second_half(setup: Setup, **changes: object) -> Setup:
+def run_second_half(setup: Setup, **changes: object) -> Setup:
     """The run that goes on to AFTER steps."""
     return setup.again(steps=AFTER, save_every=BEFORE // 2, resume=True, **changes)
 
 
-def apart(found: list[float], expected: list[float]) -> float:
+def compute_difference(found: list[float], expected: list[float]) -> float:
     """Largest relative difference of the last losses of two runs; infinite if there are too few, or
     one is NaN.
     """
@@ -86,70 +86,70 @@ def apart(found: list[float], expected: list[float]) -> float:
     return max(differences) if all(map(math.isfinite, differences)) else float("inf")
 
 
-def _same(
+def _judge_equality(
     tool: Tool, setup: Setup, result: Result, expected: list[float], close: float
 ) -> tuple[bool | None, str]:
     if result.code != 0:
         return None, ""
-    worst = apart(tool.losses(setup, result), expected)
+    worst = compute_difference(tool.losses(setup, result), expected)
     said = "too few losses to compare" if worst == float("inf") else f"losses differ by {worst:.2g}"
     return worst <= close, f"{said} (relative) from those of a run that nothing stopped"
 
 
-def nothing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def change_nothing(
+    tool: Tool, setup: Setup, sound: Sound
+) -> tuple[Setup, Result, bool | None, str]:
     """Stopped and gone on from; nothing else changed. What both runs say is no news from then
     on.
     """
-    _, first = run_sound(tool, first_half(setup))
-    setup, result = go_on(tool, second_half(setup))
+    _, first = run_sound(tool, run_first_half(setup))
+    setup, result = go_on(tool, run_second_half(setup))
     sound.lines += [line for run in (first, result) for _, line in run.lines]
-    return setup, result, *_same(tool, setup, result, sound.losses, CLOSE)
+    return setup, result, *_judge_equality(tool, setup, result, sound.losses, CLOSE)
 
 
-def other_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def change_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
     """Half of the rows are others when the run goes on."""
-    run_sound(tool, first_half(setup))
-    setup.write(setup.rows[:12] + rows_between(100, 112))
-    setup, result = go_on(tool, second_half(setup))
+    run_sound(tool, run_first_half(setup))
+    setup.write(setup.rows[:12] + build_rows(100, 112))
+    setup, result = go_on(tool, run_second_half(setup))
     return setup, result, None, ""
 
 
-def other_batch(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def change_batch(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
     """Three rows a step where there were two: a step means other rows."""
-    run_sound(tool, first_half(setup))
-    setup, result = go_on(tool, second_half(setup, batch=setup.batch + 1))
+    run_sound(tool, run_first_half(setup))
+    setup, result = go_on(tool, run_second_half(setup, batch=setup.batch + 1))
     return setup, result, None, ""
 
 
-def other_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def change_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
     """From two ranks to one with the same rows a step; compared with two ranks throughout."""
     folder = setup.folder / "quiet"
     quiet = setup.again(folder=folder, steps=AFTER, ranks=2)
     _share(setup, folder)
     _, whole = run_sound(tool, quiet)
     expected = tool.losses(quiet, whole)
-    run_sound(tool, first_half(setup, ranks=2))
-    setup, result = go_on(tool, second_half(setup, batch=2 * setup.batch))
-    return setup, result, *_same(tool, setup, result, expected, SUM_CLOSE)
+    run_sound(tool, run_first_half(setup, ranks=2))
+    setup, result = go_on(tool, run_second_half(setup, batch=2 * setup.batch))
+    return setup, result, *_judge_equality(tool, setup, result, expected, SUM_CLOSE)
 
 
-def damaged_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
     """A byte in the middle of the newest state's largest file is another one."""
-    run_sound(tool, first_half(setup))
-    path = _largest(newest(tool.states(setup)))
+    run_sound(tool, run_first_half(setup))
+    path = _find_largest(find_newest(tool.states(setup)))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
-    setup, result = go_on(tool, second_half(setup))
-    _, note = _same(
+    setup, result = go_on(tool, run_second_half(setup))
+    _, note = _judge_equality(
         tool, setup, result, sound.losses, CLOSE
     )  # one number among many shows in no loss: luck counts not
     return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
 
 
-def killed_in_save(
-    tool: Tool, setup: Setup, sound: Sound
-) -> tuple[Setup, Result, bool | None, str]:
+def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
     """SIGKILL as soon as something of a second state is on the disk, then the run goes on. Three
     times, the worst counts.
     """
@@ -170,7 +170,7 @@ def killed_in_save(
             raise Unfit("the run had ended before there was a second state to kill it in")
         there = ", ".join(path.name for path in tool.states(first))
         trial, result = go_on(tool, first.again(resume=True))
-        harmless, note = _same(tool, trial, result, sound.losses, CLOSE)
+        harmless, note = _judge_equality(tool, trial, result, sound.losses, CLOSE)
         worst = trial, result, harmless, f"attempt {attempt + 1} of 3, on the disk: {there}; {note}"
         if result.code != 0 or not harmless:
             break
@@ -178,7 +178,7 @@ def killed_in_save(
     return worst
 
 
-def packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def check_packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
     """Four rows in one pack: the first loss has to be that of the four rows side by side."""
     setup.write(setup.rows[:4])
     setup = setup.again(steps=1, batch=4, max_len=512, shuffle=False)
@@ -200,14 +200,14 @@ def _share(setup: Setup, folder: Path) -> Path:
     return folder
 
 
-def _largest(state: Path | None) -> Path:
+def _find_largest(state: Path | None) -> Path:
     if state is None:
         raise Unfit("the first run has left no state")
     files = [path for path in ([state] if state.is_file() else state.rglob("*")) if path.is_file()]
     return max(files, key=lambda path: path.stat().st_size)
 
 
-def play(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
+def run_change(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
     """Plays one of them and judges what came of it."""
     try:
         setup, result, harmless, note = change.play(tool, setup, sound)
@@ -222,12 +222,12 @@ def play(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
     return outcome
 
 
-SOUND_RESUME = Change("sound_resume", "nothing: a run stopped and gone on from", nothing)
+SOUND_RESUME = Change("sound_resume", "nothing: a run stopped and gone on from", change_nothing)
 CHANGES: tuple[Change, ...] = (
-    Change("other_rows", "half of the rows replaced before the run goes on", other_rows),
-    Change("other_batch", "another global batch when the run goes on", other_batch),
-    Change("other_world", "from two ranks to one, the rows of a step the same", other_world),
-    Change("damaged_state", "a bit of a saved state flipped", damaged_state),
-    Change("killed_in_save", "SIGKILL inside a save, then going on", killed_in_save),
-    Change("packing", "four rows in one pack that must not see each other", packing),
+    Change("other_rows", "half of the rows replaced before the run goes on", change_rows),
+    Change("other_batch", "another global batch when the run goes on", change_batch),
+    Change("other_world", "from two ranks to one, the rows of a step the same", change_world),
+    Change("damaged_state", "a bit of a saved state flipped", damage_state),
+    Change("killed_in_save", "SIGKILL inside a save, then going on", kill_in_save),
+    Change("packing", "four rows in one pack that must not see each other", check_packing),
 )

@@ -27,7 +27,7 @@ def write(path: Path, header: dict[str, Any], content: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + content)
 
 
-def of_names(
+def select_tensors(
     header: dict[str, Any], content: bytes | bytearray, names: list[str]
 ) -> tuple[dict[str, Any], bytes]:
     """Header and bytes of some of the tensors."""
@@ -42,7 +42,7 @@ def of_names(
 def put_nan(path: Path) -> None:
     """The first number of a norm's weight becomes NaN (the file holds fp32)."""
     header, content = read(path)
-    _fp32_place(header, _NORM)
+    _find_fp32_offset(header, _NORM)
     at = header[_NORM]["data_offsets"][0]
     content[at : at + 4] = struct.pack("<f", float("nan"))
     write(path, header, bytes(content))
@@ -53,12 +53,12 @@ def flip_exponent_bit(path: Path) -> None:
     large.
     """
     header, content = read(path)
-    _fp32_place(header, _MATRIX)
+    _find_fp32_offset(header, _MATRIX)
     content[header[_MATRIX]["data_offsets"][0] + 3] ^= 0x40
     write(path, header, bytes(content))
 
 
-def _fp32_place(header: dict[str, Any], name: str) -> None:
+def _find_fp32_offset(header: dict[str, Any], name: str) -> None:
     if header[name]["dtype"] != "F32":
         raise SystemExit(
             f"error: {name}: found {header[name]['dtype']}, expected a model in fp32; give --model"
@@ -69,7 +69,7 @@ def _fp32_place(header: dict[str, Any], name: str) -> None:
 def drop_tensor(path: Path) -> None:
     """The file without one of its matrices."""
     header, content = read(path)
-    write(path, *of_names(header, content, [name for name in header if name != _MATRIX]))
+    write(path, *select_tensors(header, content, [name for name in header if name != _MATRIX]))
 
 
 def split_with_a_missing_shard(folder: Path) -> None:
@@ -79,7 +79,7 @@ def split_with_a_missing_shard(folder: Path) -> None:
     names = list(header)
     half = len(names) // 2
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    write(folder / first, *of_names(header, content, names[:half]))
+    write(folder / first, *select_tensors(header, content, names[:half]))
     weights = {name: first if at < half else second for at, name in enumerate(names)}
     index = {"metadata": {"total_size": len(content)}, "weight_map": weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -115,7 +115,7 @@ def make_mixture(folder: Path, experts: int) -> None:
     path, settings = folder / "model.safetensors", folder / "config.json"
     config = json.loads(settings.read_text(encoding="utf-8"))
     header, content = read(path)
-    _fp32_place(header, _MATRIX)
+    _find_fp32_offset(header, _MATRIX)
     parts = {name: bytes(content[slice(*entry["data_offsets"])]) for name, entry in header.items()}
     shapes = {name: entry["shape"] for name, entry in header.items()}
     for layer in range(config["num_hidden_layers"]):

@@ -128,7 +128,7 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> None:
         )
 
 
-def json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> Any:
+def run_json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> Any:
     """What a script of ours prints as its last line, in the tool's environment; None if it
     fails.
     """
@@ -138,6 +138,6 @@ def json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> Any:
     return json.loads(result.lines[-1][1])
 
 
-def newest(paths: Sequence[Path]) -> Path | None:
+def find_newest(paths: Sequence[Path]) -> Path | None:
     """The path that was made last."""
     return max(paths, key=lambda path: (os.path.getmtime(path), path.name), default=None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result
-from benchmarks.peers.planted.tool import Tool, json_script
+from benchmarks.peers.planted.tool import Tool, run_json_script
 
 _SCRIPT = Path(__file__).parent / "scripts" / "torchtune_labels.py"
 _PER_EPOCH = 2  # it saves at the ends of epochs, which are cut to so many steps
@@ -178,7 +178,7 @@ class Torchtune(Tool):
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
         """From the dataset that the same config makes."""
-        found = json_script(self, setup, _SCRIPT, str(self._file(setup)))
+        found = run_json_script(self, setup, _SCRIPT, str(self._file(setup)))
         return None if found is None else list(found)
 
     def states(self, setup: Setup) -> list[Path]:

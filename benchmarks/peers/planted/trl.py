@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result
-from benchmarks.peers.planted.tool import Tool, json_script
+from benchmarks.peers.planted.tool import Tool, run_json_script
 
 _METRIC = re.compile(r"(\{'(?:loss|eval_loss|train_runtime)'.*\})")
 _SCRIPT = Path(__file__).parent / "scripts" / "trl_labels.py"
@@ -97,11 +97,11 @@ class Trl(Tool):
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
         """From the dictionaries that the trainer prints."""
-        return trainer_losses(result)
+        return read_trainer_losses(result)
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
         """From the first batch of the trainer that the same config makes."""
-        found = json_script(self, setup, _SCRIPT, str(setup.folder / "sft.yaml"))
+        found = run_json_script(self, setup, _SCRIPT, str(setup.folder / "sft.yaml"))
         return None if found is None else list(found)
 
     def states(self, setup: Setup) -> list[Path]:
@@ -109,7 +109,7 @@ class Trl(Tool):
         return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []
 
 
-def trainer_losses(result: Result) -> list[float]:
+def read_trainer_losses(result: Result) -> list[float]:
     """The losses that transformers' trainer has printed, one a step; also LLaMA-Factory's, which is
     built on it.
     """

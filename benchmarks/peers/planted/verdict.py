@@ -56,7 +56,7 @@ class Outcome:
         return asdict(self) | {"seconds": round(self.seconds, 1)}
 
 
-def masked(line: str) -> str:
+def mask_line(line: str) -> str:
     """The line without its numbers and blanks, to be compared with those of another run."""
     return " ".join(_NUMBER.sub("#", line).split())
 
@@ -77,7 +77,9 @@ def judge(
     """
     pattern = re.compile(words, re.IGNORECASE)
     told = [
-        (at, line) for at, line in _news(result, sound_lines, metric, given) if pattern.search(line)
+        (at, line)
+        for at, line in _find_news(result, sound_lines, metric, given)
+        if pattern.search(line)
     ]
     found = Outcome("", result.seconds, "", result.code, steps)
     if result.timed_out:
@@ -87,7 +89,7 @@ def judge(
     else:
         began = next((at for at, line in result.lines if _BEGINS.search(line)), None)
         if began is not None:
-            raised = _exceptions(result)
+            raised = _read_exceptions(result)
             named = [text for text in raised if pattern.search(text)]
             found.outcome = NAMED_TRACEBACK if named else TRACEBACK
             found.seconds, found.line = began, (named or raised)[-1].splitlines()[0]
@@ -100,19 +102,23 @@ def judge(
     return found
 
 
-def _news(
+def _find_news(
     result: Result, sound_lines: Iterable[str], metric: str, given: Sequence[str]
 ) -> Iterable[tuple[float, str]]:
-    known = {masked(line) for line in sound_lines}
+    known = {mask_line(line) for line in sound_lines}
     echoes = {line.strip() for text in given for line in text.splitlines()}
     measured = re.compile(metric) if metric else None
     for at, line in result.lines:
-        if masked(line) in known or line.strip() in echoes or (measured and measured.search(line)):
+        if (
+            mask_line(line) in known
+            or line.strip() in echoes
+            or (measured and measured.search(line))
+        ):
             continue
         yield at, line
 
 
-def _exceptions(result: Result) -> list[str]:
+def _read_exceptions(result: Result) -> list[str]:
     """The texts of the program's own exceptions, causes first; a launcher's only if there is no
     other.
     """

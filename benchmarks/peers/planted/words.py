@@ -6,23 +6,23 @@ that merely shows the config again, or a loss, is kept out elsewhere (`verdict.j
 """
 
 
-def any_of(*patterns: str) -> str:
+def match_any(*patterns: str) -> str:
     """A line with at least one of them."""
     return "|".join(patterns)
 
 
-def all_of(*patterns: str) -> str:
+def match_all(*patterns: str) -> str:
     """A line with every one of them, in any order."""
     return "".join(f"(?=.*(?:{pattern}))" for pattern in patterns)
 
 
-_COMPLAINT = any_of(
+_COMPLAINT = match_any(
     "unknown", "unexpected", "unrecogni[sz]ed", "undefined", "invalid", "ignored", "unused", "extra", "no such",
     "not (a )?(valid|known|recogni[sz]ed|used|found|accepted|supported|allowed|in |defined)", "did you mean",
     "not exist", "could ?n.t", "cannot", "can't", "expected", "validation", "choose from", "no module", "missing",
     "should be", "must be",
 )  # fmt: skip
-_END = any_of(
+_END = match_any(
     "end[- ]of[- ](turn|text|sequence)",
     r"\beos\b",
     "eos_token",
@@ -30,30 +30,30 @@ _END = any_of(
     r"teach\w*.{0,20} stop",
     "never stop",
 )
-_NOT_FINITE = any_of(r"\bnan\b", r"\binf\b", "finite", "diverge", "overflow")
+_NOT_FINITE = match_any(r"\bnan\b", r"\binf\b", "finite", "diverge", "overflow")
 
 
-def complaint_about(*names: str) -> str:
+def match_complaint(*names: str) -> str:
     """A line that names one of these and complains."""
-    return all_of(any_of(*names), _COMPLAINT)
+    return match_all(match_any(*names), _COMPLAINT)
 
 
 WORDS: dict[str, str] = {
-    "typo": complaint_about("sise"),
-    "typo_nested": complaint_about("misspelt_key"),
-    "wrong_type": complaint_about(r"\btwo\b"),
-    "unknown_recipe": complaint_about("fulll", "sftt"),
-    "unknown_format": complaint_about("mesages"),
-    "zero_rate": any_of("learning[ _]rate", r"\blr\b"),
-    "adapter_target": complaint_about("q_prj", "lora_qury"),
-    "experts_without_adapters": all_of(
+    "typo": match_complaint("sise"),
+    "typo_nested": match_complaint("misspelt_key"),
+    "wrong_type": match_complaint(r"\btwo\b"),
+    "unknown_recipe": match_complaint("fulll", "sftt"),
+    "unknown_format": match_complaint("mesages"),
+    "zero_rate": match_any("learning[ _]rate", r"\blr\b"),
+    "adapter_target": match_complaint("q_prj", "lora_qury"),
+    "experts_without_adapters": match_all(
         "expert|gate_proj|up_proj|down_proj",
-        any_of(_COMPLAINT, r"\bno\b", r"\bnone\b", "not adapt"),
+        match_any(_COMPLAINT, r"\bno\b", r"\bnone\b", "not adapt"),
     ),
-    "experts_not_quantized": all_of(
-        "expert|3.?-?d|parameter", any_of(_COMPLAINT, "would stay", "not quanti", "skip")
+    "experts_not_quantized": match_all(
+        "expert|3.?-?d|parameter", match_any(_COMPLAINT, "would stay", "not quanti", "skip")
     ),
-    "empty_file": any_of(
+    "empty_file": match_any(
         r"\bempty\b",
         "no (rows|data|examples|samples|training)",
         "expected rows",
@@ -62,11 +62,11 @@ WORDS: dict[str, str] = {
         r"\b0 (rows|examples|samples)",
         "no columns",
     ),  # fmt: skip
-    "broken_line": any_of("json", r":8\b", "line 8", r"\bpars(e|ing)", "decod"),
-    "not_text": all_of(
+    "broken_line": match_any("json", r":8\b", "line 8", r"\bpars(e|ing)", "decod"),
+    "not_text": match_all(
         "content|text|str|string|answer|output", r"number|\bint\b|integer|type|expected"
     ),
-    "no_answer": any_of(
+    "no_answer": match_any(
         "without an answer",
         "no (answer|assistant|target|response)",
         "nothing to train",
@@ -77,10 +77,10 @@ WORDS: dict[str, str] = {
         "at least one.{0,40}assistant",
         "'output'",
     ),  # fmt: skip
-    "unknown_role": any_of(
+    "unknown_role": match_any(
         "asistant", "(unknown|invalid|unexpected|unsupported|wrong).{0,20}(role|tag)"
     ),
-    "over_long": any_of(
+    "over_long": match_any(
         "truncat",
         "exceed",
         "longer than",
@@ -91,8 +91,8 @@ WORDS: dict[str, str] = {
         "left out",
         "overlong",
     ),
-    "duplicates": any_of("duplicat", "repeat", "same as an earlier", "identical"),
-    "overlap": any_of(
+    "duplicates": match_any("duplicat", "repeat", "same as an earlier", "identical"),
+    "overlap": match_any(
         "overlap",
         "also (in|trained|train)",
         "trained on as well",
@@ -102,32 +102,34 @@ WORDS: dict[str, str] = {
         "(same|shared) (rows|examples)",
     ),  # fmt: skip
     "no_end": _END,
-    "pad_is_eos": all_of("pad", _END),
-    "drops_system": any_of(
-        all_of("system", "message|turn|prompt|role", "leav|drop|miss|ignor|not (written|support)")
+    "pad_is_eos": match_all("pad", _END),
+    "drops_system": match_any(
+        match_all(
+            "system", "message|turn|prompt|role", "leav|drop|miss|ignor|not (written|support)"
+        )
     ),
-    "unmarked": any_of("generation", "assistant_only", r"assistant.{0,20}mask"),
-    "untrained_token": all_of(
+    "unmarked": match_any("generation", "assistant_only", r"assistant.{0,20}mask"),
+    "untrained_token": match_all(
         "embed|token", "never trained|untrained|not trained|zero|newly|initiali[sz]ed|resiz"
     ),
-    "other_tokenizer": any_of("vocab", "out of range", "embedding"),
-    "truncated_weights": any_of(
+    "other_tokenizer": match_any("vocab", "out of range", "embedding"),
+    "truncated_weights": match_any(
         "safetensor", "truncat", "incomplete", "cut short", "header", "corrupt"
     ),
     "missing_shard": "model-00002",
-    "missing_tensor": any_of(
+    "missing_tensor": match_any(
         r"layers\.1\.mlp\.(up_proj|w3)",
         r"layers\.\{?1?\S*mlp\.up_proj",
         r"h\.1\.mlp\.fc_2",
         "newly initialized",
     ),
-    "flipped_bit": any_of(_NOT_FINITE, "gradient norm is (exactly )?0", "too large"),
+    "flipped_bit": match_any(_NOT_FINITE, "gradient norm is (exactly )?0", "too large"),
     "nan_weight": _NOT_FINITE,
-    "small_disk": any_of(
+    "small_disk": match_any(
         "space left", "disk", "no room", "are free", "free space", "not enough space"
     ),
-    "earlier_work": any_of("exist", "overw", "earlier", "not empty", "already"),
-    "beyond_positions": any_of(
+    "earlier_work": match_any("exist", "overw", "earlier", "not empty", "already"),
+    "beyond_positions": match_any(
         "max_position",
         "position (embed|ids)",
         "model was made for",
@@ -138,19 +140,19 @@ WORDS: dict[str, str] = {
         "block_size",
         "max_seq_len of the model",
     ),  # fmt: skip
-    "other_rows": any_of(
+    "other_rows": match_any(
         "(other|different|changed|new|not the same).{0,30}(rows|data|dataset)",
         "(rows|data|dataset).{0,30}(changed|differ)",
         "fingerprint",
     ),  # fmt: skip
-    "other_batch": any_of(
+    "other_batch": match_any(
         "batch.{0,60}(differ|match|chang|was|saved|again)",
         "(do not|does not|not) match",
         "(differ|chang).{0,60}batch",
         "train_batch_size",
     ),  # fmt: skip
-    "other_world": any_of("world", r"\branks?\b", "processes"),
-    "damaged_state": any_of(
+    "other_world": match_any("world", r"\branks?\b", "processes"),
+    "damaged_state": match_any(
         "hash",
         "sha-?256",
         "checksum",
@@ -160,9 +162,9 @@ WORDS: dict[str, str] = {
         "PytorchStreamReader",
         "not as it was written",
     ),
-    "killed_in_save": any_of(
+    "killed_in_save": match_any(
         "incomplete", "unfinished", "leftover", "damaged", "not whole", "corrupt", "cleared"
     ),
-    "packing": all_of("pack|padding.free", "contaminat|see each other|attention|mix|cross"),
+    "packing": match_all("pack|padding.free", "contaminat|see each other|attention|mix|cross"),
 }
 NOTHING = r"(?!)"  # of a sound run: no line has it

@@ -11,7 +11,7 @@ from recorder import Recorder, read_task
 RECIPES = {"full": "full_finetune_distributed"}
 
 
-def settings(task: dict[str, Any]) -> dict[str, Any]:
+def build_settings(task: dict[str, Any]) -> dict[str, Any]:
     """The config. Rows are texts of numbers, which a tokenizer of numbers makes the given ids of;
     they are full, so that nothing is packed, and one place of padding stands where the last token
     has no target.
@@ -81,7 +81,7 @@ def main(path: str) -> int:
             self._recorder.write()
 
     register("log.trackers", "record")(Record)
-    config = settings(task)
+    config = build_settings(task)
     file = Path(task["folder"]) / "config.yaml"
     file.write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
     return tune(["run", config["recipe"], "--config", str(file)])

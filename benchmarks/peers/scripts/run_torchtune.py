@@ -13,7 +13,7 @@ from recorder import read_task
 PARTS = "torchtune_parts"
 
 
-def config(task: dict[str, Any], file: str) -> dict[str, Any]:
+def build_config(task: dict[str, Any], file: str) -> dict[str, Any]:
     """Its own models, losses and recipes; rows, logger and the adapter's start are components of
     ours.
     """
@@ -27,7 +27,7 @@ def config(task: dict[str, Any], file: str) -> dict[str, Any]:
         "dataset": {"_component_": f"{PARTS}.Rows", "source": task["rows"]},
         "seed": 0,
         "shuffle": False,
-        "model": _model(task, shape),
+        "model": _build_model(task, shape),
         "checkpointer": {
             "_component_": f"{PARTS}.Checkpointer",
             "checkpoint_dir": str(model),
@@ -60,11 +60,11 @@ def config(task: dict[str, Any], file: str) -> dict[str, Any]:
     }
     if adapters:
         settings["save_adapter_weights_only"] = True
-        settings["lr_scheduler"] = {"_component_": f"{PARTS}.constant"}
+        settings["lr_scheduler"] = {"_component_": f"{PARTS}.build_constant_schedule"}
     return settings
 
 
-def _model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+def _build_model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
     """Its builder for Llama 3, or for Llama 3.2, whose embedding is the output too."""
     found: dict[str, Any] = {
         "vocab_size": shape["vocab_size"],
@@ -83,7 +83,7 @@ def _model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
         builder = "llama3_2.llama3_2" if shape["tie_word_embeddings"] else "llama3.llama3"
         return {"_component_": f"torchtune.models.{builder}", **found}
     return {
-        "_component_": f"{PARTS}.adapted",
+        "_component_": f"{PARTS}.build_adapted_model",
         "adapter": task["adapter"],
         "tied": shape["tie_word_embeddings"],
         "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
@@ -104,7 +104,7 @@ def main(path: str) -> None:
     task = read_task(path)
     file = Path(task["folder"]) / "tune.yaml"
     file.write_text(
-        json.dumps(config(task, os.path.abspath(path)), indent=1), encoding="utf-8"
+        json.dumps(build_config(task, os.path.abspath(path)), indent=1), encoding="utf-8"
     )  # JSON is YAML
     kind = "full" if task["method"] == "full" else "lora"
     sys.argv = ["tune", "run", f"{kind}_finetune_single_device", "--config", str(file)]

@@ -3,7 +3,7 @@
 import sys
 
 from recorder import Recorder, read_task
-from trainer_parts import arguments, callback, load_model, rows_of
+from trainer_parts import build_arguments, build_callback, load_model, read_rows
 
 
 def main(path: str) -> None:
@@ -13,14 +13,15 @@ def main(path: str) -> None:
     task = read_task(path)
     recorder = Recorder(task)
     rows = [
-        {"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows_of(task)
+        {"input_ids": row, "attention_mask": [1] * len(row), "labels": row}
+        for row in read_rows(task)
     ]
     trainer = Trainer(
         model=load_model(task),
-        args=TrainingArguments(**arguments(task)),
+        args=TrainingArguments(**build_arguments(task)),
         train_dataset=rows,
         data_collator=default_data_collator,
-        callbacks=[callback(recorder)],
+        callbacks=[build_callback(recorder)],
     )
     trainer.train()
     recorder.write()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recorder import Recorder, read_task
-from trainer_parts import arguments, callback, in_type, load_model, rows_of
+from trainer_parts import build_arguments, build_callback, cast_trained, load_model, read_rows
 
 
 def main(path: str) -> None:
@@ -15,7 +15,7 @@ def main(path: str) -> None:
     takes an attention kernel of a package of its own to keep its documents apart.
     """
     task = read_task(path)
-    model = unsloth_model(task) if task["unsloth"] else load_model(task)
+    model = load_unsloth_model(task) if task["unsloth"] else load_model(task)
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
@@ -27,16 +27,16 @@ def main(path: str) -> None:
     packing = {"packing": True, "packing_strategy": "wrapped", "max_length": task["sequence"]}
     trainer = SFTTrainer(
         model=model,
-        args=SFTConfig(**arguments(task), **packing),
-        train_dataset=Dataset.from_dict({"input_ids": rows_of(task)}),
+        args=SFTConfig(**build_arguments(task), **packing),
+        train_dataset=Dataset.from_dict({"input_ids": read_rows(task)}),
         processing_class=tokenizer,
-        callbacks=[callback(recorder)],
+        callbacks=[build_callback(recorder)],
     )
     trainer.train()
     recorder.write()
 
 
-def unsloth_model(task: dict[str, Any]) -> Any:
+def load_unsloth_model(task: dict[str, Any]) -> Any:
     """As Unsloth's notebooks make it; it has to be imported before transformers. Its own
     checkpointing where any is asked for.
     """
@@ -75,7 +75,7 @@ def unsloth_model(task: dict[str, Any]) -> Any:
         set_peft_model_state_dict(
             model, load_file(Path(task["adapter"]) / "adapter_model.safetensors")
         )
-        in_type(model, dtype)
+        cast_trained(model, dtype)
     return model
 
 

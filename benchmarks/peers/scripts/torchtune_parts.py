@@ -57,14 +57,14 @@ class Checkpointer(FullModelHFCheckpointer):
         """Nothing."""
 
 
-def constant(optimizer: Any, num_training_steps: int, last_epoch: int) -> Any:
+def build_constant_schedule(optimizer: Any, num_training_steps: int, last_epoch: int) -> Any:
     """The learning rate as it is; its recipe for adapters cannot do without a schedule."""
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: 1.0, last_epoch)
 
 
-def adapted(adapter: str, tied: bool, **settings: Any) -> Any:
+def build_adapted_model(adapter: str, tied: bool, **settings: Any) -> Any:
     """Its model with adapters, which begin as those in a PEFT folder: B is zero, so that its own
     order of a head's channels, which only B would have to follow, does not matter.
     """

@@ -39,25 +39,25 @@ def load_model(task: dict[str, Any]) -> Any:
         model = PeftModel.from_pretrained(
             model, task["adapter"], is_trainable=True, autocast_adapter_dtype=False
         )
-        in_type(model, dtype)
+        cast_trained(model, dtype)
     return model
 
 
-def in_type(model: Any, dtype: Any) -> None:
+def cast_trained(model: Any, dtype: Any) -> None:
     """Puts what is trained into the type of the run."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
-def rows_of(task: dict[str, Any]) -> list[list[int]]:
+def read_rows(task: dict[str, Any]) -> list[list[int]]:
     """The rows of token ids, in order."""
     import numpy as np
 
     return [list(map(int, row)) for row in np.load(task["rows"], allow_pickle=False)]
 
 
-def arguments(task: dict[str, Any]) -> dict[str, Any]:
+def build_arguments(task: dict[str, Any]) -> dict[str, Any]:
     """TrainingArguments that make the same run. Weights are in bf16 already, so autocast would only
     cost.
     """
@@ -87,7 +87,7 @@ def arguments(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def callback(recorder: Recorder) -> Any:
+def build_callback(recorder: Recorder) -> Any:
     """Keeps the record of the trainer's log lines, one a step."""
     from transformers import TrainerCallback
 

@@ -11,35 +11,32 @@ from collections.abc import Collection
 from typing import Any
 
 from recipe_lib.config.compatibility import (
-    adapter_rules,
     data_rules,
     memory_rules,
     model_rules,
     parallel_rules,
-    precision_rules,
 )
 from recipe_lib.config.compatibility.rule import Rule
-from recipe_lib.config.compatibility.validation_rules import VALIDATION_RULES
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import read_recipe_configs
 
 # In the order in which docs/config.md lists them, and errors of one config follow each other.
 RULES: tuple[Rule, ...] = (
     *model_rules.MODEL_RULES,
     *memory_rules.MEMORY_RULES,
-    adapter_rules.UNKNOWN_TARGET,
+    model_rules.UNKNOWN_TARGET,
     parallel_rules.COMPILED_INFERRED_PLAN,
-    *adapter_rules.MIXTURE_ADAPTER_RULES,
+    *model_rules.MIXTURE_ADAPTER_RULES,
     *model_rules.ROUTER_LOSS_RULES,
     *memory_rules.STREAMING_RULES,
     parallel_rules.DORA_BY_INFERRED_PLAN,
     *data_rules.DATA_RULES,
     data_rules.UNUSED_TEMPLATE,
     *parallel_rules.SHARED_TENSOR_RULES,
-    *precision_rules.MATMUL_RULES,
-    *precision_rules.QAT_RULES,
+    *model_rules.MATMUL_RULES,
+    *model_rules.QAT_RULES,
     *parallel_rules.PIPELINE_RULES,
-    *adapter_rules.ADAPTER_RULES,
-    *VALIDATION_RULES,
+    *model_rules.ADAPTER_RULES,
+    *data_rules.VALIDATION_RULES,
 )
 
 

@@ -7,7 +7,6 @@ the loss say which is meant.
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,8 @@ from recipe_lib.config.describe import format_settings, format_value
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.load import ALTERNATIVES, LoadedConfig, load_with_origins
 from recipe_lib.config.local_files import is_hub_id
-from recipe_lib.config.optimizer_precision import describe_stalled_means
-from recipe_lib.config.paths import expand_home
-from recipe_lib.config.recipe_configs import read_recipe_configs
+from recipe_lib.config.paths import expand_home, read_recipe_configs
+from recipe_lib.config.precision import describe_stalled_means
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
@@ -31,11 +29,11 @@ from recipe_lib.config.torchtune.conversion import (
     KeyFate,
     Meaning,
     TorchtuneFile,
+    convert_datasets,
     is_off,
     omit_keys,
     read_torchtune_file,
 )
-from recipe_lib.config.torchtune.datasets import convert_datasets
 from recipe_lib.config.torchtune.key_tables import (
     ANY,
     ATTENTION,
@@ -51,7 +49,7 @@ from recipe_lib.config.torchtune.key_tables import (
     SAME,
     WITHOUT,
 )
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, raise_faults
 
 _SOURCE = re.compile(r"data\.sources\[(\d+)\]\.(\w+)")
 _LEAST_WIDTH = 20
@@ -74,11 +72,6 @@ class ImportedConfig:
     settings: dict[str, Any]
     # What to know of the config.
     notes: list[str]
-
-    def count_keys(self) -> dict[str, int]:
-        """Count the keys of the file that were carried, have another effect, or were dropped."""
-        kinds = Counter(fate.kind for fate in self.fates.values())
-        return {kind: kinds[kind] for kind in (CARRIED, CHANGED, DROPPED)}
 
     def format_yaml(self, name: str) -> str:
         """Return the config as text. name: of its file, for the command in its header."""
@@ -115,9 +108,7 @@ class ImportedConfig:
         if fate.kind != DEFAULT:
             return True
         # Of defaults of theirs, those that are not ours.
-        if fate.ours:
-            return any(name in self.settings for name in fate.ours)
-        return bool(fate.why)
+        return any(name in self.settings for name in fate.ours) if fate.ours else bool(fate.why)
 
 
 def import_file(
@@ -144,14 +135,13 @@ def import_file(
     loaded = _load(conversion, overrides, given)
     fates = _drop_idle(conversion, loaded, given) | omitted_fates
     settings = _select_settings(loaded, conversion.recipe)
-    notes = [f"note: {line}" for line in describe_stalled_means(loaded.cfg)]
     return ImportedConfig(
         recipe=conversion.recipe,
         source=theirs.path.name,
         cfg=loaded.cfg,
         fates=fates,
         settings=settings,
-        notes=notes,
+        notes=[f"note: {line}" for line in describe_stalled_means(loaded.cfg)],
     )
 
 
@@ -262,11 +252,11 @@ def convert(conversion: ConfigImport) -> None:
     if conversion.get_value("optimizer._component_") == "torch.optim.Adam" and conversion.is_on(
         "optimizer.weight_decay"
     ):
-        why = (
+        conversion.refuse(
+            "optimizer._component_",
             "its weight decay is part of the gradient, ours is decoupled; torch.optim.AdamW has"
-            " that too"
+            " that too",
         )
-        conversion.refuse("optimizer._component_", why)
     convert_datasets(conversion)
     # Those first that bring defaults for others.
     for key in [*CONVERTED, *MEANINGS]:
@@ -274,8 +264,7 @@ def convert(conversion: ConfigImport) -> None:
             _convert_key(conversion, key)
     for key in [*conversion.theirs.values, *conversion.defaults]:
         _convert_key(conversion, key)
-    if conversion.faults:
-        raise ConfigError(*conversion.faults)
+    raise_faults(ConfigError, conversion.faults)
 
 
 def _check_purpose(conversion: ConfigImport) -> None:
@@ -287,7 +276,6 @@ def _check_purpose(conversion: ConfigImport) -> None:
         raise conversion.build_error(
             "quantizer: it quantizes a model; `tune export MODEL --quantize int4` does", "quantizer"
         )
-    builder = conversion.read_component("model")
     components = [
         str(value)
         for key, value in conversion.theirs.values.items()
@@ -295,7 +283,7 @@ def _check_purpose(conversion: ConfigImport) -> None:
     ]
     for word, why in NO_MODELS:
         if any(word in component for component in components):
-            full_name = conversion.get_value("model._component_") or builder
+            full_name = conversion.get_value("model._component_") or ""
             raise conversion.build_error(
                 f"model._component_: {full_name}: {why}", "model._component_"
             )
@@ -413,9 +401,8 @@ def find_hub_name(theirs: TorchtuneFile, folder: str) -> str | None:
         if download is None:
             continue
         output_dir = re.search(r"--output-dir[ =](\S+)", download[3])
-        if folder.rpartition("/")[2] == download[2]:
-            return download[1]
-        if output_dir and output_dir[1].rstrip("/") == folder:
+        is_folder = output_dir is not None and output_dir[1].rstrip("/") == folder
+        if is_folder or folder.rpartition("/")[2] == download[2]:
             return download[1]
     return None
 
@@ -472,9 +459,9 @@ def _convert_linears(c: ConfigImport, key: str) -> None:
         modules.append("head")
     is_every_one = set(modules) == {*ATTENTION.values(), *MLP}
     c.carry(key, {"lora.target_modules": ["all-linear"] if is_every_one else modules})
-    for other in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
-        if other in c.theirs.values:
-            c.carry(other, {}, "part of lora.target_modules")
+    for switch in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
+        if switch in c.theirs.values:
+            c.carry(switch, {}, "part of lora.target_modules")
 
 
 def _convert_steps(c: ConfigImport, key: str) -> None:
@@ -483,11 +470,13 @@ def _convert_steps(c: ConfigImport, key: str) -> None:
     if epochs == 1:
         c.carry(key, {"max_steps": steps})
     else:
-        why = (
+        c.carry(
+            key,
+            {"max_steps": steps * epochs},
             f"there each epoch ends after {steps} steps and the next begins, here steps are of"
-            " whole passes"
+            " whole passes",
+            differs=True,
         )
-        c.carry(key, {"max_steps": steps * epochs}, why, differs=True)
 
 
 # In this order: what a key brings as defaults is there for the next.

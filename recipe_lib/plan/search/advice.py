@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from recipe_lib.config.compute_capability import find_capability_faults
 from recipe_lib.config.mesh import MODEL_DIMS, compute_micro_batches, count_same_batch_ranks
+from recipe_lib.config.precision import find_capability_faults
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import PlanSettings, make_plan, simulate_rank
 from recipe_lib.plan.hardware import HARDWARE

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg
 
-from recipe_lib.config.compute_capability import VARLEN_CAPABILITY
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
+from recipe_lib.config.precision import VARLEN_CAPABILITY
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.ops import dtensor_shards as parts
 from recipe_lib.parallel.world import World, build_world

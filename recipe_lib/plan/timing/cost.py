@@ -28,7 +28,7 @@ KERNEL_SECONDS = 3e-6
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
 # For the host to call one of ours that is compiled: docs/measurements/fused_kernels.md.
 COMPILED_SECONDS = 40e-6
-# Calls of Python that issue a product: one as long as `host_seconds`, and the module's around it.
+# Calls of Python that issue a product: one as long as `measure_host_seconds`, and the module's around it.
 _HOST_BOUND = 2
 # Before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple.
 COLLECTIVE_SECONDS = 8.4e-6

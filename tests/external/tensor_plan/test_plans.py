@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.tensor_plans import compared, randomize
+from benchmarks.tensor_plans import compare_plans, randomize
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external import plan_proof
 from recipe_lib.external.plan_proof import certify, measure_rank_errors
@@ -71,7 +71,7 @@ def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     assert 2 in plan.legal_sizes
     cut = sum(torch.Size(each.shape).numel() for each in plan.parameters if each.dim >= 0)
     assert cut / sum(parameter.numel() for parameter in model.parameters()) > MODELS[name] - 0.05
-    agreed, _, theirs = compared(model, plan).partition("/")
+    agreed, _, theirs = compare_plans(model, plan).partition("/")
     assert agreed == theirs
     double = name not in ("mixtral", "deepseek_v3")  # grouped products take no float64
     errors = measure_rank_errors(model.double() if double else model, plan, 2, inputs)

@@ -4,12 +4,12 @@ twice.
 
 import pytest
 
-from benchmarks.pp_traced import config, expected_held, run_ours, small_spec
+from benchmarks.pp_traced import build_config, build_small_spec, compute_expected_held, run_ours
 from tests.distributed.ranks import run_ranks
 from tests.selection import selected, slow_except
 
 RANKS, COUNT = 2, 4
-SPEC = small_spec(layers=4)
+SPEC = build_small_spec(layers=4)
 JOBS = [
     ("gpipe", "full"), ("1f1b", "none"), ("interleaved_1f1b", "full"), ("interleaved_zero_bubble", "none"),
     ("zbv", "full"),
@@ -26,7 +26,7 @@ def traced(request):
 
 
 def _run(schedule, mode):
-    return run_ours(config(schedule, RANKS, COUNT, mode), SPEC, COUNT).as_dict()
+    return run_ours(build_config(schedule, RANKS, COUNT, mode), SPEC, COUNT).as_dict()
 
 
 @pytest.mark.slow
@@ -34,7 +34,9 @@ def _run(schedule, mode):
 def test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte(traced, job):
     schedule, mode = job
     for rank in range(RANKS):
-        wanted = expected_held(config(schedule, RANKS, COUNT, mode), SPEC, rank, COUNT)
+        wanted = compute_expected_held(
+            build_config(schedule, RANKS, COUNT, mode), SPEC, rank, COUNT
+        )
         assert traced[job][rank]["held"] == wanted
         assert max(bytes_ for _, bytes_ in wanted) > 4 * min(bytes_ for _, bytes_ in wanted)
 
@@ -85,7 +87,7 @@ def _run_spoilt():
     found = []
     for spoil in (hold_outputs, hold_sent):
         found.append(
-            run_ours(config("1f1b", RANKS, COUNT, "none"), SPEC, COUNT, spoil=spoil).as_dict()
+            run_ours(build_config("1f1b", RANKS, COUNT, "none"), SPEC, COUNT, spoil=spoil).as_dict()
         )
         kept.clear()
     return found
@@ -96,7 +98,9 @@ def test_a_driver_that_held_its_outputs_or_what_it_sent_would_be_noticed():
     spoilt = run_ranks(_run_spoilt, RANKS)
     for number in range(2):
         for rank in range(RANKS):
-            wanted = expected_held(config("1f1b", RANKS, COUNT, "none"), SPEC, rank, COUNT)
+            wanted = compute_expected_held(
+                build_config("1f1b", RANKS, COUNT, "none"), SPEC, rank, COUNT
+            )
             found = spoilt[rank][number]
             assert found["held"] != wanted
             assert found["left"] > 0

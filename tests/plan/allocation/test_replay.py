@@ -4,7 +4,7 @@ enough.
 
 import pytest
 
-from benchmarks.allocator_events import smallest_cap
+from benchmarks.allocator_events import find_smallest_cap
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import Replay, replay
 from recipe_lib.units import MIB
@@ -84,15 +84,15 @@ def test_the_smallest_cap_by_hand():
     writer.free(writer.alloc(20 * MIB))
     writer.alloc(30 * MIB, stream=1)
     assert replay(writer.trace).reserved == 50 * MIB
-    assert smallest_cap(writer.trace) == 30 * MIB
-    assert smallest_cap(writer.trace, expandable=True) == 40 * MIB  # in pages of 20 MiB
+    assert find_smallest_cap(writer.trace) == 30 * MIB
+    assert find_smallest_cap(writer.trace, expandable=True) == 40 * MIB  # in pages of 20 MiB
     assert replay(writer.trace, AllocatorSettings(cap=30 * MIB)).retries == 1
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_smallest_cap_is_enough_and_a_step_less_is_not(expandable):
     trace = steps_of_training()
-    cap = smallest_cap(trace, expandable=expandable)
+    cap = find_smallest_cap(trace, expandable=expandable)
     free_run = replay(trace, AllocatorSettings(expandable=expandable))
     assert free_run.phases["step"].requested <= cap < free_run.reserved and free_run.retries == 0
 
@@ -108,5 +108,5 @@ def test_a_trace_without_device_memory():
     writer.phase("setup")
     writer.alloc(100, device=False)
     found = replay(writer.trace)
-    assert found.survived and found.reserved == 0 and smallest_cap(writer.trace) == 0
+    assert found.survived and found.reserved == 0 and find_smallest_cap(writer.trace) == 0
     assert replay(Writer().trace).phases == {}

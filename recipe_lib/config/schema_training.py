@@ -1,9 +1,118 @@
-"""The sections about ranks and memory: `parallel` and `memory`."""
+"""The sections about a step: `optimizer`, `lr_scheduler`, `parallel` and `memory`."""
 
 from dataclasses import dataclass
 
+from recipe_lib.config import key_conditions
 from recipe_lib.config.flat_schema import key
-from recipe_lib.config.key_conditions import TRAINS_BF16
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer."""
+
+    name: str = key(
+        "adamw", "The optimizer.", kind="optimizer.name", known_as="torchtitan optimizer.name"
+    )
+    lr: float = key(2e-5, "Peak learning rate.", above=0, known_as="HF learning_rate; torch lr")
+    weight_decay: float = key(
+        0.0,
+        "Decoupled weight decay, applied to every parameter.",
+        minimum=0,
+        known_as="torch weight_decay",
+    )
+    betas: list[float] = key(
+        [0.9, 0.95],
+        "AdamW's two decay rates.",
+        minimum=0,
+        below=1,
+        length=2,
+        needs=key_conditions.require_optimizer_key("betas"),
+        known_as="torch betas",
+    )
+    eps: float = key(
+        1e-8,
+        "AdamW's epsilon.",
+        above=0,
+        needs=key_conditions.require_optimizer_key("eps"),
+        known_as="torch eps",
+    )
+    momentum: float | None = key(
+        None,
+        "Momentum; null: for sgd 0, for muon 0.95.",
+        minimum=0,
+        below=1,
+        needs=key_conditions.require_optimizer_key("momentum"),
+        known_as="torch SGD momentum",
+    )
+    state_bits: int | None = key(
+        None,
+        "Bits of each number of the optimizer's states; 8 and 4: in blocks with a scale each, of"
+        " which 4 train little but the largest numbers; null: those of dtype, beside"
+        " master_weights 32.",
+        choices=(4, 8, 16, 32),
+        needs=key_conditions.require_optimizer_key("state_bits"),
+        known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
+    )
+    master_weights: bool = key(
+        False,
+        "Also keep the weights in fp32, which the steps add up in, and unless state_bits says"
+        " otherwise the states; dtype=bf16 is what is computed with.",
+        needs=(key_conditions.require_optimizer_key("master_weights"), key_conditions.TRAINS_BF16),
+        known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
+    )
+    stochastic_rounding: bool = key(
+        False,
+        "Round a step's bf16 weights, and states in bf16, up or down at random, so that changes"
+        " smaller than bf16's resolution add up.",
+        needs=(
+            key_conditions.require_optimizer_key("stochastic_rounding"),
+            key_conditions.TRAINS_BF16,
+        ),
+        known_as="torchao bf16_stochastic_round",
+    )
+    implementation: str = key(
+        "auto",
+        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time;"
+        " `auto`: fused where torch has such a kernel and it is right (for SGD neither with FSDP"
+        " nor in bf16 on a CPU), else foreach.",
+        choices=("auto", "fused", "foreach", "single"),
+        needs=key_conditions.STEPS_WITH_TORCH,
+        known_as="torchtitan optimizer.implementation",
+    )
+
+
+@dataclass
+class LrSchedulerConfig:
+    """The learning rate over the steps."""
+
+    type: str = key(
+        "cosine",
+        "Shape after the warm-up.",
+        choices=("cosine", "linear", "constant"),
+        known_as="HF lr_scheduler_type",
+    )
+    warmup_ratio: float | None = key(
+        None,
+        "In place of warmup_steps: the share of all optimizer steps, rounded up.",
+        minimum=0,
+        maximum=1,
+        known_as="Axolotl warmup_ratio; HF warmup_ratio (before 5)",
+    )
+    warmup_steps: int = key(
+        0,
+        "Steps over which the rate rises linearly to optimizer.lr.",
+        minimum=0,
+        needs="lr_scheduler.warmup_ratio = null",
+        known_as="HF warmup_steps",
+    )
+    min_lr_ratio: float = key(
+        0.0,
+        "Share of optimizer.lr that the rate falls to, one step after the last.",
+        minimum=0,
+        maximum=1,
+        needs="lr_scheduler.type != constant",
+        known_as="Axolotl cosine_min_lr_ratio; torchtitan min_lr_factor",
+    )
 
 
 @dataclass
@@ -163,7 +272,10 @@ class ParallelConfig:
         False,
         "Add up the micro-batches' gradients of bf16 weights in fp32, rounded once at the end; on"
         " one device too.",
-        needs=(TRAINS_BF16, "gradient_accumulation_steps > 1 or parallel.pipeline > 1"),
+        needs=(
+            key_conditions.TRAINS_BF16,
+            "gradient_accumulation_steps > 1 or parallel.pipeline > 1",
+        ),
         known_as="Megatron accumulate_allreduce_grads_in_fp32; nanotron accumulate_grad_in_fp32",
     )
     heartbeat_timeout_seconds: float = key(

@@ -1,11 +1,13 @@
-"""Tells of means that an optimizer keeps in too few bits to follow what they average.
+"""Settings that a GPU cannot compute, and means that an optimizer keeps in too few bits. No torch.
 
-`describe_stalled_means` says how far off such a mean may stay, and what to set instead. A mean m
-becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of less than half the distance
-of two numbers, 1/256 of m at most, is lost: m may rest wherever x / m is within
+`find_capability_faults` compares a config with one GPU, before a kernel raises.
+`describe_stalled_means` says how far off a mean may stay from what it averages, and what to set
+instead. A mean m becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of less than
+half the distance of two numbers, 1/256 of m at most, is lost: m may rest wherever x / m is within
 1 +- 1 / (256 (1 - d)). docs/measurements/optimizer_states.md has runs of it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.key_conditions import get_trained_dtype
@@ -66,9 +68,62 @@ def describe_stalled_means(cfg: Any) -> list[str]:
         # It rests where x / m is within 1 +- off.
         off = (lost_in_8_bits if bits == 8 else _LOST_IN_BF16) / (1 - decay)
         if off >= 1 - 1 / FARTHEST:
-            above = "and not come down again"
-            if off < 1:
-                above = f"or stay at {1 / (1 - off):.2g} times it"
-            fault = f"{name} in {bits} bits may rest at {1 / (1 + off):.2g} of its value, {above}"
-            lines.append(f"optimizer.{setting}={decay:g}: {fault}; {remedy}")
+            highest = f"or stay at {1 / (1 - off):.2g} times it" if off < 1 else ""
+            lines.append(
+                f"optimizer.{setting}={decay:g}: {name} in {bits} bits may rest at"
+                f" {1 / (1 + off):.2g} of its value, {highest or 'and not come down again'};"
+                f" {remedy}"
+            )
     return lines
+
+
+@dataclass(frozen=True)
+class CapabilityRequirement:
+    """A setting, and the GPUs that can compute it."""
+
+    # Of the config: the setting that asks for it.
+    key: str
+    value: str
+    # The least that can: (major, minor).
+    capability: tuple[int, int]
+    # Those GPUs in words.
+    gpus: str
+    # For a GPU with less.
+    remedy: str
+
+    def is_needed(self, cfg: Any) -> bool:
+        """Return True if a config asks for it."""
+        return bool(getattr(cfg, self.key, None) == self.value)
+
+
+CAPABILITY_REQUIREMENTS = (
+    # Tensor cores, and torch's flash and memory-efficient attention in bf16.
+    CapabilityRequirement(
+        "dtype", "bf16", (8, 0), "Ampere and later", "set dtype=fp32, or use a newer card"
+    ),
+    CapabilityRequirement(
+        "matmul_dtype",
+        "fp8",
+        (8, 9),
+        "Ada, Hopper and later",
+        "choose int8, or remove matmul_dtype",
+    ),
+    CapabilityRequirement(
+        "matmul_dtype", "int8", (7, 5), "Turing and later", "remove matmul_dtype"
+    ),
+)
+# Of the flash kernel for documents of packed sequences; below it they take a mask.
+VARLEN_CAPABILITY = (8, 0)
+
+
+def find_capability_faults(cfg: Any, name: str, capability: tuple[int, int]) -> list[str]:
+    """Return a line for each setting that a GPU cannot compute. name: of the GPU."""
+    major, minor = capability
+    return [
+        f"{requirement.key}: found {requirement.value} for {name} of compute capability"
+        f" {major}.{minor}, expected a GPU of compute capability"
+        f" {'.'.join(map(str, requirement.capability))} or more ({requirement.gpus});"
+        f" {requirement.remedy}"
+        for requirement in CAPABILITY_REQUIREMENTS
+        if requirement.is_needed(cfg) and capability < requirement.capability
+    ]
