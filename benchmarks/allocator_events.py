@@ -217,9 +217,9 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
         (action, size, number) for action, _, size, number in allocator.log if action in _COMPARED
     ]
     return EventReplay(
-        allocator.peak_reserved,
-        allocator.peak_allocated,
-        allocator.peak_active,
+        allocator.peaks.reserved,
+        allocator.peaks.allocated,
+        allocator.peaks.active,
         allocator.num_alloc_retries,
         segments,
         recorded,

@@ -30,7 +30,7 @@ from benchmarks.gpu_plan import begin_report, look_up_hardware
 from benchmarks.gpu_plan_report import format_head, name_device, write_pair
 from recipe_lib.config.registry import register
 from tests.recipes import distill_models, labeled_runs, test_adapter_levers
-from tests.recipes.levers import HALVING, LEVERS, LOSS, TOGETHER, on_one_rank
+from tests.recipes.levers import HALVING, LEVERS, LOSS, TOGETHER, keep_one_rank
 from tests.recipes.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import (
     DISTILL,
@@ -38,9 +38,9 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     REWARD,
-    arguments,
-    latest,
-    metrics,
+    build_arguments,
+    keep_latest,
+    read_metrics,
     run_here,
 )
 from tests.recipes.test_levers import smoothed
@@ -129,7 +129,7 @@ def _list_lever_cases() -> list[RunPair]:
         for setting in singles
     ]
     for number, row in enumerate(TOGETHER):
-        settings = on_one_rank(row)
+        settings = keep_one_rank(row)
         words = tuple(dict.fromkeys(word for setting in settings for word in setting.overrides))
         tolerance = max([2e-4, *(setting.tolerance for setting in settings)])
         pairs.append(
@@ -198,7 +198,7 @@ def _list_adapter_cases() -> list[RunPair]:
         if lever.ranks == 2 and not lever.refuses(kind):
             more_rows = PACKED if lever.overrides == test_adapter_levers.PACKED else ()
             own = _move_to_any_device((*ADAPTERS, *kind.overrides, *lever.overrides))
-            words = tuple(latest(*own, *more_rows))
+            words = tuple(keep_latest(*own, *more_rows))
             tolerance = max(kind.tolerance, lever.tolerance, 5e-4)
             pairs.append(RunPair(f"adapter {kind}: {lever or 'alone'}", LORA, words, tolerance))
     more = {"compiled": "compile=true", "fused off": "fused_kernels=false", "streamed": STREAMED[0],
@@ -277,18 +277,20 @@ def build_command(pair: RunPair, folder: Path) -> list[str]:
     output = folder / "out"
     words = [word.format(folder=folder) for word in pair.words]
     if pair.recipe == DISTILL:
-        return distill_models.arguments(folder, output, *words)
+        return distill_models.build_arguments(folder, output, *words)
     common = [
         f"model.preset={folder}/{pair.model}.json",
         f"max_steps={STEPS}",
         "overwrite_output_dir=true",
     ]
     if pair.data:
-        labeled = labeled_runs.arguments(folder / pair.data, output, pair.recipe, "batch_size=4")
-        return latest(*labeled, *common, *words)
+        labeled = labeled_runs.build_arguments(
+            folder / pair.data, output, pair.recipe, "batch_size=4"
+        )
+        return keep_latest(*labeled, *common, *words)
     common += ["batch_size=8", "checkpoint.save_model=false", "log.every_n_steps=1000", "optimizer.lr=1e-2",
                "lr_scheduler.type=constant", "dtype=fp32"]  # fmt: skip
-    return latest(*arguments(output), *common, *words)
+    return keep_latest(*build_arguments(output), *common, *words)
 
 
 def write_files(pair: RunPair, folder: Path) -> None:
@@ -324,12 +326,14 @@ def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
         write_files(pair, folder)
         for number, device in enumerate(("cpu", second)):
             torch._dynamo.reset()
-            words = latest(
+            words = keep_latest(
                 *build_command(pair, folder), f"device={'auto' if device == 'cuda' else device}"
             )
-            run = run_here(latest(*words, *(pair.basis if number == 0 else ())), recipe=pair.recipe)
+            run = run_here(
+                keep_latest(*words, *(pair.basis if number == 0 else ())), recipe=pair.recipe
+            )
             lines = (
-                [line for line in metrics(folder / "out") if "loss" in line]
+                [line for line in read_metrics(folder / "out") if "loss" in line]
                 if run.code == 0
                 else []
             )

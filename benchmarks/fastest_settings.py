@@ -32,7 +32,7 @@ from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import parse_fit
 from recipe_lib.plan.search.fastest_settings import SearchResult, search
 from recipe_lib.plan.search.trials import estimate_run, format_overrides
-from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 METHOD = "lora.quantize_base"  # which way to train a config is, not a setting

@@ -11,7 +11,7 @@ from typing import Any
 from recipe_lib.cli.plan_request import find_recipe_class
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence, choose_sequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence, choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 METHODS = ("full", "qlora", "lora")

@@ -47,7 +47,7 @@ from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.plan_schema import RankPlan
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, trace_real_run
 from recipe_lib.units import GIB
 

@@ -26,10 +26,10 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.measured.measure_rates import calibrate
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, read_calibration
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from recipe_lib.plan.timing.stream_schedule import ATTENTION, KINDS, schedule, sum_time_by_kind
 from recipe_lib.plan.tracing.trace_rank import STEADY
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 
 FOLDER = REPOSITORY / "docs" / "measurements"
 COMMITTED = FOLDER / "gpu-times-nvidia-h200.json"
@@ -99,7 +99,9 @@ def main(argv: list[str]) -> int:
         rates = options.plan.with_name(report["rates"])
         for row in report["rows"]:
             if "seconds" in row:
-                row.setdefault("planned", {})[options.label] = apart(plan_row, row, report, rates)
+                row.setdefault("planned", {})[options.label] = call_in_fork(
+                    plan_row, row, report, rates
+                )
         print(
             "\n".join(
                 map(str, write_pair(options.plan.with_suffix(""), report, format_page(report)))
@@ -130,7 +132,7 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
         )
         row |= run_apart(work, min(CASE_SECONDS, left)) if left > 0 else {"skipped": "no time left"}
         if "seconds" in row:
-            row["planned"] = {NOW: apart(plan_row, row, report, rates)}
+            row["planned"] = {NOW: call_in_fork(plan_row, row, report, rates)}
         report["rows"].append(row)
         report["seconds"] = round(time.monotonic() - started)
         print(f"{report['seconds']:5d} s  {describe(case)}", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipe_lib.errors import UserError
 from recipe_lib.plan.streams.check_recipe import check_streams
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.recipes.levers import LEVERS, LOSS, Setting
 
 # Recipe -> config, and overrides that make it small and of the device's kind.
@@ -42,7 +42,7 @@ def count_waits(recipe: str, setting: Setting | None) -> dict[str, int]:
     config, own = RECIPES[recipe]
     overrides = () if setting is None else setting.overrides
     ranks = 1 if setting is None else setting.ranks
-    cls, cfg, wanted = settings(config, ranks, *own, *SMALL, *overrides)
+    cls, cfg, wanted = build_settings(config, ranks, *own, *SMALL, *overrides)
     return check_streams(cls, cfg, wanted, compares=False).ranks[0].waits
 
 
@@ -63,7 +63,9 @@ def build_rows() -> dict[str, dict[str, int | str]]:
     """By setting, "" for none, and recipe."""
     found = {}
     for setting in [None, *COUNTED]:
-        found["" if setting is None else str(setting)] = row = apart(count_by_recipe, setting)
+        found["" if setting is None else str(setting)] = row = call_in_fork(
+            count_by_recipe, setting
+        )
         print(setting, row, flush=True)
     return found
 

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 from recipe_lib.config.compatibility.table import list_rules
-from tests.recipes.levers import FINE, LEVERS, LOSS, REFUSED, STEPS, TOGETHER, Setting, refusal
+from tests.recipes.levers import FINE, LEVERS, LOSS, REFUSED, STEPS, TOGETHER, Setting, find_refusal
 
 WAITS = Path(__file__).parents[1] / "docs" / "host_waits.json"
 TEXT = """# Memory levers, tested in pairs
@@ -72,7 +72,7 @@ def report() -> str:
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     refused = [
         f"{number}. {_find_sentence(words)}: "
-        + "; ".join(f"{_pair(pair)}" for pair in REFUSED if refusal(pair) == words)
+        + "; ".join(f"{_pair(pair)}" for pair in REFUSED if find_refusal(pair) == words)
         for number, words in enumerate(reasons, 1)
     ]
     return TEXT.format(
@@ -97,10 +97,10 @@ def _name_lever(lever: str) -> list[Setting]:
 
 
 def _format_cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> str:
-    words = list(dict.fromkeys(refusal(pair) for pair in pairs if refusal(pair)))
+    words = list(dict.fromkeys(find_refusal(pair) for pair in pairs if find_refusal(pair)))
     reasons += [word for word in words if word and word not in reasons]
     numbers = [str(reasons.index(word) + 1) for word in words if word]
-    if len(numbers) and all(refusal(pair) for pair in pairs):
+    if len(numbers) and all(find_refusal(pair) for pair in pairs):
         return ", ".join(numbers)
     mark = "=" if any(max(one.tolerance, other.tolerance) == FINE for one, other in pairs) else "~"
     return " ".join([mark, *(f"({', '.join(numbers)})" for _ in numbers[:1])])

@@ -27,7 +27,7 @@ from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ModelSpec
-from tests.models.reference import CASES, reference_model
+from tests.models.reference import CASES, build_reference_model
 
 COMMAND = "python -m benchmarks.older_readers --output docs/measurements/older_readers.md"
 RELEASES = {"4.57.6": "torch==2.13.0", "4.46.3": "torch==2.13.0"}
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def write_native(folder: Path, case: str) -> Path:
     """A folder with a model of a case as transformers writes it, and as we export it."""
-    return write_both(folder, reference_model(case, **CHANGED.get(case, {})), external=False)
+    return write_both(folder, build_reference_model(case, **CHANGED.get(case, {})), external=False)
 
 
 def write_external(folder: Path, family: str) -> Path:

@@ -100,9 +100,9 @@ def find_meant_cards(plans: Plans) -> tuple[int, int]:
 def plan_ranks(name: str, ranks: int, *words: str) -> dict[str, int]:
     """Bytes of the heaviest rank: active, reserved; and tokens of a sequence."""
     from recipe_lib.plan.build_plan import make_plan
-    from tests.plan.apart import settings
+    from tests.plan.apart import build_settings
 
-    plan, _ = make_plan(*settings(name, ranks, *words, device=DEVICE))
+    plan, _ = make_plan(*build_settings(name, ranks, *words, device=DEVICE))
     rank = plan.heaviest
     return {
         "active": rank.peak.active,
@@ -120,19 +120,21 @@ def plan_config(name: str) -> tuple[str, Plans]:
     `tune run` choose (`auto`). Left out are numbers of ranks where the share of each, by what the
     header says the model takes, is larger than the largest card.
     """
-    from tests.plan.apart import apart
+    from tests.plan.apart import call_in_fork
 
     plans: Plans = {}
     total = read_total_bytes(read_text(name))
     for ranks in RANKS:
         if total / ranks > SIZES[-1] * 10**9:
             continue
-        plan = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
+        plan = call_in_fork(
+            plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else [])
+        )
         plans[str(ranks)] = plan
         if fits(plan, ranks, SIZES[0]):
             break
     if not name.endswith(("full", "qat")) and find_meant_cards(plans) == (24, 1):
-        plans[DDP] = apart(plan_ranks, name, 2, "parallel.strategy=ddp")
+        plans[DDP] = call_in_fork(plan_ranks, name, 2, "parallel.strategy=ddp")
     return name, plans
 
 
@@ -247,11 +249,13 @@ def check(name: str, plans: Plans) -> bool:
     """Plans what a config's header says, and prints it as a row of a table beside what is kept.
     Whether it is equal.
     """
-    from tests.plan.apart import apart
+    from tests.plan.apart import call_in_fork
 
     ranks = find_meant_cards(plans)[1] if _HEADER.search(read_text(name)) else 1
     kept = plans[str(ranks)]
-    found = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
+    found = call_in_fork(
+        plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else [])
+    )
     numbers = [f"{one[key]:,}" for key in ("active", "reserved") for one in (kept, found)]
     print(
         f"| {name} | {ranks} | {' | '.join(numbers)} | {'same' if found == kept else 'CHANGED'} |",

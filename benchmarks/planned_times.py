@@ -32,7 +32,7 @@ from recipe_lib.models import decoder, read_preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT
-from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import find_shape, make_plannable
 from recipe_lib.plan.timing import kernel_rates
 from recipe_lib.plan.tracing.trace import OP, Trace

@@ -160,7 +160,9 @@ def replay_with_marks(
             clock.wait_for_all()
             take_back(clock.host)
             if current == phase:
-                found = Held(allocator.peak_allocated, allocator.peak_reserved, clock.host - begin)
+                found = Held(
+                    allocator.peaks.allocated, allocator.peaks.reserved, clock.host - begin
+                )
             current, begin = trace.phases[number], clock.host
             allocator.reset_peaks()
     return found

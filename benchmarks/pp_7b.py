@@ -16,7 +16,7 @@ from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB

@@ -38,7 +38,7 @@ from recipe_lib.parallel.pipeline.simulation import (  # noqa: E402
     simulate,
 )
 from tests.distributed.ranks import run_ranks  # noqa: E402
-from tests.parallel.pipeline.formulas import theoretical_bubble  # noqa: E402
+from tests.parallel.pipeline.formulas import compute_theoretical_bubble  # noqa: E402
 
 RANKS = (2, 4)
 STEPS = 6  # the first is not counted
@@ -199,7 +199,7 @@ def page(count: int, seconds: float) -> tuple[str, bool]:
         measured = measure(list(SCHEDULES), ranks, count, seconds)
         for schedule, bubble in measured.items():
             own = count_stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
-            theory = theoretical_bubble(schedule, ranks, count, own)
+            theory = compute_theoretical_bubble(schedule, ranks, count, own)
             assert theory is not None
             good &= abs(bubble / theory - 1) <= ALLOWED
             good &= bubble < measured[ONE_STAGE] or not SCHEDULES[schedule].splits

@@ -15,7 +15,7 @@ from typing import Any
 import recipe_lib.plan.build_plan  # noqa: F401  (once, for all processes)
 from recipe_lib.plan.build_plan import make_plan
 from recipe_lib.units import format_bytes, format_count
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 PLANS = re.compile(r"(<!-- plans: .* -->\n)(.*)(<!-- end of plans -->\n)", re.DOTALL)
 _HEAD = """\
@@ -90,7 +90,7 @@ def plan_line(line: SmallCard) -> dict[str, Any]:
     """The plan's figures: bytes of card and host, seconds of a step, of its copies, and of those
     that show.
     """
-    plan, _ = make_plan(*settings(line.config, 1, *line.words, device=line.card))
+    plan, _ = make_plan(*build_settings(line.config, 1, *line.words, device=line.card))
     rank, time = plan.heaviest, plan.time
     assert time is not None
     return {
@@ -135,7 +135,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="docs/small_cards.md")
     output = parser.parse_args().output
-    made = format_table([apart(plan_line, line) for line in LINES])
+    made = format_table([call_in_fork(plan_line, line) for line in LINES])
     text = output.read_text(encoding="utf-8")
     output.write_text(
         PLANS.sub(lambda found: f"{found[1]}{made}{found[3]}", text), encoding="utf-8"

@@ -30,7 +30,7 @@ from recipe_lib.data import StepBatches
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import start_world
 from recipe_lib.training.training_data import prepare
-from tests.recipes.runs import recipe_class, recipe_module
+from tests.recipes.runs import get_recipe_class, import_recipe_module
 
 ROOT = Path(__file__).parent.parent
 MODEL = {
@@ -117,7 +117,7 @@ def run_both(
     prepare(cfg)
     found = []
     with start_world(cfg) as world:
-        recipe = recipe_class(recipe_module())(cfg, world)
+        recipe = get_recipe_class(import_recipe_module())(cfg, world)
         for part in (
             partial(recipe.setup_data, None),
             recipe.setup_model,

@@ -25,7 +25,7 @@ from recipe_lib.plan.timing.stream_schedule import (
 )
 from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 # Method -> config, ranks.
 METHODS = {
@@ -88,7 +88,7 @@ By module, with fused kernels, those of {share:.0%} of a card's kernels or more;
 def trace_of(method: str, *overrides: str, tokens: int = ROW) -> Trace:
     """The trace of a method's first rank."""
     config, ranks = METHODS[method]
-    recipe, cfg, wanted = settings(
+    recipe, cfg, wanted = build_settings(
         config, ranks, *OVERRIDES, f"batch_size={tokens // ROW}", *overrides
     )
     return simulate(recipe, cfg, wanted.sequence, ranks=ranks, phases=()).trace
@@ -158,7 +158,7 @@ def main() -> None:
     missed: list[str] = []
     for method in METHODS:
         for tokens in TOKENS:
-            more, of_modules, beyond = apart(measure_rows, method, tokens)
+            more, of_modules, beyond = call_in_fork(measure_rows, method, tokens)
             kinds += more
             modules += of_modules
             missed += beyond

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from recipe_lib.plan.streams.code_line import Line, format_line
+from recipe_lib.plan.streams.stream_checker import Line, format_line
 from tests.plan.streams.mutations import CASES, check
 
 _MOST_WORDS = 230

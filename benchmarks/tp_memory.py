@@ -38,7 +38,7 @@ from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
 from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_config  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
-from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
+from recipe_lib.ops.mlp import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
 from recipe_lib.plan.simulated_world.simulated_device import NAME  # noqa: E402
 from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402

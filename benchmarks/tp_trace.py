@@ -28,7 +28,7 @@ from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import PhasePeak, Plan
-from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, PHASE, Trace
 from recipe_lib.units import GIB, MIB

@@ -24,7 +24,7 @@ from recipe_lib import training
 from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
 from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
-from recipe_lib.ops.gated import ACTIVATIONS, gated_activation
+from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.parallel import World, parallelize, tensor, tensor_forwards
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 

@@ -20,18 +20,29 @@ def convert_to_gib(num_bytes: float) -> float:
 
 def format_bytes(num_bytes: float) -> str:
     """Return `15.00 GiB` for `16106127360`; small sizes in MiB, KiB or B."""
-    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+    return (
+        _format_scaled(num_bytes, ((GIB, "GiB", 2), (MIB, "MiB", 2), (1024, "KiB", 2)))
+        or f"{num_bytes:.0f} B"
+    )
+
+
+def _format_scaled(number: float, scales: Iterable[tuple[float, str, int]]) -> str | None:
+    """Return a number in the first scale that it reaches; None if it reaches none.
+
+    scales: (size, unit, digits after the point), the largest first.
+    """
+    for size, unit, digits in scales:
+        if abs(number) >= size:
+            return f"{number / size:.{digits}f} {unit}"
+    return None
 
 
 def format_count(number: float) -> str:
     """Return `8.03 B` for `8030261248`, `260.0 K` for `260032`."""
-    for size, unit, digits in ((1e12, "T", 2), (1e9, "B", 2), (1e6, "M", 1), (1e3, "K", 1)):
-        if abs(number) >= size:
-            return f"{number / size:.{digits}f} {unit}"
-    return f"{number:.0f}"
+    return (
+        _format_scaled(number, ((1e12, "T", 2), (1e9, "B", 2), (1e6, "M", 1), (1e3, "K", 1)))
+        or f"{number:.0f}"
+    )
 
 
 def format_seconds(seconds: float) -> str:
@@ -52,10 +63,7 @@ def format_duration(seconds: float) -> str:
     """Return what an operation takes: `2.84 s`, `12.4 ms`, `85.0 us`, from a minute on `1m15s`."""
     if abs(seconds) >= 60:
         return format_seconds(seconds)
-    for size, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.{digits}f} {unit}"
-    return f"{seconds * 1e6:.1f} us"
+    return _format_scaled(seconds, ((1.0, "s", 2), (1e-3, "ms", 1))) or f"{seconds * 1e6:.1f} us"
 
 
 class Bytes(int):

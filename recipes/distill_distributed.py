@@ -33,8 +33,8 @@ import torch
 from recipe_lib import training
 from recipe_lib.adapters import add_adapters, describe_adapters, init_adapters
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
+from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.config import parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, run_for_exit_code

@@ -13,7 +13,7 @@ VALUES: tuple[Any, ...] = (
 NAMES = ("x", "", "a" * 5000, "__class__")
 
 
-def changed(value: Any, draw: random.Random) -> Any:
+def change_files(value: Any, draw: random.Random) -> Any:
     """A copy with one change somewhere inside."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         name, kind = draw.choice(list(value)), draw.random()
@@ -21,12 +21,12 @@ def changed(value: Any, draw: random.Random) -> Any:
             return {key: inner for key, inner in value.items() if key != name}
         if kind < 0.16:
             return {**value, draw.choice(NAMES): draw.choice(VALUES)}
-        return {**value, name: changed(value[name], draw)}
+        return {**value, name: change_files(value[name], draw)}
     if isinstance(value, list) and value and draw.random() < 0.85:
         at, kind = draw.randrange(len(value)), draw.random()
         if kind < 0.15:
             return value[:at] + value[at + 1 :]
         if kind < 0.25:
             return value * draw.choice((2, 100))
-        return [*value[:at], changed(value[at], draw), *value[at + 1 :]]
+        return [*value[:at], change_files(value[at], draw), *value[at + 1 :]]
     return draw.choice(VALUES)

@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="planned_steps_of_one_rank",
-        path="recipe_lib/plan/simulated_world/sequence_lengths.py",
+        path="recipe_lib/plan/simulated_world/planned_data.py",
         old="per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks",
         new="per_step = cfg.batch_size * cfg.gradient_accumulation_steps",
         harm="a run on two ranks is planned with twice its steps, and so its hours",
@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         name="dora_lengths_of_a_part",
         path="recipe_lib/external/tensor_parallel.py",
-        old='return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()',
-        new="return found",
+        old='return norms if cut != 1 else all_reduce(norms.square(), "sum", group).sqrt()',
+        new="return norms",
         harm="several: DoRA on ranks that share matrices trains other weights than on one",
         tests=(
             "tests/recipes/test_external_tensor.py",
@@ -267,7 +267,7 @@ MUTATIONS = [
     # Models and what they compute.
     Mutation(
         name="documents_see_each_other",
-        path="recipe_lib/ops/capped_attention.py",
+        path="recipe_lib/ops/special_attention.py",
         old="reach = reach - torch.searchsorted(",
         new="reach = reach + 1 - torch.searchsorted(",
         harm="a packed document sees the last token of the one before it",
@@ -276,7 +276,7 @@ MUTATIONS = [
     Mutation(
         name="balance_of_own_tokens",
         path="recipe_lib/models/mixture.py",
-        old='shared = all_reduce(rows, "sum", self.balance.sequences)',
+        old='shared = rows if sequences is None else all_reduce(rows, "sum", sequences)',
         new="shared = rows",
         harm="several: ranks that share sequences balance experts by their own part of them",
         tests=("tests/parallel/test_context.py", "-k", "one_family_of_each_kind"),
@@ -340,9 +340,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="scores_of_one_rank",
-        path="recipe_lib/evaluation/results.py",
-        old="for rows in world.gather_json(own) for row in rows)",
-        new="for rows in [own] for row in rows)",
+        path="recipe_lib/evaluation/held_out.py",
+        old="for rows in world.gather_json(own_scores) for row in rows)",
+        new="for rows in [own_scores] for row in rows)",
         harm="several: tune eval on two ranks counts half of the samples",
         tests=(
             "tests/evaluation/test_eval.py",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+def mark_slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """Values for `parametrize`, of which those that are not kept are marked slow."""
     values = list(values)
     unknown = [value for value in kept if value not in values]
@@ -18,22 +18,22 @@ def slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     ]
 
 
-def slow_but(values: Iterable[Any], count: int) -> list[Any]:
+def mark_slow_but(values: Iterable[Any], count: int) -> list[Any]:
     """Values for `parametrize`, all marked slow but `count` of them, evenly spread."""
     values = list(values)
     kept = {round(place * (len(values) - 1) / max(1, count - 1)) for place in range(count)}
     return [
-        value if at in kept else pytest.param(*_arguments(value), marks=pytest.mark.slow)
+        value if at in kept else pytest.param(*_read_arguments(value), marks=pytest.mark.slow)
         for at, value in enumerate(values)
     ]
 
 
-def _arguments(value: Any) -> tuple[Any, ...]:
+def _read_arguments(value: Any) -> tuple[Any, ...]:
     """Return a value of one argument, or the values of several, as `pytest.param` takes them."""
     return value if isinstance(value, tuple) else (value,)
 
 
-def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+def select_cases(request: pytest.FixtureRequest, name: str) -> list[Any]:
     """Each value of a parameter in the tests of this file that are to run; for fixtures that make
     many things at once.
 

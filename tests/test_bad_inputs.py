@@ -12,7 +12,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
-from tests.selection import slow_but
+from tests.selection import mark_slow_but
 
 CASES = Path(__file__).parent / "bad_inputs"
 ROOT = CASES.parent.parent
@@ -32,7 +32,9 @@ def name_of(case: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", slow_but(sorted(path.parent for path in CASES.glob("*/*/command")), 80), ids=name_of
+    "case",
+    mark_slow_but(sorted(path.parent for path in CASES.glob("*/*/command")), 80),
+    ids=name_of,
 )
 def test_one_clean_line(
     case: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

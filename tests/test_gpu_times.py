@@ -15,7 +15,7 @@ from benchmarks import cpu_and_cuda, gpu_check, gpu_times
 from benchmarks.cpu_and_cuda import DIFFERS, EQUAL, NOT_RUN, ONE_SIDE, REFUSED, judge_row
 from benchmarks.gpu_plan_cases import PlanCase
 from benchmarks.gpu_times import NOW
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 
 pytestmark = [
     pytest.mark.benchmark,
@@ -73,7 +73,7 @@ class Part:
 
     def __init__(self, command: list[str], **options: Any) -> None:
         assert command[:3] == [sys.executable, "-m", "benchmarks.cpu_and_cuda"]
-        self.code = apart(cpu_and_cuda.main, command[3:])
+        self.code = call_in_fork(cpu_and_cuda.main, command[3:])
 
     def wait(self) -> int:
         """Return the exit code."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def _silently() -> Iterator[None]:
+def _import_silently() -> Iterator[None]:
     """torchao says at import at length what a CPU's build lacks."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -47,7 +47,7 @@ def convert(
     of two; ours, and by default these, are not. INT8 swaps modules, and leaves parameters what they
     are.
     """
-    with _silently():
+    with _import_silently():
         if kind == "int8":
             from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
             from torchao.quantization import quantize_
@@ -63,11 +63,11 @@ def convert(
         return convert_to_float8_training(model, config=rowwise, module_filter_fn=chosen)
 
 
-def rounded_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Codes of a matrix, rounded row by row, and what each row's codes are multiplied by, as
     torchao finds them.
     """
-    with _silently():
+    with _import_silently():
         from torchao.float8.config import ScalingGranularity
         from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
         from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
@@ -82,16 +82,16 @@ def rounded_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def low_bit_adamw() -> dict[int, Any]:
+def build_low_bit_adamw() -> dict[int, Any]:
     """Bits of the states -> class of the optimizer."""
-    with _silently():
+    with _import_silently():
         from torchao.optim import AdamW4bit, AdamW8bit
     return {8: AdamW8bit, 4: AdamW4bit}
 
 
-def low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
+def compute_low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
     """(functions that make codes, levels by bits and whether they are signed)."""
-    with _silently():
+    with _import_silently():
         from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
     levels = {
         (8, True): subclass_8bit.get_qmap_signed(),
@@ -102,18 +102,18 @@ def low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
     return quant_utils, levels
 
 
-def nf4_tensor() -> Any:
+def build_nf4_tensor() -> Any:
     """The class of NF4 tensors."""
-    with _silently():
+    with _import_silently():
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
     return NF4Tensor
 
 
-def mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def compute_mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP4 of a matrix `[o, i]`: bytes of two numbers each, `[o, i / 32, 16]`, and biased
     exponents `[o, i / 32]`.
     """
-    with _silently():
+    with _import_silently():
         from torchao.prototype.mx_formats.mx_tensor import to_mx
     rows, columns = matrix.shape
     scales, codes = to_mx(matrix.contiguous(), torch.float4_e2m1fn_x2, 32)
@@ -122,7 +122,7 @@ def mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def base_config(kind: str, group_size: int = 32) -> Any:
     """What an export in `kind` (int4, int8, fp8) is made by, as torchao's own pages write it."""
-    with _silently():
+    with _import_silently():
         from torchao.quantization import (
             Float8DynamicActivationFloat8WeightConfig,
             IntxWeightOnlyConfig,
@@ -138,7 +138,7 @@ def base_config(kind: str, group_size: int = 32) -> Any:
 
 def export_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
     """Quantizes the layers' linears, in place. fp8 takes a GPU that has it."""
-    with _silently():
+    with _import_silently():
         from torchao.quantization import quantize_
 
         quantize_(model, base_config(kind, group_size), is_plain_linear)
@@ -147,7 +147,7 @@ def export_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Modu
 
 def prepare_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
     """Lets torchao swap the layers' linears for its own fake-quantized ones, in place."""
-    with _silently():
+    with _import_silently():
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
@@ -155,9 +155,9 @@ def prepare_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Mod
     return model
 
 
-def fp8_rows(matrix: Tensor) -> Tensor:
+def compute_fp8_rows(matrix: Tensor) -> Tensor:
     """A matrix `[o, i]` as an export in fp8 has it, in its own type again."""
-    with _silently():
+    with _import_silently():
         from torchao.quantization import PerRow
         from torchao.quantization.quantize_.workflows import Float8Tensor
     return Float8Tensor.from_hp(matrix, torch.float8_e4m3fn, PerRow()).dequantize()

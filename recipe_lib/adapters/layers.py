@@ -34,8 +34,8 @@ from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
 from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import make_opaque_node
-from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
+from recipe_lib.ops.mlp import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 
 _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64 MiB in fp32
 

@@ -85,10 +85,11 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         return
     layers = [model.get_submodule(name) for name in list_layer_names(model)]
     for target, (owner, child) in LINEARS.items():
-        owners = []
-        for layer in layers:
-            if isinstance(dict(layer.named_modules()).get(f"{owner}.{child}"), nn.Linear):
-                owners.append(layer.get_submodule(owner))
+        owners = [
+            layer.get_submodule(owner)
+            for layer in layers
+            if isinstance(dict(layer.named_modules()).get(f"{owner}.{child}"), nn.Linear)
+        ]
         if target in cfg.target_modules and layers and not owners:
             has_experts = owner == "mlp" and _find_mixtures(layers)
             hint = "; experts are named by experts" if has_experts else ""

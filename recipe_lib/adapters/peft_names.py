@@ -131,13 +131,11 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
         target = get_target(module)
         if not target or module == name:
             continue
-        entry = entries.get(name)
-        if entry is None or target in MIXTURE_TARGETS:  # named after our module
-            part = MergedRows(module, target, 0, shape[0])
-            parts.setdefault(module, []).append(part)
-        else:
-            part = MergedRows(module, target, entry.start, shape[0])
-            parts.setdefault(entry.file_name.removesuffix(".weight"), []).append(part)
+        entry = None if target in MIXTURE_TARGETS else entries.get(name)
+        # Without an entry it is named after our module.
+        file_name = module if entry is None else entry.file_name.removesuffix(".weight")
+        part = MergedRows(module, target, 0 if entry is None else entry.start, shape[0])
+        parts.setdefault(file_name, []).append(part)
     modules: dict[str, FileModule] = {}
     for name, merged in parts.items():
         shape = shapes[f"{merged[0].module}.weight"]

@@ -163,14 +163,8 @@ class QuantizedLinear(nn.Module):
     def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `product`, called as `F.linear` is; weight is not looked at."""
         first, last = self.columns
-        storage = (
-            *self._get_local_storage(),
-            bias,
-            last - first,
-            self.dtype,
-            self._get_block_place(),
-        )
-        return multiply(hidden, *storage)
+        storage = self._get_local_storage()
+        return multiply(hidden, *storage, bias, last - first, self.dtype, self._get_block_place())
 
     def count_local_rows(self) -> int:
         """Return how many rows, or parts of them, lie on this rank.
@@ -405,8 +399,8 @@ def _multiply(
     place: Sequence[int],
 ) -> Tensor:
     """Return `hidden @ weight.T + bias`."""
-    weight = dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype)
-    return F.linear(hidden, weight, bias)
+    storage = (codes, scales, factors)
+    return F.linear(hidden, dequantize(*storage, columns, dtype, place).to(hidden.dtype), bias)
 
 
 def _multiply_gradient(
@@ -418,7 +412,8 @@ def _multiply_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    return gradient @ dequantize(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
+    storage = (codes, scales, factors)
+    return gradient @ dequantize(*storage, columns, dtype, place).to(gradient.dtype)
 
 
 def count_rows(codes: Tensor, scales: Tensor | None, columns: int) -> int:

@@ -184,9 +184,7 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
     if not is_resized:
         return
     # Of the adapter's tensors, the dimension that is the matrix's rows.
-    row_dims = {EMBEDDING_A: 1, LORA_B: 0}
-    if name != EMBEDDING_WEIGHT:
-        row_dims[MAGNITUDE] = 0
+    row_dims = {EMBEDDING_A: 1, LORA_B: 0} | ({} if name == EMBEDDING_WEIGHT else {MAGNITUDE: 0})
     for inner_name, adapter in list(owner.named_parameters()):
         if inner_name in row_dims:
             shape = list(adapter.shape)
@@ -242,7 +240,7 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
         for entry in base_tensors[name].entries:
             parts[entry.our_name] = (tensor, entry.start)
             if tensor.rows is not None:
-                token_rows[entry.our_name] = _find_token_rows(adapter, name) or ()
+                token_rows[entry.our_name] = _find_token_rows(adapter, name)
             if tensor.added is not None:
                 module = modules[name.removesuffix(".bias")]
                 scalings[entry.our_name] = config.compute_scaling(module)
@@ -352,16 +350,15 @@ def _find_misfit(
     for name in sorted(saved.keys() & base_tensors.keys()):
         tensor = saved[name]
         shape = base_tensors[name].shape
-        tokens = _find_token_rows(adapter, name) or ()
+        tokens = _find_token_rows(adapter, name)
         new_shape = shape
         if can_resize and name in VOCABULARY and tensor.copy is not None and tensor.copy[1].shape:
             new_shape = (tensor.copy[1].shape[0], *shape[1:])
-        expected_shapes = (
+        for part, expected_shape in (
             (tensor.copy, new_shape),
             (tensor.added, shape),
             (tensor.rows, (len(tokens), *shape[1:])),
-        )
-        for part, expected_shape in expected_shapes:
+        ):
             if part is not None and part[1].shape != expected_shape:
                 return (
                     f"{adapter.path}: {part[0]} has shape {list(part[1].shape)}, base and"
@@ -392,27 +389,25 @@ def _list_missing(
     base_tensors: Mapping[str, _BaseTensor],
 ) -> list[str]:
     """Return lines for tensors that the config promises, and for those that it does not name."""
-    faults = []
-    for name in sorted(base_tensors):
-        if saved.get(name, _NOTHING).copy is None and _is_listed(adapter, name):
-            faults.append(
-                f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}"
-            )
-            break  # one is enough: the others have the same cause
+    faults = [
+        f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}"
+        for name in sorted(base_tensors)
+        if saved.get(name, _NOTHING).copy is None and _is_listed(adapter, name)
+    ][:1]  # one is enough: the others have the same cause
     saved_rows = {
         name: tensor.rows[0] for name, tensor in sorted(saved.items()) if tensor.rows is not None
     }
-    for end, tokens in adapter.config.token_rows.items():
-        if tokens and not any(_is_named_by(name, end) for name in saved_rows):
-            faults.append(
-                f"{adapter.path}: has no trainable_tokens_delta of {end or EMBEDDING}; {_DOWNLOAD}"
-            )
-    for name, file_name in saved_rows.items():
-        if not _find_token_rows(adapter, name):
-            faults.append(
-                f"{adapter.config.path}: trainable_token_indices: names no tokens of {name}, which"
-                f" {file_name} has rows of; {_DOWNLOAD}"
-            )
+    faults += [
+        f"{adapter.path}: has no trainable_tokens_delta of {end or EMBEDDING}; {_DOWNLOAD}"
+        for end, tokens in adapter.config.token_rows.items()
+        if tokens and not any(_is_named_by(name, end) for name in saved_rows)
+    ]
+    faults += [
+        f"{adapter.config.path}: trainable_token_indices: names no tokens of {name}, which"
+        f" {file_name} has rows of; {_DOWNLOAD}"
+        for name, file_name in saved_rows.items()
+        if not _find_token_rows(adapter, name)
+    ]
     biased = {
         name.removesuffix(".bias") for name, tensor in saved.items() if tensor.added is not None
     }
@@ -449,17 +444,15 @@ def _is_named_by(name: str, end: str) -> bool:
     return module.endswith(get_extra_name(end)) if end else module in (EMBEDDING, HEAD)
 
 
-def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | None:
-    """Return the tokens whose rows of a weight are saved, or None.
+def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...]:
+    """Return the tokens whose rows of a weight are saved; empty for none.
 
     Those of a tied head are the embedding's unless it has its own.
     """
-    names = [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]
-    for row_name in names:
-        for end, tokens in adapter.config.token_rows.items():
-            if _is_named_by(row_name, end):
-                return tokens
-    return None
+    for end, tokens in adapter.config.token_rows.items():
+        if _is_named_by(name, end):
+            return tokens
+    return _find_token_rows(adapter, EMBEDDING_WEIGHT) if name == HEAD_WEIGHT else ()
 
 
 def _settle_vocabulary(
@@ -476,8 +469,7 @@ def _settle_vocabulary(
     head = saved.get(HEAD_WEIGHT, _NOTHING)
     is_tied = base.tied
     if is_tied and (head != _NOTHING or _is_listed(adapter, EMBEDDING_WEIGHT)):
-        is_listed = _is_listed(adapter, EMBEDDING_WEIGHT) or _is_listed(adapter, HEAD_WEIGHT)
-        is_listed = is_listed or head.rows is not None
+        is_listed = head.rows is not None or any(_is_listed(adapter, name) for name in VOCABULARY)
         is_same = _have_same_numbers(adapter, embedding, head)
         if not (is_listed or is_same or _NOTHING in (embedding, head)):
             raise CheckpointError(

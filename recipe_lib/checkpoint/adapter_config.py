@@ -1,7 +1,8 @@
 """Read and make PEFT's `adapter_config.json`.
 
 Every key of the file is one that is read, one that changes nothing of what an adapter computes, or
-one that is refused by name: none is dropped without a word.
+one that is refused by name: none is dropped without a word. Its regular expressions are matched as
+PEFT matches them.
 """
 
 import json
@@ -10,11 +11,11 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, list_spellings
-from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.safetensors_files import Header
 from recipe_lib.checkpoint.tensor_matching import list_extra_names
 from recipe_lib.config.local_files import check_adapter
@@ -22,6 +23,8 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import SCORE
 from recipe_lib.reading import describe_fault, read_json
+from recipe_lib.tokenizers.chat_template import Stopped, match_apart
+from recipe_lib.tokenizers.template_process import MEMORY, match_patterns
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -96,6 +99,48 @@ _UNKNOWN = (
 # checkpoint. Two of them PEFT repeats, to the bit, when it loads such an adapter.
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 _REPEATED = ("pissa", "olora")
+
+
+# Patterns are somebody else's, and some never come to an end, so all but plain names are matched in
+# the process that renders chat templates, which has bounded time and memory.
+
+MAX_PATTERN_CHARACTERS = 10_000  # of a pattern: those that tools write have some hundreds
+PATTERN_SECONDS = 10  # that all patterns of a config may take with all names of a file
+# A name, or the end of one: the time that it takes grows with its length alone.
+_PLAIN = re.compile(r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?")
+
+
+class PatternError(ValueError):
+    """A pattern that cannot be matched; str() ends a sentence about it."""
+
+
+@lru_cache(maxsize=256)  # a command reads an adapter's config several times
+def find_first_matches(
+    patterns: tuple[str, ...], names: tuple[str, ...], *, whole: bool = False
+) -> tuple[int | None, ...]:
+    """Return for each name the index of the first pattern that matches it, None without one.
+
+    whole: patterns match all of a name, as those of `target_modules`, not its end after a dot, as
+    those of `rank_pattern`. Raises PatternError for a pattern that is no regular
+    expression, is too long or does not end.
+    """
+    for pattern in patterns:
+        if len(pattern) > MAX_PATTERN_CHARACTERS:
+            raise PatternError(
+                f"has {len(pattern)} characters, expected {MAX_PATTERN_CHARACTERS} at most"
+            )
+    try:
+        if all(_PLAIN.fullmatch(pattern) for pattern in patterns):
+            answer = match_patterns(patterns, names, whole)
+        else:
+            answer = match_apart(patterns, names, whole, PATTERN_SECONDS)
+    except Stopped:
+        raise PatternError(
+            f"takes more than {PATTERN_SECONDS} s or {MEMORY >> 20} MiB to match"
+        ) from None
+    if isinstance(answer, str):
+        raise PatternError(answer)
+    return tuple(answer)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from recipe_lib.adapters.peft_names import (
     list_targets,
     split_name,
 )
-from recipe_lib.adapters.peft_patterns import PatternError, find_first_matches
 from recipe_lib.checkpoint.adapter_base_weights import (
     VOCABULARY,
     FileTensorName,
@@ -43,7 +42,9 @@ from recipe_lib.checkpoint.adapter_config import (
     PATTERN_REMEDY,
     TENSOR_FILE,
     AdapterConfig,
+    PatternError,
     compute_scaling,
+    find_first_matches,
     list_saved_names,
     read_adapter_config,
 )
@@ -247,11 +248,11 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
         )
     linears = [module for module in adapter.list_modules(saved.spec) if not module.experts]
     faults.append(_find_unselected_fault(adapter, linears))
-    for name in sorted(adapter.tensors.keys() - unknown_names):
-        module_fault = _find_module_fault(adapter, known_modules[name])
-        if module_fault is not None:
-            faults.append(module_fault)
-            break  # one is enough: the others have the same cause
+    module_faults = (
+        _find_module_fault(adapter, known_modules[name])
+        for name in sorted(adapter.tensors.keys() - unknown_names)
+    )
+    faults.append(next(filter(None, module_faults), None))  # the others have the same cause
     raise_faults(CheckpointError, faults)
     return saved
 
@@ -359,11 +360,12 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
 
 def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
     config = adapter.config
-    changes = []
-    if config.dora != cfg.dora:
-        changes.append(f"lora.dora={str(config.dora).lower()}")
-    if config.rslora != cfg.rslora:
-        changes.append(f"lora.rslora={str(config.rslora).lower()}")
+    flags = {"dora": (config.dora, cfg.dora), "rslora": (config.rslora, cfg.rslora)}
+    changes = [
+        f"lora.{key}={str(flag).lower()}"
+        for key, (flag, cfg_flag) in flags.items()
+        if flag != cfg_flag
+    ]
     if not changes:
         return None
     kind = ("DoRA" if config.dora else "LoRA") + (" scaled by rsLoRA" if config.rslora else "")
@@ -473,10 +475,8 @@ def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> 
     ranks = []
     for module in adapter.list_modules(spec):
         num_targets = sum(is_target(part, cfg) for part in module.parts)
-        if is_stacked(adapter, module, parts=num_targets, rank=cfg.rank):
-            ranks.append(cfg.rank)
-        else:
-            ranks.append(adapter.config.get_rank(module))
+        is_stack = is_stacked(adapter, module, parts=num_targets, rank=cfg.rank)
+        ranks.append(cfg.rank if is_stack else adapter.config.get_rank(module))
     rank = max(ranks)
     usual = find_usual_scaling(adapter, spec)
     expected = compute_scaling(cfg.alpha, cfg.rank, cfg.rslora)

@@ -5,11 +5,10 @@ its own. What is merged is what was trained: the base in the type of the run and
 in 4 or 8 bits, with the numbers that these stand for.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,28 +37,20 @@ from recipe_lib.checkpoint.adapter_files import (
 )
 from recipe_lib.checkpoint.model_export import (
     SideFiles,
-    TensorPieces,
     export_config,
     export_model,
-    find_padding,
-    list_model_files,
-    make_extra_metadata,
-    plan_shards,
-    stage_folder,
+    write_model,
 )
 from recipe_lib.checkpoint.rank_groups import (
     RankGroup,
     SingleRank,
-    check_shared,
     run_on_all_ranks,
     run_on_rank_0,
 )
 from recipe_lib.checkpoint.safetensors_files import (
     DTYPES,
-    FileTensor,
     PlannedTensor,
     Reader,
-    write_tensor_file,
 )
 from recipe_lib.checkpoint.tensor_matching import check_weights, log_left_out, read_headers
 from recipe_lib.checkpoint.weight_loading import load_weights, make_unknown_extras_error
@@ -68,7 +59,7 @@ from recipe_lib.models import build_meta, read_config, read_trained_spec
 from recipe_lib.models.families import build_scored_spec
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, build_weight_map, compute_parameter_shapes
+from recipe_lib.models.weight_names import build_weight_map, compute_parameter_shapes
 from recipe_lib.ops.fused_kernels import cut_rows
 from recipe_lib.units import GIB
 
@@ -180,13 +171,13 @@ def merge_adapter(
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
-    file_dtype = out_dtype or dtype
     adapter, spec, saved = run_on_all_ranks(
         ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
     if ranks.rank == 0:
         log_left_out(spec, base_folder, what="export")
-    tokenizer_folder = tokenizer_folder or base_folder
+    file_dtype = out_dtype or dtype
+    side_files = SideFiles(tokenizer_folder or base_folder, chat_template, stop_ids, card)
     if isinstance(spec, ExternalSpec):
         merge = partial(
             _merge_external,
@@ -198,29 +189,18 @@ def merge_adapter(
             quantize=quantize,
             dtype=dtype,
             file_dtype=file_dtype,
-            tokenizer_folder=tokenizer_folder,
-            chat_template=chat_template,
-            stop_ids=stop_ids,
+            side_files=side_files,
             max_shard_bytes=max_shard_bytes,
-            card=card,
         )
         run_on_rank_0(ranks, merge)
         return
-    assert isinstance(saved.spec, DecoderSpec)
-    # Embedding and head differ as soon as one of them has an adapter.
-    is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
-    merged_spec = replace(saved.spec, tied=is_tied)
-    parameters = _plan_parameters(merged_spec, adapter, file_dtype)
-    shards = plan_shards(
-        merged_spec, parameters, max_shard_bytes=max_shard_bytes, extras=adapter.extras
-    )
-    tensors = read_headers(base_folder)
+    merged_spec = _build_merged_spec(adapter, saved)
     weights = _MergedWeights(
-        spec=merged_spec,
-        adapter=adapter,
-        saved=saved,
-        tensors=tensors,
-        entries={entry.our_name: entry for entry in build_weight_map(spec, tensors)},
+        merged_spec,
+        adapter,
+        saved,
+        base=spec,
+        base_folder=base_folder,
         quantize=quantize,
         dtype=dtype,
         file_dtype=file_dtype,
@@ -229,38 +209,27 @@ def merge_adapter(
     config = export_config(source_config, merged_spec, file_dtype)
     if merged_spec.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
         config["vocab_size"] = merged_spec.vocab_size
-    side_files = SideFiles(
-        tokenizer_folder,
-        chat_template=chat_template,
-        stop_ids=stop_ids,
-        card=card,
-        pad_id=find_padding(config),
-    )
-    staging = stage_folder(
+    write_model(
         out,
-        shards=shards,
-        contents=list_model_files(shards, config),
+        merged_spec,
+        _plan_parameters(merged_spec, adapter, file_dtype),
+        read=weights.read,
+        # A score head is of the merged model's own family, no extra parameter of it.
+        extras=[name for name in adapter.extras if name != SCORE],
+        config=config,
         side_files=side_files,
+        max_shard_bytes=max_shard_bytes,
         world=ranks,
+        reads_alone=True,
     )
-    with staging as temporary:
 
-        def write() -> None:
-            check_shared(temporary)
-            pieces = TensorPieces(
-                merged_spec, read=weights.read, parameters=parameters, extras=adapter.extras
-            )
-            for name in sorted(shards)[ranks.rank :: ranks.size]:
-                # A score head is of the merged model's own family, no extra parameter of it.
-                extras = {tensor.name for tensor in shards[name]} & adapter.extras.keys() - {SCORE}
-                write_tensor_file(
-                    temporary / name,
-                    shards[name],
-                    pieces=pieces.read_all(shards[name]),
-                    metadata={"format": "pt"} | make_extra_metadata(extras),
-                )
 
-        run_on_all_ranks(ranks, write)
+def _build_merged_spec(adapter: AdapterFile, saved: SavedWeights) -> DecoderSpec:
+    """Return the spec of a merged model. saved: the base's weights that the adapter has."""
+    assert isinstance(saved.spec, DecoderSpec)
+    # Embedding and head differ as soon as one of them has an adapter.
+    is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
+    return replace(saved.spec, tied=is_tied)
 
 
 def _plan_parameters(
@@ -306,25 +275,26 @@ class _MergedWeights:
 
     def __init__(
         self,
-        *,
         spec: DecoderSpec,
         adapter: AdapterFile,
         saved: SavedWeights,
-        tensors: Mapping[str, FileTensor],
-        entries: Mapping[str, WeightEntry],
+        *,
+        base: ModelSpec,
+        base_folder: Path,
         quantize: str,
         dtype: torch.dtype,
         file_dtype: torch.dtype,
     ) -> None:
         """Keep the files of the base and of the adapter, of which nothing is read yet.
 
-        spec: of the merged model. saved: the base's weights that the adapter has. tensors, entries:
-        of the base's files. quantize, dtype: how the run kept the base. file_dtype: of the pieces.
+        spec: of the merged model. saved: the base's weights that the adapter has. quantize, dtype:
+        how the run kept the base. file_dtype: of the pieces.
         """
         self._adapter = adapter
         self._saved = saved
-        self._tensors = tensors
-        self._entries = entries
+        self._tensors = read_headers(base_folder)
+        entries = build_weight_map(base, self._tensors)
+        self._entries = {entry.our_name: entry for entry in entries}
         self._quantize = quantize
         self._dtype = dtype
         self._file_dtype = file_dtype
@@ -420,14 +390,15 @@ def _merge_external(
     quantize: str,
     dtype: torch.dtype,
     file_dtype: torch.dtype,
-    **export_options: Any,
+    side_files: SideFiles,
+    max_shard_bytes: int,
 ) -> None:
     """Write the folder `out` for a model of another library, on one rank.
 
     The model is in host memory meanwhile.
 
     saved: the base's weights that the adapter has. quantize, dtype: how the run that trained the
-    adapter kept the base. file_dtype: of what is written. export_options: as for `export_model`.
+    adapter kept the base. file_dtype: of what is written. max_shard_bytes: as for `export_model`.
     Raises StorageError or CheckpointError; then `out` is as it was.
     """
     if adapter.extras:
@@ -456,7 +427,15 @@ def _merge_external(
                 merged = _merge_matrix(weight.t() if is_transposed else weight, update)
                 weight = merged.t().contiguous() if is_transposed else merged
         parameter.data = weight.to(file_dtype) if weight.is_floating_point() else weight
-    export_model(model, spec, read_config(base_folder), out, world=SingleRank(), **export_options)
+    export_model(
+        model,
+        spec,
+        read_config(base_folder),
+        out,
+        max_shard_bytes=max_shard_bytes,
+        world=SingleRank(),
+        **vars(side_files),
+    )
 
 
 def _merge_matrix(weight: Tensor, update: Update) -> Tensor:

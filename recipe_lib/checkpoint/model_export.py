@@ -18,19 +18,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
-from recipe_lib.checkpoint.model_card import CARD
 from recipe_lib.checkpoint.model_folders import INDEX, SINGLE
 from recipe_lib.checkpoint.rank_groups import (
     Holders,
     RankGroup,
+    check_shared,
     find_holders,
+    run_on_all_ranks,
     run_on_rank_0,
     write_gathered,
 )
 from recipe_lib.checkpoint.run_files import publish
-from recipe_lib.checkpoint.safetensors_files import DTYPE_NAMES, DTYPES, PlannedTensor
+from recipe_lib.checkpoint.safetensors_files import (
+    DTYPE_NAMES,
+    DTYPES,
+    PlannedTensor,
+    write_tensor_file,
+)
+from recipe_lib.checkpoint.side_files import CARD, copy_tokenizer, list_tokenizer_files
 from recipe_lib.checkpoint.tensor_matching import EXTRA, compute_file_shapes
-from recipe_lib.checkpoint.tokenizer_export import copy_tokenizer, list_tokenizer_files
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.config_spelling import spell_native
@@ -100,39 +106,66 @@ def export_model(
     extras = [name for name in planned if name not in family_names]
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(extras)}")
-    shards = plan_shards(spec, planned, max_shard_bytes=max_shard_bytes, extras=extras)
-
-    pieces = TensorPieces(
+    write_model(
+        out,
         spec,
+        planned,
         read=partial(stream_parameter, model, parameters, holders),
-        parameters=planned,
         extras=extras,
+        config=export_config(source_config, spec, next(model.parameters()).dtype),
+        side_files=SideFiles(tokenizer_folder, chat_template, stop_ids, card),
+        max_shard_bytes=max_shard_bytes,
+        world=world,
     )
-    config = export_config(source_config, spec, next(model.parameters()).dtype)
-    side_files = SideFiles(
-        tokenizer_folder,
-        chat_template=chat_template,
-        stop_ids=stop_ids,
-        card=card,
-        pad_id=find_padding(config),
-    )
+
+
+def write_model(
+    out: Path,
+    spec: ModelSpec,
+    parameters: Mapping[str, PlannedTensor],
+    *,
+    read: Callable[[str], Iterator[torch.Tensor]],
+    extras: Collection[str],
+    config: dict[str, Any],
+    side_files: "SideFiles",
+    max_shard_bytes: int,
+    world: RankGroup,
+    reads_alone: bool = False,
+) -> None:
+    """Write the folder `out` of a model whose parameters are planned. Collective.
+
+    read, parameters: see `TensorPieces`. extras: the parameters that the model's family does not
+    have. config: for config.json. reads_alone: `read` is no collective, so that each rank writes
+    files of its own, to a disk that all ranks share.
+    """
+    shards = plan_shards(spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras)
+    pieces = TensorPieces(spec, read=read, parameters=parameters, extras=extras)
     staging = stage_folder(
         out,
         shards=shards,
         contents=list_model_files(shards, config),
         side_files=side_files,
+        pad_id=_find_padding(config),
         world=world,
     )
     with staging as temporary:
-        for name, tensors in shards.items():
-            extras_here = {tensor.name for tensor in tensors} & set(extras)
-            write_gathered(
-                temporary / name,
-                tensors,
-                pieces=pieces.read_all(tensors),
-                metadata={"format": "pt"} | make_extra_metadata(extras_here),
-                world=world,
-            )
+
+        def write_files(names: Iterable[str], write: Callable[..., Any]) -> None:
+            for name in names:
+                extra_names = {tensor.name for tensor in shards[name]} & set(extras)
+                write(
+                    temporary / name,
+                    shards[name],
+                    pieces=pieces.read_all(shards[name]),
+                    metadata={"format": "pt"} | make_extra_metadata(extra_names),
+                )
+
+        if reads_alone:
+            run_on_all_ranks(world, lambda: check_shared(temporary))
+            own_names = list(shards)[world.rank :: world.size]
+            run_on_all_ranks(world, lambda: write_files(own_names, write_tensor_file))
+        else:
+            write_files(shards, partial(write_gathered, world=world))
 
 
 def describe_extra_fault(names: Collection[str]) -> str:
@@ -170,15 +203,11 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
 
     def require() -> None:
         folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-        leftover_bytes = 0
-        if folder == out.parent:
-            # What a killed export left is removed before the next one is written.
-            leftover_bytes = sum(
-                map(files.count_folder_bytes, files.list_leftovers(folder, out.name))
-            )
+        # What a killed export left is removed before the next one is written.
+        leftovers = files.list_leftovers(folder, out.name) if folder == out.parent else []
         files.require_space(
             folder,
-            num_bytes - leftover_bytes,
+            num_bytes - sum(map(files.count_folder_bytes, leftovers)),
             f"the model at the end of the run{_describe_second_copy(out)}",
         )
 
@@ -339,10 +368,8 @@ class SideFiles:
     chat_template: str | Path | None = None
     # Ids that end an answer, for generation_config.json.
     stop_ids: Collection[int] = ()
-    # Text of README.md.
+    # Text of README.md, if it has one.
     card: str | None = None
-    # Of a model with a score head, the id that its config.json takes for padding.
-    pad_id: int | None = None
 
 
 @contextmanager
@@ -353,13 +380,15 @@ def stage_folder(
     contents: Mapping[str, Any],
     side_files: SideFiles,
     world: RankGroup,
+    pad_id: int | None = None,
 ) -> Iterator[Path]:
     """Yield a temporary folder for the tensor files, which then becomes `out`. Collective.
 
     Rank 0 adds the other files when the caller is done. After an error the temporary folder is
     gone, and `out` is as it was.
 
-    contents: JSON files by name, and what they hold.
+    contents: JSON files by name, and what they hold. pad_id: of a model with a score head, the id
+    that its config.json takes for padding.
     """
     tokenizer_paths = list_tokenizer_files(side_files.tokenizer_folder)
     temporary = Path(run_on_rank_0(world, lambda: _begin_folder(out, shards, tokenizer_paths)))
@@ -372,7 +401,7 @@ def stage_folder(
             tokenizer_paths,
             chat_template=side_files.chat_template,
             stop_ids=side_files.stop_ids,
-            pad_id=side_files.pad_id,
+            pad_id=pad_id,
         )
         if side_files.card is not None:
             files.write_bytes(temporary / CARD, side_files.card.encode())
@@ -462,7 +491,7 @@ def export_config(
     return spell_config(config, spec)
 
 
-def find_padding(config: Mapping[str, Any]) -> int | None:
+def _find_padding(config: Mapping[str, Any]) -> int | None:
     """Return the padding id in the config.json of a model with a score head; None for others."""
     is_scored = any(
         name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()

@@ -33,7 +33,9 @@ from recipe_lib.errors import CheckpointError
 # Given an optimizer's state on the device, returns memory without values where it waits instead.
 PlaceState = Callable[[torch.Tensor], torch.Tensor] | None
 
-MODEL, OPTIMIZER = "model", "optimizer"  # first parts of the names of saved tensors
+# First parts of the names of saved tensors.
+MODEL = "model"
+OPTIMIZER = "optimizer"
 # How a step is computed belongs to the machine it runs on, not to the state.
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
 
@@ -79,10 +81,9 @@ def _map_parameter_names(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise ValueError("the optimizer holds a tensor that is no parameter of the model")
+    optimized = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    if any(parameter not in names for parameter in optimized):
+        raise ValueError("the optimizer holds a tensor that is no parameter of the model")
     return names
 
 
@@ -120,9 +121,8 @@ def gather_optimizer_settings(
     parts = holders.gather(run_on_all_ranks(world, lambda: _list_settings(model, optimizer)), world)
     if not holders.is_divided:
         return parts[0]
-    states: dict[str, dict[str, Any]] = {}
-    for part in reversed(parts):  # of a parameter that two of them have, the first one's counts
-        states |= part["states"]
+    # Of a parameter that two of them have, the first one's counts.
+    states = dict(chain.from_iterable(part["states"].items() for part in reversed(parts)))
     groups = []
     for groups_at_place in zip_longest(*(part["groups"] for part in parts)):
         same_groups = [group for group in groups_at_place if group is not None]
@@ -374,11 +374,8 @@ def hash_frozen_parameters(
     for leader, sums in zip(holders.leaders, sums_by_rank, strict=True):
         for name, number in zip(frozen_names[leader], sums, strict=True):
             totals[name] = (totals[name] + number) % 2**64
-    types: dict[str, str] = {}
-    for group_types in holders.gather(
-        {name: str(parameters[name].dtype) for name in names_here}, world
-    ):
-        types |= group_types
+    types_here = [(name, str(parameters[name].dtype)) for name in names_here]
+    types = dict(chain.from_iterable(holders.gather(types_here, world)))
     text = " ".join(f"{name}:{types[name]}:{total}" for name, total in totals.items())
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -76,12 +76,7 @@ def run_on_all_ranks(world: RankGroup, action: Callable[[], Result]) -> Result:
     `action` must hold no collective: a rank that fails in it would leave the others waiting. A user
     error on any rank, or a disk that refuses (StorageError), is raised on all of them.
     """
-
-    def run_action() -> Result:
-        with report_storage_faults():
-            return action()
-
-    return world.agree(run_action)
+    return world.agree(report_storage_faults()(action))
 
 
 def run_on_rank_0(world: RankGroup, action: Callable[[], Any]) -> Any:
@@ -136,7 +131,10 @@ def check_shared(folder: Path) -> None:
         )
 
 
-TRAINED, FROZEN, BUFFER = "trained", "frozen", "buffer"  # kinds of what a model holds
+# Kinds of what a model holds.
+TRAINED = "trained"
+FROZEN = "frozen"
+BUFFER = "buffer"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Value = TypeVar("Value")
 
@@ -237,22 +235,18 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     if len(set(leaders)) == 1:
         return Holders(world.rank, leaders, first=dict.fromkeys(kinds_here, 0), kinds=kinds_here)
     parts = world.gather_json(part_here if world.rank == leaders[world.rank] else None)
-    first: dict[str, int] = {}
-    kinds: dict[str, str] = {}
-    sort_keys: dict[str, tuple[int, int, int]] = {}
+    # Name -> key to sort by, first rank that has it, kind.
+    places: dict[str, tuple[tuple[int, int, int], int, str]] = {}
     for rank, part in enumerate(parts):
-        part_keys = _find_sort_keys([name for name, _ in part or []])
-        for (name, kind), sort_key in zip(part or [], part_keys, strict=True):
-            if name not in first:
-                first[name] = rank
-                kinds[name] = kind
-                sort_keys[name] = sort_key
-    order = sorted(first, key=lambda name: sort_keys[name])
+        sort_keys = _find_sort_keys([name for name, _ in part or []])
+        for (name, kind), sort_key in zip(part or [], sort_keys, strict=True):
+            places.setdefault(name, (sort_key, rank, kind))
+    in_order = sorted(places.items(), key=lambda place: place[1][0])
     return Holders(
         rank=world.rank,
         leaders=leaders,
-        first={name: first[name] for name in order},
-        kinds={name: kinds[name] for name in order},
+        first={name: rank for name, (_, rank, _) in in_order},
+        kinds={name: kind for name, (_, _, kind) in in_order},
     )
 
 
@@ -264,11 +258,9 @@ def _find_sort_keys(names: list[str]) -> list[tuple[int, int, int]]:
     sort_keys: list[tuple[int, int, int]] = []
     for at, name in enumerate(names):
         layer = _LAYER.search(name)
-        if layer:
-            sort_keys.append((1, int(layer[1]), at))
-        else:
-            is_after_layers = bool(sort_keys) and sort_keys[-1][0] > 0
-            sort_keys.append((2 if is_after_layers else 0, 0, at))
+        is_after_layers = bool(sort_keys) and sort_keys[-1][0] > 0
+        outer_key = (2 if is_after_layers else 0, 0, at)
+        sort_keys.append((1, int(layer[1]), at) if layer else outer_key)
     return sort_keys
 
 

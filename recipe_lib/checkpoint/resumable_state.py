@@ -85,7 +85,6 @@ from recipe_lib.checkpoint.safetensors_files import (
 )
 from recipe_lib.config.local_files import describe_damaged_state
 from recipe_lib.errors import CheckpointError
-from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
 from recipe_lib.models.language_model import get_runs, list_local_parts, restore_file_order
 from recipe_lib.reading import parse_json
@@ -117,26 +116,23 @@ def save_state(
     holders = find_holders(model, world)
     # Before the optimizer's: FSDP frees gathered parameters in it.
     tensors = list_model_tensors(model, holders)
+    optimizer_settings = None
     if optimizer is not None:
         tensors |= run_on_all_ranks(world, lambda: list_optimizer_tensors(model, optimizer))
+        optimizer_settings = gather_optimizer_settings(model, optimizer, world, holders)
     tensors = {
         full_name: tensor
         for full_name, tensor in tensors.items()
         if holders.is_ours(get_parameter_name(full_name))
     }
-    optimizer_settings = None
-    if optimizer is not None:
-        optimizer_settings = gather_optimizer_settings(model, optimizer, world, holders)
     settings: dict[str, Any] = {
         "extra": extra,
         "optimizer": optimizer_settings,
         "adapters": gather_adapter_use(model, world, holders),
         "frozen": hash_frozen_parameters(model, world, holders),
         # The order of the rows of fused matrices, which depends on the tensor parallel size.
-        "runs": {},
+        "runs": dict(chain.from_iterable(map(dict.items, world.gather_json(get_runs(model))))),
     }
-    for rank_runs in world.gather_json(get_runs(model)):
-        settings["runs"] |= rank_runs
     shard = _plan_shard(tensors, world)
     num_bytes = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned)))
     num_bytes += MIB * (world.size + 1)  # headers, generators, state.json, manifest
@@ -144,7 +140,7 @@ def save_state(
     temporary = root / names["temporary"]
     final = root / names["final"]
 
-    def publish(records: list[FileRecord]) -> None:
+    def publish(records: list[files.FileRecord]) -> None:
         records.append(files.write_json(temporary / STATE, settings))
         # Last: a folder without a manifest was never finished.
         write_manifest(
@@ -152,7 +148,7 @@ def save_state(
             step=step,
             sequence=names["sequence"],
             world_size=world.size,
-            files=records,
+            records=records,
         )
         files.publish_folder(temporary, final)
 
@@ -164,7 +160,7 @@ def save_state(
                 run_on_all_ranks(world, lambda: save_rng(temporary, world.rank, world.device))
             )
         gathered = world.gather_json([asdict(record) for record in records])
-        all_records = [FileRecord(**fields) for fields in chain.from_iterable(gathered)]
+        all_records = [files.FileRecord(**fields) for fields in chain.from_iterable(gathered)]
         run_on_rank_0(world, lambda: publish(all_records))
     except BaseException:
         if world.rank == 0:
@@ -241,7 +237,7 @@ def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
     return _Shard(planned, sharding, (planner.resolve_data(item) for item in items))
 
 
-def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[FileRecord]:
+def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[files.FileRecord]:
     """Write this rank's tensor file and flush it; a rank with nothing to write has none."""
     if not shard.planned:
         return []
@@ -533,7 +529,7 @@ def _get_rng_file_name(rank: int) -> str:
     return f"rng-{rank + 1:05d}.safetensors"
 
 
-def save_rng(folder: Path, rank: int, device: torch.device) -> FileRecord:
+def save_rng(folder: Path, rank: int, device: torch.device) -> files.FileRecord:
     """Write the states of this rank's generators, uint8: the host's, and that of its device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":

@@ -20,6 +20,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.files import FileRecord, compute_sha256, is_plain_name, write_json
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import describe_fault, open_regular, read_json, read_object
 from recipe_lib.report.phases import phase
@@ -59,13 +59,13 @@ class Manifest:
     sequence: int
     # Ranks that saved it.
     world_size: int
-    files: tuple[FileRecord, ...]
+    files: tuple[files.FileRecord, ...]
     # Of torch and Python, for people.
     versions: dict[str, str]
 
 
 def write_manifest(
-    folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]
+    folder: Path, step: int, sequence: int, world_size: int, records: Sequence[files.FileRecord]
 ) -> None:
     """Write the manifest into a folder whose files are already flushed."""
     fields: dict[str, Any] = {
@@ -74,9 +74,9 @@ def write_manifest(
         "sequence": sequence,
         "world_size": world_size,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "files": [asdict(record) for record in sorted(files, key=lambda record: record.name)],
+        "files": [asdict(record) for record in sorted(records, key=lambda record: record.name)],
     }
-    write_json(folder / MANIFEST, fields | {_SEAL: _compute_seal(fields)})
+    files.write_json(folder / MANIFEST, fields | {_SEAL: _compute_seal(fields)})
 
 
 def _compute_seal(fields: dict[str, Any]) -> str:
@@ -116,7 +116,8 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
             sequence=fields["sequence"],
             world_size=fields["world_size"],
             files=tuple(
-                FileRecord(file["name"], file["size"], file["sha256"]) for file in fields["files"]
+                files.FileRecord(file["name"], file["size"], file["sha256"])
+                for file in fields["files"]
             ),
             versions=fields["versions"],
         )
@@ -128,7 +129,7 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
         raise DamagedState(f"{MANIFEST} holds an invalid count")
     for record in manifest.files:
         # A state may come from elsewhere: no name in it may lead out of its folder.
-        if not is_plain_name(record.name):
+        if not files.is_plain_name(record.name):
             raise DamagedState(
                 f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name"
             )
@@ -163,7 +164,7 @@ def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -
     with phase(f"checking {folder.name}", num_bytes, "bytes") as progress:
         for record in records:
             try:
-                sha256 = compute_sha256(folder / record.name)
+                sha256 = files.compute_sha256(folder / record.name)
             except OSError as error:
                 return f"{record.name} cannot be read: {error.strerror}"
             if sha256 != record.sha256:
@@ -259,9 +260,8 @@ def find_unlisted_file(folder: Path, listings: list[Listing]) -> Path | None:
     if folder.is_symlink() or not folder.is_dir():
         return folder if folder.is_symlink() or folder.exists() else None
     for path in sorted(folder.iterdir()):
-        if path.is_symlink() or not path.is_file():
-            return path
-        if not any(is_as_listed(path, listing) for listing in listings):
+        is_plain = path.is_file() and not path.is_symlink()
+        if not (is_plain and any(is_as_listed(path, listing) for listing in listings)):
             return path
     return None
 
@@ -311,10 +311,12 @@ def find_unrecorded_in_state(state: Path) -> Path | None:
         names = {record.name for record in read_manifest(state).files} | {MANIFEST}
     except DamagedState:
         names = {path.name for path in state.iterdir() if _STATE_FILE.fullmatch(path.name)}
-    for path in sorted(state.iterdir()):
-        if path.name not in names or path.is_symlink() or not path.is_file():
-            return path
-    return None
+    unrecorded = (
+        path
+        for path in sorted(state.iterdir())
+        if path.name not in names or path.is_symlink() or not path.is_file()
+    )
+    return next(unrecorded, None)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -389,10 +391,8 @@ def list_readable_states(root: Path) -> list[tuple[Path, Manifest]]:
     """Return the folders of states with a readable manifest, newest first, and the manifests."""
     states = []
     for path in list_state_folders(root):
-        try:
+        with suppress(DamagedState):
             states.append((path, read_manifest(path)))
-        except DamagedState:
-            continue
     return sorted(states, key=lambda item: item[1].sequence, reverse=True)
 
 
@@ -414,15 +414,13 @@ def prune_states(root: Path, keep: int) -> None:
     """Remove the states older than the newest `keep`."""
     num_whole = 0
     for path, _ in list_readable_states(root):
-        try:
-            if num_whole >= keep:
-                _remove_state(path)
-            else:
-                # A state that lacks a file does not count, so that one to resume from is left.
-                check_presence(path)
-                num_whole += 1
-        except DamagedState:
+        if num_whole >= keep:
+            _remove_state(path)
             continue
+        # A state that lacks a file does not count, so that one to resume from is left.
+        with suppress(DamagedState):
+            check_presence(path)
+            num_whole += 1
 
 
 def _remove_state(path: Path) -> None:
@@ -464,8 +462,7 @@ def read_best_name(state: Path) -> str | None:
     None if the run kept none, or the state is damaged.
     """
     try:
-        record = read_state_json(state)["extra"].get(BEST_RECORD) or {}
-        name = record.get("folder")
+        name = (read_state_json(state)["extra"].get(BEST_RECORD) or {}).get("folder")
     except (CheckpointError, KeyError, TypeError, AttributeError):
         return None
     return name if isinstance(name, str) and STATE_NAME.fullmatch(name) else None

@@ -443,11 +443,10 @@ def describe_foreign_tensors(
             f"{folder}: {name_first(missing_names, 'is', 'are')} missing; download the folder"
             f" again{remedy}"
         )
-    for remedy, names in names_by_remedy.items():
-        lines.append(
-            f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{remedy}"
-        )
-    return lines
+    return lines + [
+        f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{remedy}"
+        for remedy, names in names_by_remedy.items()
+    ]
 
 
 def _describe_foreign(spec: ModelSpec, name: str) -> str:
@@ -470,10 +469,9 @@ def find_quantized_fault(
     blocks = sorted(name for name in types if name.endswith(_BLOCKS))
     mistyped = [name for name in blocks if types[name] != _MXFP4]
     if mistyped:
-        named = name_first(mistyped, "has", "have")
         return (
-            f"{folder}: {named} the name of MXFP4 blocks and type {types[mistyped[0]]}, expected"
-            f" U8; {_ORIGINAL}"
+            f"{folder}: {name_first(mistyped, 'has', 'have')} the name of MXFP4 blocks and type"
+            f" {types[mistyped[0]]}, expected U8; {_ORIGINAL}"
         )
     if blocks and not spec.codes.mxfp4:
         return _describe_undeclared(
@@ -489,10 +487,9 @@ def find_quantized_fault(
             expected="quant_method fp8 and weight_block_size",
         )
     if unscaled and spec.codes.fp8_block is not None:
-        named = name_first(unscaled, "has", "have")
         return (
-            f"{folder}: {named} FP8 numbers without scales, expected {unscaled[0]}_scale_inv;"
-            f" {_ORIGINAL}"
+            f"{folder}: {name_first(unscaled, 'has', 'have')} FP8 numbers without scales, expected"
+            f" {unscaled[0]}_scale_inv; {_ORIGINAL}"
         )
     return None
 

@@ -258,10 +258,9 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> No
     # Only now, since each answer that is read waits for the device.
     bad_names = [name for name, good in is_finite.items() if not good]
     if bad_names:
-        named = name_first(bad_names, "holds", "hold")
         raise CheckpointError(
-            f"{where}: {named} NaN or infinite numbers; take an earlier state of its training, or"
-            " download it again"
+            f"{where}: {name_first(bad_names, 'holds', 'hold')} NaN or infinite numbers; take an"
+            " earlier state of its training, or download it again"
         )
 
 

@@ -284,7 +284,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     faults = [finding for finding in inspection.findings if finding.name not in arguments.allow]
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in inspection.findings]
-        print(json.dumps(inspection.numbers | {"findings": findings}))
+        print(json.dumps(inspection.counts | {"findings": findings}))
     else:
         held_out = validation.report if validation is not None else None
         print_report(inspection, format_report_lines(dataset.report, held_out, faults=False))
@@ -299,7 +299,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
 
 def print_report(inspection: Any, lines: list[str]) -> None:
     """Print the counts of an inspection in words. lines: on what was read, printed first."""
-    numbers = inspection.numbers
+    numbers = inspection.counts
     for line in lines:
         print_wrapped(escape_invisible(line))
     if numbers["sequences"]:

@@ -31,19 +31,20 @@ from recipe_lib.data import (
     warn_of_positions,
 )
 from recipe_lib.errors import ConfigError, OutOfMemoryError
-from recipe_lib.evaluation.evaluated_model import EvaluatedModel, load_evaluated_model
 from recipe_lib.evaluation.harness import build_harness_model, flatten_metrics, run_tasks
-from recipe_lib.evaluation.results import (
+from recipe_lib.evaluation.held_out import (
     BASE,
     EXAMPLES_FILE,
     PAGE_FILE,
     SUMMARY_FILE,
     TUNED,
+    EvaluatedModel,
     Evaluation,
     ModelResults,
+    load_evaluated_model,
     score_sequences,
 )
-from recipe_lib.generation.answer_questions import (
+from recipe_lib.generation.sample import (
     Question,
     build_questions,
     compute_metric,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from recipe_lib.checkpoint.adapter_config import read_adapter_config
-from recipe_lib.checkpoint.adapter_export import compute_file_rank, export_adapter
 from recipe_lib.checkpoint.adapter_files import (
     BASE_DTYPE,
     BASE_IMPLEMENTATION,
@@ -25,19 +24,8 @@ from recipe_lib.checkpoint.adapter_files import (
 )
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint
-from recipe_lib.checkpoint.model_card import get_public_name, make_model_card
 from recipe_lib.checkpoint.model_export import export_model
-from recipe_lib.checkpoint.rank_groups import SingleRank
-from recipe_lib.checkpoint.resumable_state import find_state, has_adapters, load_state
-from recipe_lib.checkpoint.run_files import (
-    find_best_state,
-    parse_step,
-    read_record,
-    read_state_json,
-)
-from recipe_lib.checkpoint.tensor_matching import log_left_out
-from recipe_lib.checkpoint.tokenizer_export import CHAT_TEMPLATE, TOKENIZER_FILES
-from recipe_lib.checkpoint.verify import (
+from recipe_lib.checkpoint.open_exports import (
     Comparison,
     check_with_peft,
     check_with_transformers,
@@ -47,6 +35,22 @@ from recipe_lib.checkpoint.verify import (
     load_model_with_adapter,
     make_adapter_settings,
 )
+from recipe_lib.checkpoint.peft_folders import compute_file_rank, export_adapter
+from recipe_lib.checkpoint.rank_groups import SingleRank
+from recipe_lib.checkpoint.resumable_state import find_state, has_adapters, load_state
+from recipe_lib.checkpoint.run_files import (
+    find_best_state,
+    parse_step,
+    read_record,
+    read_state_json,
+)
+from recipe_lib.checkpoint.side_files import (
+    CHAT_TEMPLATE,
+    TOKENIZER_FILES,
+    get_public_name,
+    make_model_card,
+)
+from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_adapter, write_gguf_model
 from recipe_lib.checkpoint.gguf.gguf_file import import_gguf
 from recipe_lib.checkpoint.model_folders import ADAPTER_KINDS, GROUP_SIZE
-from recipe_lib.checkpoint.quantized_export import check_quantizable, write_quantized
+from recipe_lib.checkpoint.open_exports import check_quantizable, write_quantized
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.arguments import check_output_path
 from recipe_lib.cli.export_trained import CONFIG, find_base, find_export, find_run, write_merged

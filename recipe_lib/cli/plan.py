@@ -210,7 +210,7 @@ def write_files(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> No
         replace_text(Path(arguments.html), render_html(plan, trace))
     if arguments.snapshot:
         from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
-        from recipe_lib.plan.allocation.snapshot import write_snapshot
+        from recipe_lib.plan.allocation.replay import write_snapshot
 
         write_snapshot(trace, Path(arguments.snapshot), AllocatorSettings())
 

@@ -313,7 +313,7 @@ def build_settings(
     recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
 ) -> tuple["PlanSettings", list[str]]:
     """Return what a plan needs besides recipe and config, and lines on what was assumed for it."""
-    from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+    from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 
     ranks, hardware, assumed = choose_planned_device(arguments)
     traced_ranks = read_ranks(arguments.rank, ranks)

@@ -49,7 +49,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "optimizer.name": ("recipe_lib.optim.algorithms", tuple(read_built_in_optimizers())),
     "loss": ("recipe_lib.ops.chunked_heads", ("cross_entropy",)),
-    "metric": ("recipe_lib.generation.answer_questions", ("exact_match",)),
+    "metric": ("recipe_lib.generation.sample", ("exact_match",)),
     "log.trackers": ("recipe_lib.training.run_log", ("tensorboard", "wandb", "trackio")),
     "model": ("recipe_lib.external.module_spec", ("native", "transformers")),
 }

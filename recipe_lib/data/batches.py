@@ -25,13 +25,13 @@ from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import (
     AttentionInfo,
+    RealTokens,
     compute_document_positions,
     has_varlen,
     make_attention_info,
 )
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.real_tokens import RealTokens
 
 Slots = Sequence[np.ndarray] | np.ndarray
 
@@ -66,24 +66,22 @@ def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Batch(_Tensors):
     """One micro-batch of a rank: b rows of s tokens, right-padded."""
 
-    tokens: torch.Tensor
-    """int64 `[b, s]`"""
+    tokens: torch.Tensor  # int64 `[b, s]`
+    # int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none
     labels: torch.Tensor
-    """int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none"""
+    # int64 `[b, s]`, of packed rows; None for rows of one document each
     positions: torch.Tensor | None = None
-    """int64 `[b, s]`, of packed rows; None for rows of one document each"""
+    # Which tokens are no padding and, of packed rows, the documents
     attention: AttentionInfo | None = None
-    """Which tokens are no padding and, of packed rows, the documents"""
+    # int64 `[b, s]`, for each token the number of its sequence in the micro-batch, -1 for padding;
+    # of pair i the chosen answer is 2i, the rejected one 2i + 1. None where an item is one
+    # unlabeled sequence
     sequence_ids: torch.Tensor | None = None
-    """int64 `[b, s]`, for each token the number of its sequence in the micro-batch, -1 for padding;
-    of pair i the chosen answer is 2i, the rejected one 2i + 1. None where an item is one unlabeled
-    sequence"""
-    num_sequences: int = 0
-    """Sequences that `sequence_ids` counts; 0 without them"""
+    num_sequences: int = 0  # sequences that `sequence_ids` counts; 0 without them
+    # fp64 `[items of the micro-batch]`, labels of whole items; these have sequence ids as well
     targets: torch.Tensor | None = None
-    """fp64 `[items of the micro-batch]`, labels of whole items; these have sequence ids as well"""
+    # For each row the numbers of the dataset's sequences in it, in their order
     sequences: tuple[tuple[int, ...], ...] = ()
-    """For each row the numbers of the dataset's sequences in it, in their order"""
 
 
 @dataclass(frozen=True)
@@ -91,20 +89,14 @@ class StepBatches(_Tensors):
     """One step's micro-batches of this rank; the counts are those of all ranks together."""
 
     micro_batches: list[Batch]
-    num_label_tokens: int
-    """Targets that the loss counts"""
-    total_tokens: int
-    """Tokens of sequences, without padding"""
-    padded_tokens: int
-    """Tokens of rows, padding included"""
-    num_items: int = 0
-    """Sequences, or pairs"""
-    step: int | None = None
-    """Optimizer steps of the run before this one; None: of no run"""
+    num_label_tokens: int  # targets that the loss counts
+    total_tokens: int  # tokens of sequences, without padding
+    padded_tokens: int  # tokens of rows, padding included
+    num_items: int = 0  # sequences, or pairs
+    step: int | None = None  # optimizer steps of the run before this one; None: of no run
+    # For each micro-batch its prompts with other samples' answers, where those were asked for
+    # (KTO's KL estimate); the counts leave them out
     mismatched: list[Batch] = field(default_factory=list)
-    """For each micro-batch its prompts with other samples' answers, where those were asked for
-    (KTO's KL estimate); the counts leave them out
-    """
 
 
 def make_step(
@@ -136,7 +128,7 @@ def make_step(
             f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x"
             f" {batch_size}"
         )
-    builder = _StepBuilder(
+    return _StepBuilder(
         dataset=dataset,
         slots=[np.atleast_1d(slot) for slot in slots],
         batch_size=batch_size,
@@ -145,8 +137,7 @@ def make_step(
         pack_length=pack_length,
         max_mismatched=mismatched,
         previous_item={} if mismatched is None else _pair_with_previous(slots),
-    )
-    return builder.make_batches(range(data_rank, data_ranks * accumulation, data_ranks))
+    ).make_batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
 def make_validation_steps(
@@ -180,7 +171,7 @@ def make_validation_steps(
         step_slots = slots[start : start + slots_per_step]
         # Every rank runs every step: a collective in the forward would wait for a missing one.
         step_slots += [empty_slot] * (slots_per_step - len(step_slots))
-        builder = _StepBuilder(
+        yield _StepBuilder(
             dataset=dataset,
             slots=step_slots,
             batch_size=batch_size,
@@ -189,8 +180,7 @@ def make_validation_steps(
             pack_length=pack_length,
             max_mismatched=mismatched,
             previous_item=previous_item,
-        )
-        yield builder.make_batches([data_rank])
+        ).make_batches([data_rank])
 
 
 def _pair_with_previous(order: Iterable[Any]) -> dict[int, int]:
@@ -261,8 +251,8 @@ class _StepBuilder:
     def make_batch(self, rows: list[list[int]]) -> Batch:
         """Return the dataset's sequences, one after the other in each row of the batch."""
         sequences = [[self.dataset[number] for number in row] for row in rows]
-        batch = self._fill_batch(sequences, self.compute_width(rows))
-        batch = replace(batch, sequences=tuple(map(tuple, rows)))
+        filled = self._fill_batch(sequences, self.compute_width(rows))
+        batch = replace(filled, sequences=tuple(map(tuple, rows)))
         if not self.dataset.labeled:
             return batch
         group = self.dataset.group
@@ -497,8 +487,7 @@ def _measure_leaks(
     is_first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)  # document of its sequence
     for sequence, (length, _) in enumerate(_LENGTHS):
         is_first[sequence, :length] = True
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, is_first.shape, generator=generator)
+    tokens = torch.randint(vocab_size, is_first.shape, generator=torch.Generator().manual_seed(0))
     changed = (tokens + 1) % vocab_size
     documents = list[Tensor]()
     for sequence_tokens, document_lengths in zip(tokens, _LENGTHS, strict=True):
@@ -548,9 +537,10 @@ def _compute_logits(
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
     batch = Batch(tokens, tokens)
     if packed:
-        positions = compute_document_positions(_LENGTHS, tokens.shape[1])
         batch = replace(
-            batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1])
+            batch,
+            positions=compute_document_positions(_LENGTHS, tokens.shape[1]),
+            attention=make_attention_info(_LENGTHS, tokens.shape[1]),
         )
     batch = batch.to(device)
     if pipeline is not None:

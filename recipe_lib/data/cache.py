@@ -163,11 +163,9 @@ def _make_under_lock(root: Path, key: str, make: MakeArrays) -> Stored:
     with _hold_lock(root, key) as lock:
         folder = root / key
         # Another process may have made it, or failed, while this one waited for the lock.
-        stored = _read_stored(folder, say=True)
-        if stored is not None:
+        if stored := _read_stored(folder, say=True):
             return stored
-        failure = _find_noted_failure(lock)
-        if failure is not None:
+        if failure := _find_noted_failure(lock):
             raise failure
         try:
             return _make_folder(folder, make)

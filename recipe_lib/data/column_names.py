@@ -165,9 +165,7 @@ def is_idle_key(name: str, value: Any) -> bool:
 
 def why_not_key(name: str) -> str:
     """Return what a key of a message holds, where that is known and not read; empty: not known."""
-    if normalize_name(name) in _MEDIA:
-        return _WHY_NOT_MEDIA
-    return _MESSAGE_REFUSED.get(name, "")
+    return _WHY_NOT_MEDIA if normalize_name(name) in _MEDIA else _MESSAGE_REFUSED.get(name, "")
 
 
 def why_not_column(name: str, value: Any, is_text: bool) -> str:

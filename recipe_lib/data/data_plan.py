@@ -250,7 +250,10 @@ class DataPlan:
         parts = []
         for source, weight in enumerate(self._weights):
             items = np.flatnonzero(self._source_of == source)
-            count = _count_share(weight % 1, len(items), epoch)
+            # Rounded so that epochs together take as many once more as the weight says.
+            per_epoch = weight % 1 * len(items)
+            before = math.floor(round(epoch * per_epoch, 6))
+            count = math.floor(round((epoch + 1) * per_epoch, 6)) - before
             once_more = np.sort(items[np.argsort(numbers[items], kind="stable")[:count]])
             parts += [items] * int(weight) + [once_more]
         return np.concatenate(parts)
@@ -273,15 +276,6 @@ class DataPlan:
             " gradient_accumulation_steps x ranks); lower batch_size or"
             " gradient_accumulation_steps"
         )
-
-
-def _count_share(share: float, number: int, epoch: int) -> int:
-    """Return how many of `number` items a share comes to in an epoch.
-
-    Rounded so that epochs together have what they should.
-    """
-    per_epoch = share * number
-    return math.floor(round((epoch + 1) * per_epoch, 6)) - math.floor(round(epoch * per_epoch, 6))
 
 
 def _draw_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:

@@ -289,12 +289,11 @@ def check_vocabulary(
     A special token beyond the model's vocabulary is let pass while no sequence uses it: real
     checkpoints list some.
     """
-    place = tokenizer.place
     ids = [tokenizer.ordinary_size - 1, tokenizer.bos_id, tokenizer.eos_id]
     largest_id = max(number for number in ids if number is not None)
     if largest_id >= model_vocab_size:
         raise DataError(
-            f"{place}: found {largest_id + 1} tokens, expected at most the model's"
+            f"{tokenizer.place}: found {largest_id + 1} tokens, expected at most the model's"
             f" vocab_size={model_vocab_size}; set tokenizer.path to the tokenizer of this model"
         )
     for dataset in datasets:

@@ -172,9 +172,8 @@ class DataReport:
 
     def check_share(self) -> None:
         """Raise DataError if no token of a source, or every one, is a label token."""
-        remedy = "or set data.check_label_mask to false if it is meant"
         faults = [
-            f"{part.source}: {fault}, {remedy}"
+            f"{part.source}: {fault}, or set data.check_label_mask to false if it is meant"
             for part in self.parts or [self]
             if (fault := part.find_share_fault())
         ]
@@ -210,15 +209,15 @@ class DataReport:
         if not self.samples_read:
             return f"{self.source}: found no samples, expected at least one"
         limit = f"max_seq_len={self.max_seq_len}"
-        reasons = list[str]()
-        if self.bad_samples:
-            reasons.append(
-                f"{sum(self.bad_samples.values())} bad ({next(iter(self.first_bad.values()))})"
-            )
-        if self.emptied_sequences:
-            reasons.append(f"{self.emptied_sequences} with the whole answer after {limit}")
-        if self.skipped_long_sequences:
-            reasons.append(f"{self.skipped_long_sequences} longer than {limit}")
+        first_bad = next(iter(self.first_bad.values()), "")
+        reasons = choose_lines(
+            (self.bad_samples, f"{sum(self.bad_samples.values())} bad ({first_bad})"),
+            (
+                self.emptied_sequences,
+                f"{self.emptied_sequences} with the whole answer after {limit}",
+            ),
+            (self.skipped_long_sequences, f"{self.skipped_long_sequences} longer than {limit}"),
+        )
         remedy = (
             "raise max_seq_len"
             if self.emptied_sequences or self.skipped_long_sequences
@@ -242,10 +241,9 @@ class DataReport:
             return None
         fault = "that every token is a label token" if trained else "no label token"
         expected = "prompts and answers" if trained else "answers"
-        sequences = pluralize(self.sequences, "sequence")
         return (
-            f"found {fault} in {sequences}, expected {expected}; correct data.format, data.columns"
-            " or data.train_on"
+            f"found {fault} in {pluralize(self.sequences, 'sequence')}, expected {expected};"
+            " correct data.format, data.columns or data.train_on"
         )
 
     def describe_plain_template(self) -> str | None:
@@ -268,11 +266,11 @@ class DataReport:
             f" template {self.template}), {self.tokens} tokens; label tokens:"
             f" {self._describe_label_tokens()}, {_format_percent(self.label_token_fraction)}"
         ]
-        for part in self.parts:
-            lines.append(
-                f"data: {part._describe_counts()} from {part.source} (format {part.format}),"
-                f" {part.tokens} tokens, {_format_percent(part.label_token_fraction)} trained"
-            )
+        lines += [
+            f"data: {part._describe_counts()} from {part.source} (format {part.format}),"
+            f" {part.tokens} tokens, {_format_percent(part.label_token_fraction)} trained"
+            for part in self.parts
+        ]
         if self.sequences:
             lines.append(f"data: {self.describe_bos()}")
         lines += (
@@ -322,10 +320,9 @@ class DataReport:
 
         Also who says what an answer is: the template, or we.
         """
-        is_asked = self.history == "split"
         why = (
             "as data.history says"
-            if is_asked
+            if self.history == "split"
             else "because the chat template writes earlier turns anew"
         )
         cost = self.split_tokens / max(1, self.unsplit_tokens)
@@ -355,9 +352,8 @@ class DataReport:
         long = self.truncated_sequences + self.skipped_long_sequences
         share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
         done = "truncated" if self.truncated_sequences else "left out"
-        empty = ""
-        if self.emptied_sequences:
-            empty = f", {self.emptied_sequences} of them left out because no answer was left"
+        lost = f", {self.emptied_sequences} of them left out because no answer was left"
+        empty = lost if self.emptied_sequences else ""
         items = pluralize(self.items_made, self.noun)
         long_share = _format_percent(long / max(1, self.items_made))
         return choose_lines(
@@ -407,8 +403,8 @@ class DataReport:
             (
                 self.endings,
                 (
-                    f"data: in {pluralize(self.endings, 'conversation')} messages follow the last one"
-                    " that is trained; they are left out"
+                    f"data: in {pluralize(self.endings, 'conversation')} messages follow the last"
+                    " one that is trained; they are left out"
                 ),
             ),
             (
@@ -431,8 +427,8 @@ class DataReport:
             (
                 self.margins,
                 (
-                    f"data: {pluralize(self.margins, 'pair')} with a margin, which reward_distributed"
-                    " alone reads"
+                    f"data: {pluralize(self.margins, 'pair')} with a margin, which"
+                    " reward_distributed alone reads"
                 ),
             ),
             (missing, f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}"),
@@ -445,7 +441,7 @@ class DataReport:
         bad = sum(self.bad_samples.values())
         causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
         were = "is bad and was" if bad == 1 else "are bad and were"
-        lines = choose_lines(
+        return choose_lines(
             (
                 self.duplicate_sequences,
                 (
@@ -460,10 +456,7 @@ class DataReport:
                     f" out: {causes}"
                 ),
             ),
-        )
-        return lines + [
-            f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()
-        ]
+        ) + [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
 
     def describe_bos(self) -> str:
         """Return what is put before a sequence, or who decides it."""

@@ -125,7 +125,8 @@ class SourceEncoder:
 
     def report(self) -> DataReport:
         """Return an empty report of this source."""
-        cfg, encoder = self.cfg, self.encoder
+        cfg = self.cfg
+        encoder = self.encoder
         return DataReport(
             self.source.source,
             self.format,
@@ -192,7 +193,7 @@ class SourceEncoder:
                     f" {self.format}; set {self.section}.format to text to train on the text itself"
                 )
             expected = ", ".join(self.columns.get(name, name) for name in missing)
-            found = ", ".join(sorted(map(str, sample))[:12]) or "none"
+            found_names = ", ".join(sorted(map(str, sample))[:12]) or "none"
             (override,) = format_overrides(get_columns_section(self.section), {missing[0]: "NAME"})
             remedy = f"name yours with {override}"
             if formats := find_fitting_formats(sample, self.columns):  # of those without labels
@@ -201,7 +202,8 @@ class SourceEncoder:
                 )
             raise SampleFault(
                 f"no column {expected}",
-                f"found the columns {found}, expected {expected} (format {self.format}); {remedy}",
+                f"found the columns {found_names}, expected {expected} (format {self.format});"
+                f" {remedy}",
             )
         return RenamedSample(
             sample,

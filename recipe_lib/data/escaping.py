@@ -95,21 +95,22 @@ class SpecialCounts:
     def describe_split(self) -> str:
         """Return which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
-        remedies = list[str]()
-        if self.unparsed:
-            remedies.append(
+        foreign_tokens = " or ".join(map(repr, list(self.foreign)[:MAX_TOKENS]))
+        remedies = choose_lines(
+            (
+                self.unparsed,
                 "set data.parse_special_tokens=true if whoever wrote the samples is trusted, or"
-                " take them out of the samples"
-            )
-        if self.foreign:
-            named = " or ".join(map(repr, list(self.foreign)[:MAX_TOKENS]))
-            remedies.append(
-                f"this tokenizer has no {named}: give samples of messages, which its own chat "
-                "template writes, or the model whose template wrote these"
-            )
+                " take them out of the samples",
+            ),
+            (
+                self.foreign,
+                f"this tokenizer has no {foreign_tokens}: give samples of messages, which its own"
+                " chat template writes, or the model whose template wrote these",
+            ),
+        )
         return (
-            f"{pluralize(self.samples, 'sample')} {spell} out special tokens that stay text, cut into"
-            f" pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
+            f"{pluralize(self.samples, 'sample')} {spell} out special tokens that stay text, cut"
+            f" into pieces: {_name_tokens(self.split)}; {'; '.join(remedies)}"
         )
 
 
@@ -212,11 +213,9 @@ class SpecialTokens:
 
     def _count(self, content: Any) -> Counter[str]:
         """Return how often nested lists and dicts spell out each special token."""
-        tokens = list[str]()
-        if self.pattern is not None:
-            for text in _collect_texts(content):
-                tokens += self.pattern.findall(text)
-        return Counter(tokens)
+        if self.pattern is None:
+            return Counter()
+        return Counter(chain.from_iterable(map(self.pattern.findall, _collect_texts(content))))
 
     def _escape_content(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
         """Return the content with a letter in each special token, the letter, and how many there
@@ -250,12 +249,11 @@ def restore_tags(message: Message, letter: str) -> Message:
     They are no words: some tokenizers have the tags as special tokens, and those that a sample only
     writes are kept from being found.
     """
-    content = message.get("content")
+    content: Any = message.get("content")
     begin = f"<{letter}think>"
     end = f"<{letter}/think>"
-    if message["role"] != "assistant" or not isinstance(content, str):
-        return message
-    if not content.lstrip().startswith(begin):
+    is_answer = message["role"] == "assistant" and isinstance(content, str)
+    if not is_answer or not content.lstrip().startswith(begin):
         return message
     return {**message, "content": content.replace(begin, "<think>", 1).replace(end, "</think>", 1)}
 

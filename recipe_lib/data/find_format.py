@@ -115,13 +115,13 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
         if source.format == AUTO:
             name = f"data.sources[{number}]" if data.sources else "data"
             section.format = _settle_format(cfg, source, name)
-            if section.format == AUTO:
-                continue
-            lines.append(f"data: format {section.format}, found by the columns of {source.source}")
+            if section.format != AUTO:
+                lines.append(
+                    f"data: format {section.format}, found by the columns of {source.source}"
+                )
     if held_out is not None and finds_validation:
         validation.format = _settle_format(cfg, held_out, "validation")
-        told_formats = {source.format for source in resolve_sources(data)}
-        if validation.format not in told_formats | {AUTO}:
+        if validation.format not in {source.format for source in resolve_sources(data)} | {AUTO}:
             lines.append(
                 f"data: format {validation.format}, found by the columns of {validation.source}"
             )
@@ -252,18 +252,17 @@ def describe_no_format(
 ) -> str:
     """Return what is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
-    found = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
+    found_names = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
     known = "; ".join(
         f"{name}:"
         f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
         for name in _order_formats(samples)
     )
-    remedy = "" if columns else _suggest_columns(sample, section, samples)
-    remedy = remedy or (
+    remedy = ("" if columns else _suggest_columns(sample, section, samples)) or (
         f"say which column is which with {section}.format and {section}.columns, or write the rows"
         " in one of these layouts (docs/your_data.md)"
     )
-    return f"found the columns {found}, which are those of no format ({known}); {remedy}"
+    return f"found the columns {found_names}, which are those of no format ({known}); {remedy}"
 
 
 def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> str:

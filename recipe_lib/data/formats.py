@@ -8,6 +8,7 @@ columns it reads; it raises SampleFault for a sample that it cannot use.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 
@@ -76,10 +77,9 @@ def columns(
     """
 
     def add(reader: Reader) -> Reader:
-        read_names = Columns(
+        reader.columns = Columns(  # type: ignore[attr-defined]
             required, optional=tuple(optional), instead=instead or {}, same=same or {}
         )
-        reader.columns = read_names  # type: ignore[attr-defined]
         return reader
 
     return add
@@ -151,8 +151,7 @@ def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
     There is no template and no space between them. Or messages (one of the two may be text), of
     which the completion is trained.
     """
-    texts = [sample.get("prompt"), sample.get("completion")]
-    if any(isinstance(value, (list, dict)) for value in texts):
+    if any(isinstance(sample.get(name), (list, dict)) for name in ("prompt", "completion")):
         asked = read_column(sample, "prompt", "user")
         return _build_chat(
             sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages)
@@ -288,13 +287,10 @@ def _read_margin(value: object) -> float:
     """Return a margin as a number: 0 where there is none, NaN for what is no number."""
     if value is None:
         return 0.0
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    try:
-        if is_number or isinstance(value, str):
-            return float(value)  # type: ignore[arg-type]
-        return math.nan
-    except (OverflowError, ValueError):
-        return math.nan
+    with suppress(OverflowError, ValueError):
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            return float(value)
+    return math.nan
 
 
 @register("data.format", "kto")
@@ -333,9 +329,10 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     if all(message["role"] == "system" for message in prompt):
-        where = get_path(sample, "prompt")
         raise SampleFault(
-            "no prompt", f"{where}: found no message of the user, expected what is answered"
+            "no prompt",
+            f"{get_path(sample, 'prompt')}: found no message of the user, expected what is"
+            " answered",
         )
     _check_end(
         sample, "completion", turns=turns, asked=num_asked, cause="no answer", expected="an answer"
@@ -360,10 +357,9 @@ def _read_label(sample: RawSample) -> bool:
     value = sample.get("label")
     label = read_truth(value)
     if label is None:
-        where = get_path(sample, "label")
         raise SampleFault(
             "label is not true or false",
-            f"{where}: found {format_value(value)}, expected true or false",
+            f"{get_path(sample, 'label')}: found {format_value(value)}, expected true or false",
         )
     return label
 
@@ -377,9 +373,10 @@ def read_classification(sample: RawSample) -> Classified:
     """
     given = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
     if len(given) != 1:
-        found = " and ".join(given) or "none of them"
         raise SampleFault(
-            "no one text", f"found {found}, expected one of text, prompt and messages"
+            "no one text",
+            f"found {' and '.join(given) or 'none of them'}, expected one of text, prompt and"
+            " messages",
         )
     label = _read_class(sample)
     if given == ["text"]:
@@ -406,10 +403,10 @@ def _read_class(sample: RawSample) -> str:
     value = sample.get("label")
     text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
     if not text or (isinstance(value, int) and value < 0):
-        where = get_path(sample, "label")
         raise SampleFault(
             "no class",
-            f"{where}: found {format_value(value)}, expected text or a whole number from 0 on",
+            f"{get_path(sample, 'label')}: found {format_value(value)}, expected text or a whole"
+            " number from 0 on",
         )
     return text.lower() if isinstance(value, bool) else text
 
@@ -422,8 +419,7 @@ def _why_no_prompt(
     None: they follow something.
     """
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
-    has_prompt = any(message["role"] != "system" for message in chosen.messages[:shared])
-    if has_prompt or not all(
+    if any(message["role"] != "system" for message in chosen.messages[:shared]) or not all(
         messages and messages[0]["role"] == "assistant" for messages in answers
     ):
         return None

@@ -38,7 +38,7 @@ class Finding:
 class Inspection:
     """The counts of a run's samples, and the faults."""
 
-    numbers: dict[str, Any]  # by name, as JSON values
+    counts: dict[str, Any]  # by name, as JSON values
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -50,13 +50,13 @@ def inspect(
 ) -> Inspection:
     """Return counts and findings over the training sequences and those of the validation.
 
-    `numbers["validation"]` has the counts of the validation's samples. untrained_tokens: special
+    `counts["validation"]` has the counts of the validation's samples. untrained_tokens: special
     tokens in the sequences whose embedding was never trained; None: there is no checkpoint.
     """
     report = training.report
     room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
     packs = len(pack(training.item_lengths, room))
-    numbers = _collect_counts(report) | {
+    counts = _collect_counts(report) | {
         "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
         "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
         "longest_sequence": int(training.lengths.max()) if len(training) else 0,
@@ -70,26 +70,28 @@ def inspect(
         if validation is not None
         else np.array([], dtype=np.int64)
     )
-    numbers |= {
+    counts |= {
         "duplicate_sequences": report.duplicate_sequences,
         "overlapping_sequences": len(shared),
     }
     findings = _find_faults(report, max_seq_len)
     if validation is not None:
-        numbers["validation"] = _collect_counts(validation.report)
+        counts["validation"] = _collect_counts(validation.report)
         findings += [
             replace(finding, line=f"validation: {finding.line}", dataset="validation")
             for finding in _find_faults(validation.report, max_seq_len)
         ]
         if len(shared):
-            subject = f"validation {validation.report.noun}"
-            both = _say(len(shared), subject, singular="is", plural="are")
-            places = [validation.place(item) for item in shared[:MAX_PLACES].tolist()]
-            line = f"{both} in the training data as well"
-            finding = _make_finding("overlap", line, count=len(shared), places=places)
+            both = _say(len(shared), f"validation {validation.report.noun}", "is", "are")
+            finding = _make_finding(
+                "overlap",
+                f"{both} in the training data as well",
+                count=len(shared),
+                places=[validation.place(item) for item in shared[:MAX_PLACES].tolist()],
+            )
             findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
-        numbers["untrained_tokens"] = list(untrained_tokens)
+        counts["untrained_tokens"] = list(untrained_tokens)
     if untrained_tokens:
         names = ", ".join(untrained_tokens[:MAX_PLACES]) + (
             ", ..." if len(untrained_tokens) > MAX_PLACES else ""
@@ -99,7 +101,7 @@ def inspect(
             " the embedding as well"
         )
         findings.append(Finding("untrained-tokens", line, count=0))
-    return Inspection(numbers, findings)
+    return Inspection(counts, findings)
 
 
 def _collect_counts(report: DataReport) -> dict[str, Any]:
@@ -170,15 +172,15 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
         _make_finding(
             "generation-marks",
-            f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something else"
-            " than what is generated",
+            f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something"
+            " else than what is generated",
             count=report.marks_differing,
             places=[report.first_mark],
         ),
         Finding(
             "unseen-messages",
-            f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a system's"
-            " or user's message",
+            f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a"
+            " system's or user's message",
             report.unseen_samples,
         ),
         _make_finding(
@@ -236,11 +238,8 @@ def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 def collect_ids(*datasets: Dataset | None) -> set[int]:
     """Return every id that stands in the sequences."""
-    ids = set[int]()
-    for dataset in datasets:
-        if dataset is not None:
-            ids.update(np.unique(dataset.ids).tolist())
-    return ids
+    present = [dataset for dataset in datasets if dataset is not None]
+    return set[int]().union(*(np.unique(dataset.ids).tolist() for dataset in present))
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,6 @@ class ShownSequence:
 
 def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSequence]:
     """Return the sequences of an item: one, or a pair's chosen and rejected answer."""
-    sequences = range(item * dataset.group, (item + 1) * dataset.group)
     return [
         ShownSequence(
             number=sequence,
@@ -277,7 +275,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSe
             trained=int(dataset.trained_counts[sequence]),
             pieces=list(split_pieces(dataset[sequence], tokenizer)),
         )
-        for sequence in sequences
+        for sequence in range(item * dataset.group, (item + 1) * dataset.group)
     ]
 
 

@@ -81,10 +81,9 @@ class _Scanner:
         """Yield what JsonFile's `scan` does. Raises DataError."""
         opening = self.skip_blanks()
         if opening not in (b"[", b"{"):
-            value = self.take_value()
             raise DataError(
-                f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data":'
-                " [...]}"
+                f"{self.place}: found {_describe(self.take_value())}, expected a list of objects"
+                ' or {"data": [...]}'
             )
         yield from self.scan_list() if opening == b"[" else self.scan_object()
         if self.skip_blanks():
@@ -107,7 +106,8 @@ class _Scanner:
     def scan_list(self) -> Iterator[tuple[int, int, int]]:
         """Yield what `scan_items` does of the list that begins here."""
         for _ in self.scan_entries(b"]"):
-            first, line = self.at, self.line
+            first = self.at
+            line = self.line
             self.take_value()
             yield first, self.at, line
 

@@ -2,18 +2,25 @@
 
 An answer is trained from the first token after the prompt that generation would be given, up to and
 including the token that ends the turn. `recipe_lib.data.trained_spans` finds it as characters of a
-rendered conversation, `recipe_lib.data.thinking` knows of thoughts in it; here both become ids and
-flags. Documents, completions and rows that are rendered already are encoded as they stand.
+rendered conversation, `recipe_lib.data.chat_templates` knows of thoughts in it; here both become
+ids and flags. Documents, completions and rows that are rendered already are encoded as they stand.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, chain, pairwise, takewhile
+from functools import cached_property, partial
+from itertools import accumulate, chain, pairwise
+from os.path import commonprefix
 from typing import Any
 
-from recipe_lib.data.chat_templates import RenderedChat, Template, Tools, get_eos_text
+from recipe_lib.data.chat_templates import (
+    RenderedChat,
+    Template,
+    TemplateFields,
+    Tools,
+    get_eos_text,
+)
 from recipe_lib.data.escaping import TAGS, Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import (
     Completion,
@@ -26,7 +33,6 @@ from recipe_lib.data.samples import (
     TextRow,
     read_text_row,
 )
-from recipe_lib.data.thinking import TemplateFields
 from recipe_lib.data.trained_spans import (
     MarkedAnswers,
     Span,
@@ -94,10 +100,8 @@ def encode_spans(
 
     Raises SampleFault: none is trained.
     """
-    cuts = [0]
-    for span in spans:
-        cuts += (span.start, span.end)
-    ids, lengths, apart = _encode_between(tokenizer, text, cuts=[*cuts, len(text)], escape=escape)
+    cuts = [0, *chain.from_iterable((span.start, span.end) for span in spans), len(text)]
+    ids, lengths, apart = _encode_between(tokenizer, text, cuts=cuts, escape=escape)
     if add_bos and ids[:1] != [tokenizer.bos_id]:
         ids = put_bos(tokenizer, ids)
         lengths[0] += 1
@@ -319,8 +323,7 @@ class Encoder:
             messages = [self._strip_end_token(message) for message in sample.messages]
             sample = replace(sample, messages=messages)
         try:
-            chat = self.open_chat(sample, parses)
-            return self._encode_picked(chat, numbers, inside)
+            return self._encode_picked(self.open_chat(sample, parses), numbers, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
@@ -352,10 +355,9 @@ class Encoder:
         if inside and len(answers) == len(numbers):
             if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)
-            if marked:
-                trained_answers = marked.answers
-            else:
-                trained_answers = [find_answer(chat, number) for number in answers]
+            trained_answers = (
+                marked.answers if marked else [find_answer(chat, number) for number in answers]
+            )
             sequences = split_sequences(chat, trained_answers, self.history)
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
             if marked and len(sequences) == 1 and has_all:
@@ -371,17 +373,17 @@ class Encoder:
         untrained_ends = [
             sum(not answer.ends for answer in sequence.answers) for sequence in sequences
         ] or [0]
-        encoded = list[Encoded]()
-        for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True):
-            sequence_ids = encode_spans(
-                self.tokenizer,
-                text,
-                spans=spans,
-                escape=chat.escape,
-                add_bos=self._puts_bos,
-                inside=inside,
-            )
-            encoded.append(replace(sequence_ids, left_out=left_out, untrained_ends=num_untrained))
+        encode = partial(
+            encode_spans,
+            self.tokenizer,
+            escape=chat.escape,
+            add_bos=self._puts_bos,
+            inside=inside,
+        )
+        encoded = [
+            replace(encode(text, spans=spans), left_out=left_out, untrained_ends=num_untrained)
+            for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True)
+        ]
         is_split = len(encoded) > 1
         whole_ids = encode_escaped(self.tokenizer, [whole], chat.escape)[0] if is_split else []
         return EncodedSample(encoded, len(whole_ids), marked)
@@ -419,9 +421,8 @@ class Encoder:
 
     def _prepare_content(self, sample: Conversation) -> list[Any]:
         """Return what the template is given: messages, tools, variables."""
-        features = self._template.features
         messages = [
-            prepare_message(message, sample.places.at(number), features)
+            prepare_message(message, sample.places.at(number), self._template.features)
             for number, message in enumerate(sample.messages)
         ]
         return [messages, list(sample.tools) if sample.tools else None, dict(sample.variables)]
@@ -507,8 +508,7 @@ class Encoder:
             self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
             return encoded
         both_ids = [self.encode_document(answer) for answer in row.answers]
-        pairs = zip(*both_ids, strict=False)
-        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        shared = len(commonprefix(both_ids))
         if not shared:
             raise SampleFault(
                 "no prompt",
@@ -555,13 +555,13 @@ def _get_only_sequence(sample: EncodedSample) -> Encoded:
 
 
 def render_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], template: str = "auto", add_bos: bool = True
+    tokenizer: Tokenizer, messages: Sequence[Message], template: str = "auto"
 ) -> list[int]:
     """Return ids to generate an answer from, the same as training puts before that answer.
 
     Raises DataError.
     """
-    return Encoder(tokenizer, template, add_bos=add_bos).encode_prompt(messages)
+    return Encoder(tokenizer, template).encode_prompt(messages)
 
 
 def why_no_system_message(tokenizer: Tokenizer, text: str) -> str | None:

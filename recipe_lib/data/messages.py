@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from recipe_lib.data.chat_templates import THOUGHT_KEYS
 from recipe_lib.data.column_names import is_blank, is_idle_key, read_truth
 from recipe_lib.data.samples import (
     Conversation,
@@ -29,7 +30,6 @@ from recipe_lib.data.samples import (
     read_text_field,
     refuse_keys,
 )
-from recipe_lib.data.thinking import THOUGHT_KEYS
 from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -46,10 +46,8 @@ SPEAKERS = (
 TRAINED = ("train", "training", "loss")
 MASKED = ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
-CONVERSATION_COLUMNS = (
-    "messages",
-    "conversations",
-)  # columns that hold a conversation up to its last answer
+# Columns that hold a conversation up to its last answer.
+CONVERSATION_COLUMNS = ("messages", "conversations")
 # Speakers of an assistant's turn that is a call, or a list of them, as JSON.
 CALL_ROLES = ("function_call", "tool_call")
 # Keys of a message that hold calls; the second is the older one of OpenAI's API.
@@ -204,10 +202,10 @@ def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, 
     if not keys:
         return other_keys
     if len(keys) > 1 or role != "assistant":
-        found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
+        found_words = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
         raise SampleFault(
             "calls of a message",
-            f"{where}: found {found}, expected one of the two, of the assistant",
+            f"{where}: found {found_words}, expected one of the two, of the assistant",
         )
     (key,) = keys
     path = f"{where}.{key}"
@@ -222,8 +220,8 @@ def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, 
     elif not isinstance(calls_value, dict) or "function" in calls_value:
         # The older key holds the function itself.
         is_object = isinstance(calls_value, dict)
-        found = "an object with function" if is_object else describe_kind(calls_value)
-        raise SampleFault(_CAUSE, f"{path}: found {found}, expected {_FUNCTION}")
+        found_words = "an object with function" if is_object else describe_kind(calls_value)
+        raise SampleFault(_CAUSE, f"{path}: found {found_words}, expected {_FUNCTION}")
     else:
         calls = [_read_call(calls_value, path)]
     calls, idle = take_idle(calls)
@@ -239,12 +237,13 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if known_role is None:
-        role_in_words = format_value(role) if key in message else "nothing"
         expected = "human, gpt, system, tool, function_call or observation"
         if key == "role":
             expected = f"one of {', '.join(ROLES)}"
         raise SampleFault(
-            "unknown role", f"{where}.{key}: found {role_in_words}, expected {expected}"
+            "unknown role",
+            f"{where}.{key}: found {format_value(role) if key in message else 'nothing'}, expected"
+            f" {expected}",
         )
     return known_role
 
@@ -266,9 +265,9 @@ def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[st
         for name in sorted(_FLAGS & other_keys.keys())
     }
     if len(set(flags.values())) > 1:
-        found = " and ".join(f"{name}: {format_value(message[name])}" for name in flags)
+        found_words = " and ".join(f"{name}: {format_value(message[name])}" for name in flags)
         raise SampleFault(
-            "flags that differ", f"{where}: found {found}, expected them to say the same"
+            "flags that differ", f"{where}: found {found_words}, expected them to say the same"
         )
     if False in flags.values():
         return {"train": False} | other_keys
@@ -368,14 +367,16 @@ def _read_text_part(part: Any, where: str) -> str:
             expected="which is not read, expected a part of type and text",
         )
         return read_text_field(part, "text", where=where)
-    found = describe_kind(part)
+    found_words = describe_kind(part)
     if isinstance(part, dict):
-        found = (
+        found_words = (
             f"a part of the type {format_value(part['type'])}"
             if "type" in part
             else "an object without a type"
         )
-    raise SampleFault("not text", f"{where}: found {found}, expected a part of the type 'text'")
+    raise SampleFault(
+        "not text", f"{where}: found {found_words}, expected a part of the type 'text'"
+    )
 
 
 # Shapes of tool calls, for error lines.
@@ -401,9 +402,11 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise SampleFault(_CAUSE, f"{path}: found {describe_kind(function)}, expected {_FUNCTION}")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        found = "empty text" if function.get("name") == "" else describe_field(function, "name")
+        found_words = (
+            "empty text" if function.get("name") == "" else describe_field(function, "name")
+        )
         raise SampleFault(
-            _CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}"
+            _CAUSE, f"{path}.name: found {found_words}, expected the function's name, as in {_CALL}"
         )
     check_arguments(function, f"{path}.arguments")
     if not is_bare:
@@ -427,11 +430,9 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
         beside = [(name, value) for name, value in call.items() if name not in _CALL_FIELDS]
         beside += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
         idle |= {f"tool_calls.{name}": value for name, value in beside if not is_blank(value)}
-        clean_call = {name: value for name, value in call.items() if name in _CALL_FIELDS}
-        clean_call["function"] = {
-            name: value for name, value in function.items() if name in _FUNCTION_KEYS
-        }
-        clean_calls.append(clean_call)
+        clean_function = {name: function[name] for name in function if name in _FUNCTION_KEYS}
+        clean_call = {name: call[name] for name in call if name in _CALL_FIELDS}
+        clean_calls.append(clean_call | {"function": clean_function})
     return clean_calls, idle
 
 
@@ -440,12 +441,12 @@ def check_arguments(function: RawSample, where: str) -> None:
     given = function.get("arguments")
     if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
         return
-    found = (
+    found_words = (
         describe_field(function, "arguments") if not isinstance(given, str) else format_value(given)
     )
     raise SampleFault(
         "tool call's arguments are no JSON",
-        f"{where}: found {found}, expected an object, or JSON text of one ({{}} for none)",
+        f"{where}: found {found_words}, expected an object, or JSON text of one ({{}} for none)",
     )
 
 

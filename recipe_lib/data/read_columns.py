@@ -72,9 +72,9 @@ def read_history(sample: RawSample) -> Turns:
     for number, pair in enumerate(value if isinstance(value, list) else [value]):
         where = f"{path}[{number}]" if isinstance(value, list) else path
         if not isinstance(pair, list) or len(pair) != 2:
-            found = f"a list of {len(pair)}" if isinstance(pair, list) else describe_kind(pair)
+            found_kind = f"a list of {len(pair)}" if isinstance(pair, list) else describe_kind(pair)
             raise SampleFault(
-                "history is no pairs", f"{where}: found {found}, expected [question, answer]"
+                "history is no pairs", f"{where}: found {found_kind}, expected [question, answer]"
             )
         for index, role in enumerate(("user", "assistant")):
             text = read_text_field({str(index): pair[index]}, str(index), where=where)
@@ -114,8 +114,10 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
     if isinstance(value, dict):
         return Turns([read_turn(value, path)], [place_of_turn(value, path)])
     if not isinstance(value, str):
-        found = describe_field(sample, name)
-        raise SampleFault(f"{name} is no text", f"{path}: found {found}, expected text or messages")
+        found_kind = describe_field(sample, name)
+        raise SampleFault(
+            f"{name} is no text", f"{path}: found {found_kind}, expected text or messages"
+        )
     return make_text_turn(sample, name, role)
 
 
@@ -179,9 +181,9 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
     if is_blank(arguments):
         arguments = {}
     if not isinstance(arguments, dict):
-        found = describe_kind(arguments)
+        found_kind = describe_kind(arguments)
         raise SampleFault(
-            "template arguments", f"{path}: found {found}, expected an object {{name: value}}"
+            "template arguments", f"{path}: found {found_kind}, expected an object {{name: value}}"
         )
     for name in arguments:
         if name in _RESERVED:

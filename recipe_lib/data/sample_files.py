@@ -162,9 +162,8 @@ class IndexedFile(LocalFile):
         self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int
     ) -> Iterator[LocatedSample]:
         """Yield the samples at rows of the index. first: number of the first one."""
-        at = (
-            -1
-        )  # where the file is; neighbors are read without seeking, which would drop its buffer
+        # Where the file is: neighbors are read without seeking, which would drop its buffer.
+        at = -1
         for number, (start, end, line) in enumerate(rows, first):
             size = end - start
             if size > self.sample_limit + self.line_end:

@@ -135,10 +135,9 @@ class LabeledAnswer:
 
     def conversations(self) -> list[Conversation]:
         """Return the prompt with the answer."""
-        messages = [*self.prompt, *self.completion]
         return [
             Conversation(
-                messages,
+                [*self.prompt, *self.completion],
                 tools=self.tools,
                 places=self.places,
                 variables=self.variables,

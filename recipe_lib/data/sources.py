@@ -1,40 +1,282 @@
-"""Sources of samples: files, folders of files, hub datasets.
+"""Sources of samples: files, folders of files, Parquet tables, datasets of the hub.
 
 `open_sources` makes a list of SampleFiles of a source, which are read by number. Samples are read
 from any place of a file and by several processes, which compressed files do not allow: these are
 unpacked once, next to the tokenized samples, and read there.
+
+Arrow tables are read a batch at a time: Parquet goes through pyarrow, a dataset of the hub through
+`datasets`, which maps its files into memory. Both packages come with the extra `datasets` and are
+imported where they are needed. What a file unpacks to is checked against its size before anything
+is unpacked.
 """
 
 import gzip
 import hashlib
+import json
 import os
+import re
 import zlib
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from huggingface_hub.errors import HTTPError
 
 from recipe_lib.config.local_files import (
     COMPRESSED,
+    describe_missing_datasets,
     describe_missing_reader,
     find_files,
     get_cache_root,
 )
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.config.schema_data import is_hub
-from recipe_lib.data.arrow_files import HubSamples, ParquetFile
+from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.data.json_files import JsonFile
 from recipe_lib.data.sample_files import (
     SAMPLE_LIMIT,
     CsvFile,
     JsonLinesFile,
+    LocalFile,
+    LocatedSample,
     SampleFile,
     TextFile,
+    build_empty_fault,
+    hash_contents,
+    open_checked,
 )
-from recipe_lib.errors import DataError, StorageError
+from recipe_lib.data.samples import SampleFault
+from recipe_lib.errors import DataError, StorageError, get_first_line
 from recipe_lib.files import discard_idle, write_aside
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.report.phases import phase
-from recipe_lib.units import format_bytes
+from recipe_lib.units import GIB, MIB, format_bytes
+
+ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
+# A file of repeated values, made to fill disks, unpacks to thousands of times its size; samples are
+# packed to a third or a tenth. Small tables may unpack to MAX_UNPACKED_BYTES in any case.
+MAX_UNPACKED_BYTES = 256 * MIB
+MAX_RATIO = 200
+MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
+MAX_ROWS_PER_BYTE = 1000  # of the file
+PARQUET_MAGIC = b"PAR1"  # at both ends of the file
+# A name on the hub, and no path, which `datasets` would read as well.
+HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
+
+
+class ParquetFile(LocalFile):
+    """A .parquet file; where its samples begin is what its footer says of the row groups."""
+
+    def __init__(
+        self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
+    ) -> None:
+        super().__init__(path, sample_limit, place)
+        try:
+            import pyarrow.parquet  # noqa: F401  (is it missing, before anything is read)
+        except ImportError:
+            raise DataError(describe_missing_reader(path)) from None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
+        """Yield samples as SampleFile says, without the fields that hold null."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        if start >= stop:
+            return
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, stop, side="left"))
+        number = int(self._ends[first - 1]) if first else 0
+        with _open_parquet(self.path) as file:
+            for group in range(first, last + 1):
+                rows_at_once = self._count_rows_at_once(file.metadata.row_group(group))
+                for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
+                    skipped = min(max(start - number, 0), len(batch))
+                    number += skipped
+                    for sample in _read_batch(self, batch.slice(skipped, stop - number)):
+                        yield self.place_of(number), sample
+                        number += 1
+                    if number >= stop:
+                        return
+
+    def _count_rows_at_once(self, group: Any) -> int:
+        """Return how many samples of a group unpack to BYTES_AT_ONCE.
+
+        Each is taken to be as large as the group's metadata allows on average. Raises DataError for
+        samples that cannot be.
+        """
+        sample_bytes = 0.0
+        with open_checked(self.path) as file:
+            for index in range(group.num_columns):
+                column = group.column(index)
+                column_bytes = column.total_uncompressed_size
+                if column.has_dictionary_page:
+                    # A value that is kept once, in the dictionary, may be that of every sample.
+                    value_bytes = min(_read_dictionary_size(file, column), column_bytes)
+                    column_bytes = max(column_bytes, value_bytes * column.num_values)
+                sample_bytes += column_bytes / max(1, group.num_rows)
+        if sample_bytes > MAX_ROW_BYTES:
+            raise DataError(
+                f"{self.place}: a sample may unpack to {format_bytes(sample_bytes)}, expected at"
+                f" most {format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row"
+                " groups, or take it from a source you trust"
+            )
+        return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample_bytes, 1))))
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """The number of samples up to the end of each row group, int64."""
+        with _open_parquet(self.path) as file:
+            groups = list(map(file.metadata.row_group, range(file.metadata.num_row_groups)))
+        counts = [group.num_rows for group in groups]
+        num_samples = sum(counts)
+        num_bytes = sum(group.total_byte_size for group in groups)
+        size = os.path.getsize(self.path)
+        # Before anything is unpacked: metadata that speak of far more than the bytes can hold.
+        if (
+            num_bytes > max(MAX_UNPACKED_BYTES, MAX_RATIO * size)
+            or num_samples > MAX_ROWS_PER_BYTE * size
+        ):
+            raise DataError(
+                f"{self.place}: {format_bytes(size)} say that they unpack to {num_samples} samples"
+                f" of {format_bytes(num_bytes)}, expected at most {MAX_RATIO} times the size;"
+                " take the file from a source you trust"
+            )
+        if not num_samples:
+            raise build_empty_fault(self.place)
+        return np.cumsum(counts, dtype=np.int64)
+
+
+def _read_dictionary_size(file: BinaryIO, column: Any) -> int:
+    """Return the bytes that a column's dictionary page unpacks to; all of the column's, if not to
+    be seen.
+
+    They are among the first numbers of the page's header, a Thrift compact struct: field 1 the kind
+    of page, field 2 its bytes, both i32 (0x15) and zigzag.
+    """
+    column_bytes = int(column.total_uncompressed_size)
+    if column.dictionary_page_offset is None:
+        return column_bytes
+    file.seek(column.dictionary_page_offset)
+    header = file.read(16)
+    if len(header) < 4 or header[0] != 0x15 or header[2] != 0x15:
+        return column_bytes
+    value = 0
+    for position, byte in enumerate(header[3:8]):
+        value |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            return min(column_bytes, value >> 1)
+    return column_bytes
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
+    """Open a Parquet file; what is wrong with it is a DataError."""
+    from pyarrow import ArrowException, parquet
+
+    with open_checked(path) as content:
+        beginning = content.read(len(PARQUET_MAGIC))
+        size = content.seek(0, os.SEEK_END)
+        content.seek(max(0, size - len(PARQUET_MAGIC)))
+        if beginning != PARQUET_MAGIC or content.read() != PARQUET_MAGIC:
+            raise DataError(
+                f"{path}: found no Parquet table, or one that is cut short; write or download it"
+                " again"
+            )
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            yield file
+    except (ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: the Parquet file cannot be read ({get_first_line(error)}); write or download"
+            " it again"
+        ) from None
+
+
+def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
+    """Yield the samples of a batch, each unpacked by itself where one of them may be too large."""
+    is_large = batch.nbytes > file.sample_limit
+    for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
+        if part.nbytes > file.sample_limit:
+            yield file.build_size_fault(part.nbytes)
+        else:
+            for sample in part.to_pylist():
+                yield {name: _leave_out_nulls(value) for name, value in sample.items()}
+
+
+def _leave_out_nulls(value: Any) -> Any:
+    """Return a value of an Arrow table without the nulls in it.
+
+    A table gives all objects of a column the same fields, filled up with nulls; a chat template
+    would write them out.
+    """
+    if isinstance(value, dict):
+        return {name: _leave_out_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_leave_out_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+class HubSamples(SampleFile):
+    """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
+
+    def __init__(
+        self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT, key: str = "data.source"
+    ) -> None:
+        super().__init__(source, sample_limit)
+        self.split = split
+        if not HUB_NAME.fullmatch(source.removeprefix(HUB)):
+            raise DataError(
+                f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET"
+            )
+        try:
+            import datasets  # noqa: F401  (a missing package is said before anything is read)
+        except ImportError:
+            raise DataError(describe_missing_datasets(source, key)) from None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
+        """Yield samples as SampleFile says, without the fields that hold null."""
+        samples = self._samples
+        stop = len(samples) if stop is None else min(stop, len(samples))
+        for first in range(start, stop, ROWS_AT_ONCE):
+            table = samples[first : min(first + ROWS_AT_ONCE, stop)]
+            for number, sample in enumerate(_read_batch(self, table), start=first):
+                yield self.place_of(number), sample
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The same as SampleFile says, of the files that `datasets` keeps the samples in."""
+        name = f"{self.place} {self.split}"
+        files = [Path(file["filename"]) for file in self._samples.cache_files]
+        if files:
+            return {"name": name} | hash_contents(*files)
+        # A dataset in memory has no files: its samples are hashed one by one.
+        digest = hashlib.sha256()
+        size = 0
+        for _, sample in self.read():
+            line = json.dumps(sample, sort_keys=True, default=str).encode()
+            digest.update(line)
+            size += len(line)
+        return {"name": name, "size": size, "sha256": digest.hexdigest()}
+
+    @cached_property
+    def _samples(self) -> Any:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+
+        name, _, subset = self.place.removeprefix(HUB).partition(":")
+        try:
+            return load_dataset(name, subset or None, split=self.split).with_format("arrow")
+        except (OSError, ValueError, DatasetsError, HTTPError) as error:
+            raise DataError(
+                f"data.source: {self.place}: the hub dataset cannot be loaded"
+                f" ({get_first_line(error)})"
+            ) from None
+
 
 _KINDS: dict[str, Callable[[Path, int, str], SampleFile]] = {
     ".csv": CsvFile,
@@ -74,8 +316,6 @@ def open_sources(
     return files
 
 
-# Samples are compressed to a tenth or so; what is far below that is made to fill disks.
-_MAX_RATIO = 200
 _SMALL = 2**26  # bytes that any file may unpack to
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 _BLOCK = 2**18  # bytes read at a time
@@ -125,14 +365,14 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
     """Write the content of a compressed file. advance: is told of each block's bytes."""
     blocks = _read_gzip_blocks(path) if path.suffix == ".gz" else _read_zstd_blocks(path)
     size = 0
-    max_size = max(_SMALL, _MAX_RATIO * path.stat().st_size)
+    max_size = max(_SMALL, MAX_RATIO * path.stat().st_size)
     try:
         with closing(blocks), target.open("wb") as out:
             for block in blocks:
                 size += len(block)
                 if size > max_size:
                     raise DataError(
-                        f"{path}: unpacks to more than {_MAX_RATIO} times its size"
+                        f"{path}: unpacks to more than {MAX_RATIO} times its size"
                         f" ({format_bytes(max_size)}), expected samples; unpack it yourself if it"
                         " is to be read"
                     )
@@ -147,8 +387,7 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
 
 def _read_gzip_blocks(path: Path) -> Generator[bytes]:
     with open_regular(path) as file, gzip.GzipFile(fileobj=file) as source:
-        while block := source.read(_BLOCK):
-            yield block
+        yield from iter(partial(source.read, _BLOCK), b"")
 
 
 def _read_zstd_blocks(path: Path) -> Generator[bytes]:

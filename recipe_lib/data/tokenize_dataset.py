@@ -151,7 +151,7 @@ class DatasetBuilder:
                 ignored=cfg.ignore_columns,
             )
         self.sources = list(sources.values())
-        encoder = Encoder(
+        self.encoder = Encoder(
             tokenizer,
             template=cfg.template,
             train_on=cfg.train_on,
@@ -160,10 +160,8 @@ class DatasetBuilder:
             add_eos=cfg.add_eos,
             parse_special=cfg.parse_special_tokens,
         )
-        self.add_bos = encoder.add_bos
-        self.template = encoder.template
         self.encoders = [
-            SourceEncoder(cfg, source, encoder=encoder, max_seq_len=max_seq_len, section=section)
+            SourceEncoder(cfg, source, self.encoder, max_seq_len=max_seq_len, section=section)
             for section, source in sources.items()
         ]
         self.files = list[SampleFile]()
@@ -193,16 +191,16 @@ class DatasetBuilder:
     def build(self) -> Dataset:
         """Return the dataset, out of the cache or made. Raises DataError."""
         stored = load_or_make(get_cache_root(self.cfg.cache_dir), self.find_key(), self._make)
-        arrays, report = stored.arrays, stored.report
+        arrays = stored.arrays
         if self.cfg.check_label_mask:
-            report.check_share()
+            stored.report.check_share()
         return Dataset(
             arrays["ids"],
             arrays["offsets"],
             arrays["trained"],
-            report=report,
+            report=stored.report,
             settings=self._list_settings(),
-            group=2 if report.pairs else 1,
+            group=2 if stored.report.pairs else 1,
             source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
             weights=[source.weight for source in self.sources],
             origin=self._make_origin(arrays),
@@ -221,9 +219,9 @@ class DatasetBuilder:
         }
         return {name: value for name, (value, default) in newer.items() if value != default} | {
             "formats": [encoder.format for encoder in self.encoders],
-            "template": self.template,
+            "template": self.encoder.template,
             "train_on": cfg.train_on,
-            "add_bos": self.add_bos,
+            "add_bos": self.encoder.add_bos,
             "max_seq_len": self.max_seq_len,
             "max_samples": [source.max_samples for source in self.sources],
             "on_invalid": cfg.on_invalid,
@@ -304,10 +302,9 @@ class DatasetBuilder:
                 # A worker raises it again, after the faults of the samples before this file.
                 return [*tasks, Task(source, number, start=0, stop=None)]
             left[source] = None if room is None else room - samples
-            starts = range(0, samples, SAMPLES_PER_TASK)
             tasks += [
                 Task(source, number, start=start, stop=min(start + SAMPLES_PER_TASK, samples))
-                for start in starts
+                for start in range(0, samples, SAMPLES_PER_TASK)
             ]
         return tasks
 
@@ -340,8 +337,8 @@ class DatasetBuilder:
         copies, originals = find_copies(arrays["digests"])
         report.duplicate_sequences = len(copies)
         origin = self._make_origin(arrays)
-        for pair in zip(copies[:PLACES].tolist(), originals[:PLACES].tolist(), strict=True):
-            report.duplicates.append([origin.place(item) for item in pair])
+        pairs = zip(copies[:PLACES].tolist(), originals[:PLACES].tolist(), strict=True)
+        report.duplicates += [[origin.place(item) for item in pair] for pair in pairs]
 
 
 def _estimate_bytes(file: SampleFile) -> int:
@@ -388,18 +385,6 @@ def has_dead_groups() -> bool:
     return any("gloo" in name for name in names)
 
 
-def drop_dead_groups() -> None:
-    """Collect the process group that a run before has left in this process, if there is one; called
-    before a fork.
-
-    A fork in which the group's last reference goes away crashes or hangs
-    (docs/upstream/gloo_group_in_fork.md).
-    """
-    if has_dead_groups():
-        gc.unfreeze()
-        gc.collect()
-
-
 def map_in_order(
     work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int
 ) -> Generator[Result, None, None]:
@@ -437,7 +422,11 @@ def start_forks(
     A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a
     fork was killed.
     """
-    drop_dead_groups()
+    # Of a run before: a fork in which the group's last reference goes away crashes or hangs
+    # (docs/upstream/gloo_group_in_fork.md).
+    if has_dead_groups():
+        gc.unfreeze()
+        gc.collect()
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
         workers, mp_context=context, initializer=_begin_worker, initargs=(work,)

@@ -13,19 +13,20 @@ from os.path import commonprefix
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.chat_templates import RenderedChat, require_text
-from recipe_lib.data.messages import parse_arguments
-from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
-from recipe_lib.data.thinking import (
+from recipe_lib.data.chat_templates import (
     CLOSED,
     OPENED,
     THOUGHT_KEYS,
+    RenderedChat,
     TemplateFeatures,
     complete_thought,
     move_thought,
+    require_text,
     split_thought,
     strip_thought,
 )
+from recipe_lib.data.messages import parse_arguments
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
 
@@ -266,9 +267,7 @@ def prepare_message(message: Message, where: str, features: TemplateFeatures) ->
 
 def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     """Return the first token in which two texts differ, in words."""
-    num_equal = 0
-    while num_equal < min(len(found), len(expected)) and found[num_equal] == expected[num_equal]:
-        num_equal += 1
+    num_equal = len(commonprefix([list(found), list(expected)]))
     left, right = (
         repr(tokens[num_equal]) if num_equal < len(tokens) else "the end"
         for tokens in (found, expected)
@@ -520,8 +519,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
         prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
         text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
         before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
-        has_closing = closing.strip() and text.endswith(closing)
-        written = len(text) - (len(closing) if has_closing else 0)
+        written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         answer_spans = [
             Span(span.start, min(span.end, written))
             for span in spans

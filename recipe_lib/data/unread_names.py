@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any
 
+from recipe_lib.data.chat_templates import THOUGHT_KEYS, TemplateFields
 from recipe_lib.data.column_names import (
     MESSAGE_READ,
     RENDERED,
@@ -42,7 +43,6 @@ from recipe_lib.data.samples import (
     list_conversations,
     parse_column,
 )
-from recipe_lib.data.thinking import THOUGHT_KEYS, TemplateFields
 from recipe_lib.errors import DataError
 
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
@@ -201,9 +201,11 @@ class UnreadNames:
         if isinstance(value, str) and word in RENDERED:
             # A template may part what a format joins, as an instruction and its input.
             column_texts = [row[name] for name in self.known if isinstance(row.get(name), str)]
-            for parts in (texts, column_texts):
-                if parts and all(text.strip() in value for text in parts):
-                    return ""
+            if any(
+                parts and all(text.strip() in value for text in parts)
+                for parts in (texts, column_texts)
+            ):
+                return ""
         if _has_text(value) and _is_repeated(value, texts):
             return ""
         return describe_kind(value) + self._not_read
@@ -254,8 +256,7 @@ class UnreadNames:
                 for key, value in unread.items():
                     name = f"messages.{key}"
                     # The reader has put these there to be counted: no template may see them.
-                    is_part = key.startswith(("content.", "tool_calls."))
-                    if is_part and isinstance(message, dict):
+                    if key.startswith(("content.", "tool_calls.")) and isinstance(message, dict):
                         del message[key]  # of the reader's own copy
                     elif key in _KEYS_BY_ROLE.get(role, ()) or self._fields.reads_key(
                         role, key, value
@@ -311,9 +312,7 @@ def _has_text(value: Any) -> bool:
     """Return True if there is a text in a value, which numbers alone have none of."""
     if isinstance(value, dict):
         return any(map(_has_text, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_text, value))
-    return isinstance(value, str)
+    return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)
 
 
 def _is_repeated(value: Any, texts: Sequence[str]) -> bool:

@@ -146,10 +146,9 @@ class HarnessMethods:
         return self._tokenizer.encode(string, add_bos=add_bos, allow_special=True)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-        pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
         return score_continuations(
             self._model,
-            pairs,
+            [(list(context), list(continuation)) for _, context, continuation in requests],
             max_length=self._spec.max_positions,
             device=self._device,
             batch_size=self._batch_size,
@@ -199,12 +198,11 @@ class HarnessMethods:
                     f"--lm-eval: an answer of {count} tokens: the model reads"
                     f" {self._spec.max_positions}"
                 )
-            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             # Answers go to the stop token; the texts that end them are cut off afterwards.
             generated = generate_batch(
                 self._model,
                 self._spec,
-                prompts,
+                [self.tok_encode(requests[number].args[0])[-room:] for number in numbers],
                 max_new_tokens=count,
                 stop_ids={self.eot_token_id},
                 device=self._device,

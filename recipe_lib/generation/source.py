@@ -25,8 +25,8 @@ from recipe_lib.checkpoint.huggingface import (
     load_weights,
 )
 from recipe_lib.checkpoint.model_folders import find_exported_folder
-from recipe_lib.checkpoint.tokenizer_export import TOKENIZER_FILES
-from recipe_lib.checkpoint.verify import load_model_with_adapter
+from recipe_lib.checkpoint.open_exports import load_model_with_adapter
+from recipe_lib.checkpoint.side_files import TOKENIZER_FILES
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, SetupError
@@ -121,10 +121,15 @@ def load_source(
     storage: how the frozen weights beside an adapter are kept: `none`, `nf4` or `int8`.
     """
     if source.adapter is not None:
-        spec = source.base_spec or source.spec
-        return load_model_with_adapter(source.adapter, spec, source.folder, dtype, device, storage)[
-            0
-        ]
+        model, _ = load_model_with_adapter(
+            source.adapter,
+            spec=source.base_spec or source.spec,
+            base=source.folder,
+            dtype=dtype,
+            device=device,
+            storage=storage,
+        )
+        return model
     model = build_meta(source.spec, dtype)
     allocate(model, device)
     load_weights(model, source.spec, source.folder)

@@ -282,7 +282,8 @@ class OffloadedActivations:
         if not leaving:
             return
         if self.judge is not None:
-            judge, self.judge = self.judge, None
+            judge = self.judge
+            self.judge = None  # it is asked once
             judge(sum(map(round_up_to_pinned, sizes)), tokens)
 
         # A generator: host memory must be allocated while the copying stream is the current one.

@@ -69,8 +69,9 @@ def apply_memory_levers(
         quantization = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, cfg.qat_start_step)
     chunk_mlps(model, cfg.memory.mlp_tiles, is_stage=is_stage)
     if for_training:
-        mode = cfg.memory.activation_checkpointing
-        checkpointing = apply_activation_checkpointing(model, mode, cfg, device, pipeline)
+        checkpointing = apply_activation_checkpointing(
+            model, cfg.memory.activation_checkpointing, cfg=cfg, device=device, pipeline=pipeline
+        )
     # Outside of checkpointing, so that recomputation is compiled too.
     if cfg.compile:
         compile_layers(model)

@@ -148,31 +148,30 @@ def choose_kept_operators(
     return choice
 
 
+@dataclass
 class _ByteBudget:
     """Bytes that the layers of each stage keep, against a budget at every moment."""
 
-    def __init__(self, budget: int, in_flight: MicroBatchesInFlight) -> None:
-        self._budget = budget
-        self._in_flight = in_flight
-        self._bytes: Counter[int] = Counter()  # by stage, of one micro-batch
+    limit: int  # bytes
+    in_flight: MicroBatchesInFlight
+    kept: Counter[int] = field(default_factory=Counter)  # by stage, of one micro-batch
 
     def compute_peak(self, more: dict[int, int]) -> int:
         """Return the most bytes at once if each stage kept so many more."""
-        kept = self._bytes + Counter(more)
+        kept = self.kept + Counter(more)
         return max(
             (
                 sum(count * kept[stage] for stage, count in moment.items())
-                for moment in self._in_flight
+                for moment in self.in_flight
             ),
             default=0,
         )
 
     def try_reserve(self, more: dict[int, int]) -> bool:
         """Reserve the bytes if they fit; return False, and change nothing, if not."""
-        if self.compute_peak(more) > self._budget:
+        if self.compute_peak(more) > self.limit:
             return False
-        for stage, size in more.items():
-            self._bytes[stage] += size
+        self.kept.update(more)
         return True
 
 
@@ -203,7 +202,7 @@ _KINDS = {
     "_c10d_functional::all_reduce": SUM,
 }
 
-# Matmuls of the rows of each expert (`recipe_lib.ops.grouped`): torch's, and ours for other types
+# Matmuls of the rows of each expert (`recipe_lib.ops.mlp`): torch's, and ours for other types
 # than bf16.
 GROUPED = frozenset(
     {
@@ -283,10 +282,9 @@ def measure_layer_costs(
     stages = {0: range(len(trunk.layers))} if pipeline is None else pipeline.layers
     records: dict[Any, _ForwardRecord] = {}
     costs = []
-    parameters = find_parameters(model.modules(), lambda parameter: True)
     with (
         _disable_current_modes(),
-        exchange_parameters(parameters, _make_plain),
+        exchange_parameters(find_parameters(model.modules(), lambda parameter: True), _make_plain),
         fuse_on_meta(fused),
     ):
         dtype = next(
@@ -414,9 +412,7 @@ class _OperatorRecorder(TorchDispatchMode):
         written_bytes = sum(leaf.nbytes for leaf in results)
         moved_bytes = written_bytes + sum(leaf.nbytes for leaf in read)
         flops = _count_flops(operator, args, kwargs or {}, output)
-        seconds = max(flops / FLOPS, moved_bytes / BANDWIDTH)
-        if kind == SUM:
-            seconds = max(seconds, moved_bytes / LINK)
+        seconds = max(flops / FLOPS, moved_bytes / (LINK if kind == SUM else BANDWIDTH))
         # A piece of a tiled MLP is computed again in any case.
         self.record.operators.append(
             (None if is_computing_piece() else kind, written_bytes, seconds)
@@ -474,8 +470,7 @@ class _DeviceKernels(TorchFunctionMode):
             # No tensor here has that storage: a negative key is no storage's address.
             record.kept[-len(record.operators)] = _RANDOM_STATE
         moved_bytes = written_bytes + sum(tensor.nbytes for tensor in tensors)
-        seconds = max(flops / FLOPS, moved_bytes / BANDWIDTH)
-        record.operators.append((kind, written_bytes, seconds))
+        record.operators.append((kind, written_bytes, max(flops / FLOPS, moved_bytes / BANDWIDTH)))
         if out.requires_grad:  # the results are kept when the operator is done, not when it begins
             record.needed = len(record.operators)
         return out

@@ -69,7 +69,7 @@ def apply_activation_checkpointing(
         return None
     description = None
     names = list_layer_names(model)
-    options: dict[str, dict[str, Any]] = {}  # of `checkpoint`, by layer; none: not checkpointed
+    options: dict[str, dict[str, Any]]  # of `checkpoint`, by layer; none: not checkpointed
     if mode == "budget":
         assert cfg is not None
         choice = _choose_within_budget(model, cfg, device or torch.device("cpu"), pipeline)
@@ -81,17 +81,18 @@ def apply_activation_checkpointing(
             for kept in choice.kept.values()
             if kept
         }
-        for name, kept in choice.kept.items():
-            if kept is not None:
-                options[name] = shared_options.get(kept, {})
+        options = {
+            name: shared_options.get(kept, {})
+            for name, kept in choice.kept.items()
+            if kept is not None
+        }
     else:
         selective = {"context_fn": partial(_make_contexts, _is_selected)}
         options = dict.fromkeys(names, selective if mode == "selective" else {})
     modules = dict(model.named_modules())
-    for name in names:
-        if name in options:
-            # The forward is wrapped, not the module, which would rename parameters.
-            modules[name].forward = _wrap_in_checkpoint(modules[name].forward, options[name])
+    for name, layer_options in options.items():
+        # The forward is wrapped, not the module, which would rename parameters.
+        modules[name].forward = _wrap_in_checkpoint(modules[name].forward, layer_options)
     return description
 
 

@@ -148,10 +148,9 @@ class LayerStream:
         layers = pluralize(len(self.units) - len(names), "layer")
         *first, last = [f"{self._part} of {layers}" if self._part else layers, *names]
         streamed = f"{', '.join(first)} and {last}" if first else last
-        stepped = ", each stepped there in backward" if self.trains() else ""
         return (
             f"; {streamed} in host memory ({format_bytes(self.num_bytes())}), copied to the device"
-            f" one ahead{stepped}"
+            f" one ahead{', each stepped there in backward' if self.trains() else ''}"
         )
 
     def set_step(self, step: StepParameter) -> None:
@@ -234,8 +233,7 @@ class LayerStream:
         if index + 1 < len(self.units):
             return index + 1
         # Forward has ended. Backward begins with the last layer, if that stayed on the device.
-        stays = bool(before) and before[-1] in self._prefetch.on_device
-        return before[-1] if stays else None
+        return before[-1] if before and before[-1] in self._prefetch.on_device else None
 
     @torch.no_grad()
     def _allocate(self, index: int) -> list[Pair]:
@@ -380,8 +378,7 @@ def _find_unit_names(
             for local, parameter in module.named_parameters(recurse=False)
             if parameter.dim() > 1 and not is_adapter(local)
         ]
-        all_streamed = bool(matrices) and all(is_streamed(*matrix) for matrix in matrices)
-        if name in layers or all_streamed:
+        if name in layers or (matrices and all(is_streamed(*matrix) for matrix in matrices)):
             units.append(name)
     return units
 

@@ -139,15 +139,14 @@ def scaled_mm(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = N
     # Padded rows are cut off the product, but the kernel wants a scale for each.
     left_scales = F.pad(left_scales, (0, len(left_codes) - len(left_scales)), value=1.0)
     right_scales = F.pad(right_scales, (0, len(right_codes) - len(right_scales)), value=1.0)
-    product = torch._scaled_mm(
+    return torch._scaled_mm(
         left_codes,
         right_codes.t(),
         scale_a=left_scales.unsqueeze(1),
         scale_b=right_scales.unsqueeze(0),
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
-    )
-    return product[: left.shape[0], : right.shape[0]].to(left.dtype)
+    )[: left.shape[0], : right.shape[0]].to(left.dtype)
 
 
 def quantize_rows(

@@ -23,8 +23,8 @@ from recipe_lib.models.decoder import MLP
 from recipe_lib.models.language_model import replace_entries
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
+from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.chunked_heads import split_rows
-from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = deferred.Switch(False)
 
@@ -50,8 +50,7 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
             " memory.mlp_tiles"
         )
     for mlp in mlps:
-        forward = cast(MethodType, mlp.forward).__func__
-        chunked = _make_chunked_forward(forward, chunks)
+        chunked = _make_chunked_forward(cast(MethodType, mlp.forward).__func__, chunks)
         mlp.forward = MethodType(chunked, mlp)  # type: ignore[method-assign]
 
 

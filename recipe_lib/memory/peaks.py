@@ -65,11 +65,10 @@ class PeakMemory:
                 for kind in ("active", "allocated", "reserved")
             )
             return Peaks(active=active, allocated=allocated, reserved=reserved, kind="device")
-        peak = _read_proc_bytes(_STATUS, "VmHWM:")
-        if not peak:
-            # In bytes on macOS, in KiB elsewhere
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        # `ru_maxrss` is in bytes on macOS, in KiB elsewhere.
+        unit = 1 if sys.platform == "darwin" else 1024
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        peak = _read_proc_bytes(_STATUS, "VmHWM:") or usage.ru_maxrss * unit
         kind = "resident set" if self.resettable else "resident set since start"
         return Peaks(active=peak, allocated=peak, reserved=peak, kind=kind)
 
@@ -202,12 +201,11 @@ def find_free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[i
     free = _read_proc_bytes(proc / "meminfo", "MemAvailable:")
     if free is None:  # not Linux: all there is
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [(free, "free on this machine")]
-    limits += [
+    limits = [
         (left, "left in this process's control group")
         for left in _read_control_group_limits(proc, groups)
     ]
-    return min(limits)
+    return min((free, "free on this machine"), *limits)
 
 
 def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:

@@ -211,10 +211,8 @@ class _RoundedLinear(torch.autograd.Function):
         hidden, *parts = ctx.saved_tensors
         scaling, kind, _ = ctx.settings
         gradient = gradients[0]
-        hidden_grad = None
         weight, unclipped = round_weight_with_mask(parts, *ctx.settings)
-        if ctx.needs_input_grad[3]:
-            hidden_grad = gradient @ weight
+        hidden_grad = gradient @ weight if ctx.needs_input_grad[3] else None
         del weight
         if hidden is None:
             return None, None, None, hidden_grad, *(None for _ in parts)

@@ -230,11 +230,6 @@ class StateLayout:
     per: int = 1  # elements of the parameter's last dimension for each element of the tensor
 
 
-def get_compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that a step computes in: fp32, for fp64 parameters fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def get_state_bits(parameter: Tensor, bits: int | None) -> int | None:
     """Return the bits in which a parameter's states are kept; None: those of its own dtype.
 
@@ -393,7 +388,7 @@ class ParameterShard:
     full_shape: tuple[int, ...]  # the parameter's
     # Seed, step and parameter's name, which tell apart what is drawn; None: rounded to the nearest
     rounding: tuple[int, int, str] | None
-    dtype: torch.dtype  # that is computed in
+    dtype: torch.dtype  # that is computed in: fp32, for fp64 parameters fp64
 
     def take(self, rows: slice, name: str = "", code: Code | None = None) -> ChunkValues:
         """Return rows of a state, or without a name of the weights, to compute with."""
@@ -539,24 +534,22 @@ class ChunkedOptimizer(Optimizer):
                 get_detached_local(state[MASTER]).copy_(get_detached_local(parameter))
         state["step"] += 1
         start = self._starts.get(parameter)
-        rounding = None
-        if start is not None:
-            rounding = (self.seed, state["step"], self.names.get(parameter, ""))
-        tensors = {
-            name: _view_as_rows(get_detached_local(value))
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
         gradient = parameter.grad
         assert gradient is not None
         return ParameterShard(
             weights=_view_as_rows(get_detached_local(parameter)),
             gradient=_view_as_rows(get_detached_local(gradient)),
-            state=tensors,
+            state={
+                name: _view_as_rows(get_detached_local(value))
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            },
             start=start or (0,),
             full_shape=tuple(parameter.shape) or (1,),
-            rounding=rounding,
-            dtype=get_compute_dtype(parameter.dtype),
+            rounding=(
+                None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
+            ),
+            dtype=torch.promote_types(parameter.dtype, torch.float32),
         )
 
 

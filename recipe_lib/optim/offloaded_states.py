@@ -38,8 +38,7 @@ def step_parameter(
     try:
         for group, parameters in zip(groups, group_parameters, strict=True):
             # `in` would compare values.
-            has_parameter = any(member is parameter for member in parameters)
-            group["params"] = [stepped] if has_parameter else []
+            group["params"] = [stepped] if any(member is parameter for member in parameters) else []
         (step or optimizer.step)()
     finally:
         for group, parameters in zip(groups, group_parameters, strict=True):
@@ -99,9 +98,10 @@ class OffloadedStates:
         counts = {key: value for key, value in hosts.items() if key not in on_device}
         # A fused kernel wants the step count on the device, where one from a checkpoint is not.
         if self._optimizer.defaults.get("fused"):
-            for key, value in counts.items():
-                if isinstance(value, Tensor):
-                    counts[key] = value.to(self._copies.device)
+            counts = {
+                key: value.to(self._copies.device) if isinstance(value, Tensor) else value
+                for key, value in counts.items()
+            }
         if hosts:
             moved = {key: wrap_local(hosts[key], value) for key, value in on_device.items()}
             states[stepped] = counts | moved

@@ -223,11 +223,11 @@ _CPU_PIECES = 1024  # at a time: as many as are converted to fp32 together
 _Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]
 
 
+@dataclass
 class GradNormsInBackward:
     """Squared norms of this rank's gradients that were used and freed in backward, by kind."""
 
-    def __init__(self) -> None:
-        self._squares: dict[_Key, Tensor] = {}
+    _squares: dict[_Key, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter) -> None:
@@ -410,9 +410,8 @@ def apply_optimizer_levers(
     """
     streamed = parallel.levers.layers
     get_stand_in = streamed.get_stepped_parameter if streamed is not None else None
-    offloaded = None
-    if memory.optimizer_offload and has_host(device):
-        offloaded = OffloadedStates(optimizer, device, get_stand_in)
+    offloads = memory.optimizer_offload and has_host(device)
+    offloaded = OffloadedStates(optimizer, device, get_stand_in) if offloads else None
     place_state = offloaded.allocate_state if offloaded is not None else None
     if not memory.optimizer_in_backward:
         return OptimizerLevers(place_state=place_state)

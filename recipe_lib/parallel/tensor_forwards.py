@@ -38,10 +38,9 @@ from recipe_lib.models.mixture import (
     gather_row_biases,
     wide_linear,
 )
-from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.ops.attention import AttentionInfo, RealTokens
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.dtensor_shards import get_local
-from recipe_lib.ops.gated import gated_activation, scored_product
 from recipe_lib.ops.gathered import (
     Group,
     NormedFrom,
@@ -52,16 +51,17 @@ from recipe_lib.ops.gathered import (
     start_gather,
     wait,
 )
-from recipe_lib.ops.grouped import (
+from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
+from recipe_lib.ops.mlp import (
     Groups,
+    gated_activation,
     group_tokens,
     grouped_linear,
     order_by_expert,
+    scored_product,
     sum_choices,
 )
-from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
-from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.sequence_shards import gather_tokens
 

@@ -1,43 +1,31 @@
 """A tokenizer: a vocabulary, the special tokens around it, and the chat template that came with it.
 
-`load_tokenizer` finds it in a checkpoint folder by what is there. Chat templates are programs, and
-mostly somebody else's: they are rendered in a separate process with bounded memory and time
-(`template_process`).
+`load_tokenizer` finds it in a checkpoint folder by what is there. `read_settings` gathers special
+tokens, added tokens and the chat template from the JSON files of the folder.
 """
 
-import atexit
 import codecs
-import contextlib
-import hashlib
-import importlib.util
-import json
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.local_files import OTHER_TEMPLATE, TEMPLATE_IN_FOLDER, find_tokenizer
-from recipe_lib.errors import DataError
-from recipe_lib.reading import read_bytes
-from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.special_tokens import (
-    AddedToken,
-    Settings,
-    read_json,
-    read_settings,
-    read_template,
+from recipe_lib import reading
+from recipe_lib.config.local_files import (
+    OTHER_TEMPLATE,
+    TEMPLATE_IN_FOLDER,
+    describe_template_fault,
+    find_tokenizer,
 )
-from recipe_lib.tokenizers.template_process import Options, RenderRequest
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import template_process
+from recipe_lib.tokenizers.chat_template import ChatTemplate, TurnEnd, find_turn_end
+from recipe_lib.tokenizers.template_process import RenderRequest
 from recipe_lib.tokenizers.vocabulary import (
+    AddedToken,
     JsonVocabulary,
     SentencePieceVocabulary,
     TextPosition,
@@ -46,80 +34,37 @@ from recipe_lib.tokenizers.vocabulary import (
     compile_alternation,
 )
 
-_ANSWER = "\ue123"  # a letter that no template writes, in the place of an answer
-
-
-@dataclass(frozen=True)
-class TurnEnd:
-    """The end of an answer in a chat template."""
-
-    # The special token that ends it, the last one of several (Command R7B). Empty: none.
-    token: str = ""
-    # What follows it where an answer comes last (a line end, Phi-3's EOS): no model is asked.
-    closing: str = ""
-    # The special token of the user's next turn, if that alone ends the answer (GLM-4.5).
-    next_turn: str = ""
-
-
-def find_turn_end(
-    render_many: Callable[..., Sequence[str | DataError]],
-    split: Callable[[str], Iterable[tuple[str, AddedToken | None]]],
-    stops: Collection[str],
-    bos: str | None,
-) -> TurnEnd:
-    """Return how a template ends an answer: one that comes last, and one that a question follows.
-
-    render_many: `ChatTemplate.render_many`. split: a text as (what is before a special token, the
-    token). stops: special tokens that are known to end answers. bos: BOS as text, if there is one.
-    """
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
-    last, followed = render_many([*messages, messages[0]], [RenderRequest(2), RenderRequest(3)])
-    if isinstance(last, DataError) or _ANSWER not in last:
-        return TurnEnd()  # a template for other conversations than this one
-    pieces_at_end = _list_pieces_after_answer(split, last)
-    pieces_before_turn = []
-    if not isinstance(followed, DataError) and _ANSWER in followed:
-        pieces_before_turn = _list_pieces_after_answer(split, followed)
-    # What comes after an answer in both cases belongs to the answer.
-    shared = []
-    for piece, other_piece in zip(pieces_at_end, pieces_before_turn, strict=False):
-        if piece != other_piece:
-            break
-        shared.append(piece)
-    first = next((at for at, (_, is_special) in enumerate(shared) if is_special), None)
-    if first is not None:
-        run = [text for text, _ in takewhile(lambda piece: piece[1], shared[first:])]
-        rest = "".join(text for text, _ in pieces_at_end[first + len(run) :])
-        # Some begin the next turn without being asked: that is no part of what the model stops at.
-        if rest.strip():
-            last_stop = max((at for at, text in enumerate(run) if text in stops), default=0)
-            run = run[: last_stop + 1]
-        closing = "".join(text for text, _ in pieces_at_end[first + len(run) :])
-        return TurnEnd(run[-1], closing)
-    special_texts = [text for text, is_special in pieces_at_end if is_special]
-    if special_texts:
-        # Without a second rendering, what follows the first may begin another turn.
-        return TurnEnd(special_texts[-1] if pieces_before_turn else special_texts[0])
-    next_pieces = pieces_before_turn[len(pieces_at_end) :]
-    text, is_special = next_pieces[0] if next_pieces else ("", False)
-    return TurnEnd(next_turn=text if is_special and text != bos else "")
-
-
-def _list_pieces_after_answer(
-    split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str
-) -> list[tuple[str, bool]]:
-    """Return what follows the answer, as (text, True for a special token)."""
-    pieces: list[tuple[str, bool]] = []
-    for text, token in split(rendered[rendered.rindex(_ANSWER) + 1 :]):
-        if text:
-            pieces.append((text, False))
-        if token is not None:
-            pieces.append((token.content, token.special))
-    return pieces
-
-
+TEMPLATE_LIMIT = 2**24  # bytes; the longest template in use has some 20 KB
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
 KEPT_TEXTS = 256  # texts whose ids are remembered
 KEPT_LENGTH = 16_384  # letters that such a text has at most
+
+
+@dataclass
+class Settings:
+    """The settings in a tokenizer's folder, of all its files."""
+
+    # `bos_token` etc. -> its text; None: said to have none.
+    roles: dict[str, str | None] = field(default_factory=dict)
+    # Text -> token, of added_tokens.json, which knows no more than ids.
+    listed: dict[str, AddedToken] = field(default_factory=dict)
+    # Text -> token, of the other files.
+    added: dict[str, AddedToken] = field(default_factory=dict)
+    # Texts begin with BOS; None: not said.
+    add_bos: bool | None = None
+    # Text after a special token begins like a new text (Llama 2's sentencepiece).
+    legacy: bool = True
+    # Ids at which generation stops.
+    stop_ids: set[int] = field(default_factory=set)
+    eos_id: int | None = None
+    bos_id: int | None = None
+    # Jinja source.
+    chat_template: str | None = None
+    # File and key that the template came from, for errors.
+    chat_template_place: str = ""
+    # What to do about a template that is of no use, for errors.
+    template_remedy: str = OTHER_TEMPLATE
 
 
 class Tokenizer:
@@ -152,14 +97,13 @@ class Tokenizer:
         self.vocab_size = max([vocabulary.size, *(i + 1 for i in self._by_id)])
         ordinary_ids = [token.id for token in self._added.values() if not token.special]
         self.ordinary_size = max([vocabulary.size, *(i + 1 for i in ordinary_ids)])
-        self.add_bos_by_default = False
-        if self.bos_id is not None:
-            self.add_bos_by_default = (
-                settings.add_bos
-                if isinstance(settings.add_bos, bool)
-                else vocabulary.puts_bos_first(self.bos_id)
-            )
-        self._declared_stops = frozenset(settings.stop_ids)
+        self.add_bos_by_default = self.bos_id is not None and (
+            settings.add_bos
+            if isinstance(settings.add_bos, bool)
+            else vocabulary.puts_bos_first(self.bos_id)
+        )
+        eos_ids = set() if self.eos_id is None else {self.eos_id}
+        self._known_stops = frozenset(settings.stop_ids | eos_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
         # Added tokens that are not special are found in any text: by the vocabulary, or here.
         found_by_vocabulary = declared if vocabulary.matches_added else {}
@@ -177,10 +121,12 @@ class Tokenizer:
         self._split_special = (compile_alternation(always_or_special), always_or_special)
         self._template: ChatTemplate | None = None
         if settings.chat_template is not None:
-            role_texts = dict(settings.roles)
-            for role, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-                if token_id is not None:
-                    role_texts[role] = self.get_token_bytes(token_id).decode()
+            role_ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+            role_texts = settings.roles | {
+                role: self.get_token_bytes(token_id).decode()
+                for role, token_id in role_ids.items()
+                if token_id is not None
+            }
             self._template = ChatTemplate(
                 settings.chat_template,
                 settings.chat_template_place,
@@ -238,10 +184,6 @@ class Tokenizer:
         return find_turn_end(
             self._template.render_many, lambda text: _split(text, self._split_special), stops, bos
         )
-
-    @property
-    def _known_stops(self) -> frozenset[int]:
-        return self._declared_stops | (frozenset() if self.eos_id is None else {self.eos_id})
 
     def is_special(self, token: int) -> bool:
         """Return True if an id is one of the special tokens."""
@@ -419,224 +361,6 @@ def _split(
     yield text[start:], None
 
 
-TIMEOUT_SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
-MAX_ANSWER_BYTES = 1 << 31  # bytes; what the process may answer is far below, by its own limits
-
-START_SECONDS = 60.0  # that the process may take to start, on a busy machine
-_TOO_LONG = "was stopped: it took more than {:g} s"
-
-_TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-# No error by name: it is turned into a DataError.
-class Stopped(Exception):  # noqa: N818
-    """The process is gone. Its text says why, as the end of a sentence about the template."""
-
-
-class _TemplateProcess:
-    """The process that renders, started when it is first needed.
-
-    There is one for each process of ours, whatever the number of templates. It is started anew
-    after a fork, since two processes cannot share its pipes, and after it had to be stopped.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._known = set[str]()  # names of the templates that it has compiled
-
-    def ask(
-        self, request: Mapping[str, Any] | None, template: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Make the template known, if there is one, then return the answer to the request.
-
-        Raises Stopped; the process is gone then.
-        """
-        with self._lock:  # threads share the pipes
-            try:
-                more = 0.0 if self._child else START_SECONDS
-                self._child = self._child or _start()
-                if template is not None and template["name"] not in self._known:
-                    fault = _exchange(self._child, template, START_SECONDS)
-                    if fault is not None:
-                        return fault
-                    self._known.add(template["name"])
-                return None if request is None else _exchange(self._child, request, more)
-            except Stopped:
-                self.drop(kill=True)
-                raise
-
-    def drop(self, kill: bool) -> None:
-        """Give back the pipes. kill: also end the process."""
-        child = self._child
-        self._child = None
-        self._known.clear()
-        if child is None:
-            return
-        for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
-        if kill:
-            child.kill()
-            child.wait()
-        else:
-            child.returncode = 0  # it is another process' child; ours must not wait for it
-
-    def reset_after_fork(self) -> None:
-        """Leave the parent's process to it."""
-        self._lock = threading.Lock()
-        self.drop(kill=False)
-
-
-def _start() -> subprocess.Popen[bytes]:
-    """Start the process that renders. Raises Stopped."""
-    # Found here and imported there alone, where nothing else is on the path.
-    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-    folders = sorted({str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin})
-    program = (
-        "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1],"
-        " run_name='__main__')"
-    )
-    # No other variable: they may hold tokens and passwords.
-    environment = {
-        name: os.environ[name]
-        for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-        if name in os.environ
-    }
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", program, template_process.__file__, *folders],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C is for us; without us its input ends, and so does it
-        )
-    except OSError as error:
-        raise Stopped(f"could not be started in a separate process ({error.strerror})") from None
-
-
-def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: float = 0.0) -> Any:
-    """Return what the process answers, within the request's seconds and `more`. Raises Stopped."""
-    assert child.stdin and child.stdout
-    try:
-        child.stdin.write(json.dumps(request, default=str).encode("ascii") + b"\n")
-        child.stdin.flush()
-        waiter = select.poll()
-        waiter.register(child.stdout, select.POLLIN)
-        # The process watches the time itself: without an answer it does not even do that.
-        if not waiter.poll(1000 * (request["seconds"] + more)):
-            raise Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
-        return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
-    except (OSError, ValueError):  # no answer, or a part of one
-        raise Stopped(_explain_end(child)) from None
-
-
-def _explain_end(child: subprocess.Popen[bytes]) -> str:
-    """Return why the process has ended; kill one that has not."""
-    try:
-        code = child.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        code = child.wait()
-    if code == -signal.SIGALRM:
-        return _TOO_LONG.format(TIMEOUT_SECONDS)
-    status = f"signal {-code}" if code < 0 else f"code {code}"
-    return (
-        f"was stopped: its process ended with {status} (it may use {template_process.MEMORY >> 20}"
-        " MiB)"
-    )
-
-
-_process = _TemplateProcess()
-os.register_at_fork(after_in_child=_process.reset_after_fork)
-atexit.register(_process.drop, kill=True)
-
-
-def match_apart(
-    patterns: Sequence[str], names: Sequence[str], whole: bool, seconds: float
-) -> list[int | None] | str:
-    """Return what `template_process.match_patterns` does, from the process that renders.
-
-    A pattern of a stranger's file may take for ever to match. seconds: that it may take. Raises
-    Stopped.
-    """
-    request = {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
-    answer: list[int | None] | str = _process.ask(request)
-    return answer
-
-
-class ChatTemplate:
-    """A compiled chat template.
-
-    source: its Jinja. place: the file it came from, for error lines.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        place: str,
-        special_tokens: Mapping[str, str | None],
-        remedy: str = OTHER_TEMPLATE,
-    ) -> None:
-        """Compile a template. Raises DataError for a source that is not Jinja.
-
-        special_tokens: by their names, `bos_token` etc. remedy: what to do about a template that is
-        of no use, for error lines.
-        """
-        self.source = source
-        self.place = place
-        self._remedy = remedy
-        tokens = {role: text for role, text in special_tokens.items() if text is not None}
-        # By its contents: the process knows a template that two tokenizers have once.
-        name = hashlib.sha256(json.dumps([source, tokens], sort_keys=True).encode()).hexdigest()
-        self._template = {
-            "name": name,
-            "source": source,
-            "tokens": tokens,
-            "seconds": TIMEOUT_SECONDS,
-            "remedy": remedy,
-        }
-        fault = self._ask(None)
-        if fault is not None:
-            raise DataError(f"{place}: {fault}")
-
-    def render_many(
-        self,
-        messages: Messages,
-        requests: Sequence[RenderRequest],
-        tools: Messages | None = None,
-        options: Options | None = None,
-    ) -> list[str | DataError]:
-        """Return renderings of one conversation; where the template objects, an error of its words.
-
-        options: `marks`, two letters to write around what `{% generation %}` holds; `variables`,
-        more that the template sees. Raises DataError if the template took too long or had to be
-        stopped.
-        """
-        request = {
-            "name": self._template["name"],
-            "messages": list(messages),
-            "wanted": list(requests),
-            "tools": tools,
-            "options": options,
-            "seconds": (1 + len(requests)) * TIMEOUT_SECONDS,
-        }
-        pairs = self._ask(request)
-        return [
-            DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs
-        ]
-
-    def _ask(self, request: Mapping[str, Any] | None) -> Any:
-        try:
-            return _process.ask(request, self._template)
-        except Stopped as stopped:
-            raise DataError(f"{self.place}: the chat template {stopped}; {self._remedy}") from None
-
-
 LLAMA3_SIZE = 128_000  # pieces of Llama 3's vocabulary, without special tokens
 MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
 
@@ -660,7 +384,7 @@ def load_tokenizer(
 
 def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
     try:
-        content = read_bytes(file, MAX_BYTES).removeprefix(codecs.BOM_UTF8)
+        content = reading.read_bytes(file, MAX_BYTES).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); copy the file again") from None
     head = content[:4096]
@@ -727,3 +451,111 @@ def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file:
     settings.roles.setdefault("bos_token", "<|begin_of_text|>")
     settings.roles.setdefault("eos_token", "<|end_of_text|>")
     settings.stop_ids |= {LLAMA3_SIZE + 1, LLAMA3_SIZE + 8, LLAMA3_SIZE + 9}
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises DataError with line and column."""
+    try:
+        return reading.read_json(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); copy the file again") from None
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; copy the file again") from None
+
+
+def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settings:
+    """Read what the files of a tokenizer's folder say, as far as they are there.
+
+    They are tokenizer_config.json, special_tokens_map.json, added_tokens.json,
+    generation_config.json, config.json and chat_template.jinja. Raises DataError.
+    """
+    settings = Settings(template_remedy=template_remedy)
+    config_file = folder / "tokenizer_config.json"
+    config = _read_object(config_file)
+    list_file = folder / "added_tokens.json"
+    settings.listed = {
+        content: AddedToken.read({"content": content}, str(list_file), id)
+        for content, id in _read_object(list_file).items()
+    }
+    for key, entry in (config.get("added_tokens_decoder") or {}).items():
+        # JSON has the ids as texts; what is none is refused with the entry.
+        id = int(key) if str(key).isdigit() else None
+        token = AddedToken.read(entry, str(config_file), id)
+        settings.added[token.content] = token
+    # tokenizer_config.json last: it wins.
+    for source in (_read_object(folder / "special_tokens_map.json"), config):
+        for role in ROLES:
+            if role in source:
+                spelled = source[role]
+                text = spelled.get("content") if isinstance(spelled, dict) else spelled
+                settings.roles[role] = text if isinstance(text, str) and text else None
+    settings.add_bos = config.get("add_bos_token")
+    settings.legacy = config.get("legacy") is not False
+    _read_ids(settings, folder)
+    _read_template(settings, folder, config)
+    return settings
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        return {}
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(
+            f"{path}: found {type(content).__name__}, expected a JSON object; copy the file again"
+        )
+    return content
+
+
+def _read_ids(settings: Settings, folder: Path) -> None:
+    """Read the ids of BOS, EOS and stop tokens from config.json and generation_config.json.
+
+    The latter wins.
+    """
+    for name in ("config.json", "generation_config.json"):
+        content = _read_object(folder / name)
+        eos = content.get("eos_token_id")
+        values = eos if isinstance(eos, list) else [eos]  # a number or a list
+        eos_ids = [value for value in values if isinstance(value, int) and value >= 0]
+        settings.stop_ids.update(eos_ids)
+        if eos_ids:
+            settings.eos_id = eos_ids[0]
+        bos_id = content.get("bos_token_id")
+        if isinstance(bos_id, int):
+            settings.bos_id = bos_id
+
+
+def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> None:
+    """Read the chat template: chat_template.jinja wins over tokenizer_config.json.
+
+    config: content of tokenizer_config.json.
+    """
+    file = folder / "chat_template.jinja"
+    if os.path.lexists(file):
+        settings.chat_template = read_template(file, settings.template_remedy)
+        settings.chat_template_place = str(file)
+        return
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = named.get("default")
+    if isinstance(template, str) and template:
+        settings.chat_template = template
+        settings.chat_template_place = f"{folder / 'tokenizer_config.json'}: chat_template"
+
+
+def read_template(path: Path, remedy: str = "set tokenizer.chat_template to a Jinja file") -> str:
+    """Return the text of a Jinja file. Raises DataError.
+
+    remedy: what to do if there is none that can be read, for the error.
+    """
+    try:
+        return reading.read_text(path, TEMPLATE_LIMIT)
+    except OSError as error:
+        raise DataError(describe_template_fault(path, error, remedy)) from None
+    except ValueError as error:
+        raise DataError(f"{path}: found {error}, expected a Jinja text") from None

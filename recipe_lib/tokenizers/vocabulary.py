@@ -17,6 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,46 @@ from sentencepiece import SentencePieceProcessor
 
 from recipe_lib.errors import DataError, get_first_line
 from recipe_lib.reading import parse_json
-from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
+
+MAX_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token added to the vocabulary. The fields are named as in tokenizer.json."""
+
+    # Its text.
+    content: str
+    id: int
+    # Text never turns into it unless asked to.
+    special: bool = True
+    # It swallows the white space before it.
+    lstrip: bool = False
+    # It swallows the white space after it.
+    rstrip: bool = False
+
+    @staticmethod
+    def read(entry: Any, where: str, id: int | None = None) -> "AddedToken":
+        """Return the token of an object as tokenizer.json and tokenizer_config.json have them.
+
+        where: file, named in errors. id: where the object has none. Raises DataError.
+        """
+        try:
+            number = entry["id"] if id is None else id
+            flags = {
+                name: bool(entry.get(name, name == "special"))
+                for name in ("special", "lstrip", "rstrip")
+            }
+            # `type`, since JSON's true is an int to isinstance.
+            is_id = type(number) is int and 0 <= number < MAX_VOCABULARY
+            if not isinstance(entry["content"], str) or not entry["content"] or not is_id:
+                raise TypeError
+        except (KeyError, TypeError, AttributeError):
+            raise DataError(
+                f"{where}: found the added token {str(entry)[:80]}, expected an object with"
+                " `content` and an id; copy the file again"
+            ) from None
+        return AddedToken(entry["content"], number, **flags)
 
 
 class TextPosition(Enum):
@@ -89,34 +129,29 @@ class SentencePieceVocabulary(Vocabulary):
         text must not turn into one token, even where the model would.
         """
         try:
-            self._first = SentencePieceProcessor(model_proto=model)
+            self.model = SentencePieceProcessor(model_proto=model)  # as the file has it
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
             message = get_first_line(error, 160)
             raise DataError(
                 f"{path}: found no sentencepiece model ({message}); copy the file again"
             ) from None
-        self.size = len(self._first)
+        self.size = len(self.model)
         # The library says -1 for none.
-        self.bos_id = self._first.bos_id() if self._first.bos_id() >= 0 else None
-        self.eos_id = self._first.eos_id() if self._first.eos_id() >= 0 else None
-        control_ids = [i for i in range(self.size) if self._first.is_control(i)]
-        self.added = tuple(AddedToken(self._first.id_to_piece(i), i) for i in control_ids)
+        self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
+        self.eos_id = self.model.eos_id() if self.model.eos_id() >= 0 else None
+        control_ids = [i for i in range(self.size) if self.model.is_control(i)]
+        self.added = tuple(AddedToken(self.model.id_to_piece(i), i) for i in control_ids)
         # How the model treats spaces is seen by trying it: fields of the protobuf have defaults.
-        pieces = self._first.encode("a", out_type=str)
+        pieces = self.model.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
         self.eats_space_after_special = self.eats_first_space and legacy
-        self.collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
+        self.collapses_spaces = self.model.encode("a  a") == self.model.encode("a a")
         greedy = [
-            s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)
+            s for s in special if len(s) > 1 and self.model.piece_to_id(s) in self._inner.encode(s)
         ]
         self._breakable = compile_alternation(greedy)
         self._bytes = [self._decode_piece(i) for i in range(self.size)]
-
-    @property
-    def model(self) -> SentencePieceProcessor:
-        """The model as the file has it."""
-        return self._first
 
     def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text."""
@@ -126,7 +161,7 @@ class SentencePieceVocabulary(Vocabulary):
             if position is TextPosition.START or (
                 is_after_special and self.eats_space_after_special
             ):
-                ids += self._first.encode(part)
+                ids += self.model.encode(part)
             else:
                 # NO_PREFIX also takes away that the model makes several spaces one.
                 text_inside = re.sub(" {2,}", " ", part) if self.collapses_spaces else part
@@ -137,14 +172,14 @@ class SentencePieceVocabulary(Vocabulary):
     def find(self, piece: str) -> int | None:
         """Return the id of a piece; None if there is none."""
         # The library gives the unknown token's id for what is no piece.
-        token = self._first.piece_to_id(piece)
-        return token if self._first.id_to_piece(token) == piece else None
+        token = self.model.piece_to_id(piece)
+        return token if self.model.id_to_piece(token) == piece else None
 
     def _decode_piece(self, token: int) -> bytes:
-        piece = self._first.id_to_piece(token)
-        if self._first.is_byte(token):
+        piece = self.model.id_to_piece(token)
+        if self.model.is_byte(token):
             return bytes([int(piece[3:5], 16)])
-        if self._first.is_unknown(token):
+        if self.model.is_unknown(token):
             return " ⁇ ".encode()
         return piece.replace("▁", " ").encode()
 
@@ -219,10 +254,9 @@ class JsonVocabulary(Vocabulary):
             TextPosition.INSIDE: self._build_variant(fields, keep_always=False),
         }
         pieces = fields["model"]["vocab"]
-        if isinstance(pieces, dict):
-            self.size = max(pieces.values(), default=-1) + 1
-        else:  # a unigram model's list of pieces with their scores
-            self.size = len(pieces)
+        # A unigram model has a list of pieces with their scores.
+        last_id = max(pieces.values(), default=-1) if isinstance(pieces, dict) else len(pieces) - 1
+        self.size = last_id + 1
         if self.size > MAX_VOCABULARY:
             raise DataError(
                 f"{path}: found the id {self.size - 1}, expected ids below {MAX_VOCABULARY}; copy"
@@ -244,8 +278,7 @@ class JsonVocabulary(Vocabulary):
         with _catch_panics(self._path):
             check_length(self._path, tokenizer, text=text, growth=self._growth)
             # Without offsets, which makes it a sixth faster.
-            encodings = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            return encodings[0].ids
+            return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def get_token_bytes(self, token: int) -> bytes:
         """Return what an id stands for.
@@ -340,8 +373,7 @@ def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
 
         return decode_byte_level
     patterns = [step.get("pattern") or {} for step in steps if step.get("type") == "Replace"]
-    has_spaces = any(pattern.get("String") == "▁" for pattern in patterns)
-    has_spaces = has_spaces or "Metaspace" in kinds
+    has_spaces = "Metaspace" in kinds or any(pattern.get("String") == "▁" for pattern in patterns)
     has_byte_pieces = "ByteFallback" in kinds
 
     def decode_piece(piece: str) -> bytes:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from recipe_lib.checkpoint.adapter_export import compute_file_rank, export_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
-from recipe_lib.checkpoint.model_card import get_public_name, make_model_card
+from recipe_lib.checkpoint.peft_folders import compute_file_rank, export_adapter
+from recipe_lib.checkpoint.side_files import get_public_name, make_model_card
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, resolve_base_name
 from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig

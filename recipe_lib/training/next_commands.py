@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipe_lib.checkpoint.tokenizer_export import CHAT_TEMPLATE
+from recipe_lib.checkpoint.side_files import CHAT_TEMPLATE
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.logs import get_logger
 

@@ -25,7 +25,7 @@ from recipe_lib.data import (
     warn_of_positions,
 )
 from recipe_lib.errors import ConfigError, UserError
-from recipe_lib.generation.answer_questions import Question, build_questions
+from recipe_lib.generation.sample import Question, build_questions
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.data import Batch, StepBatches
-from recipe_lib.generation.answer_questions import compute_metric, generate_answers
+from recipe_lib.generation.sample import compute_metric, generate_answers
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.head_losses import TokenScores

@@ -18,7 +18,7 @@ from recipe_lib.models.meta_init import fill_random
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
-from tests.parallel.small_models import ROWS, small_batch
+from tests.parallel.small_models import ROWS, make_small_batch
 
 LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]
 EVERYWHERE = [*LINEARS, "embedding", "head"]
@@ -36,7 +36,7 @@ class Setting:
 
 
 @contextmanager
-def adapted(
+def build_adapted(
     spec: DecoderSpec, setting: Setting, moved: float = 0.1
 ) -> Iterator[tuple[Decoder, World]]:
     """The model in this rank's world; adapters are those of init_adapters, moved by random numbers
@@ -76,11 +76,11 @@ def move_adapters(model: Decoder, size: float) -> None:
         local.add_(noise, alpha=size)
 
 
-def mean_loss(model: Decoder, world: World, part: int = 0, parts: int = 1) -> Tensor:
+def compute_mean_loss(model: Decoder, world: World, part: int = 0, parts: int = 1) -> Tensor:
     """This rank's share of the small batch, or one of its parts, over the trained tokens of the
     whole batch.
     """
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     rows = ROWS // (world.size * parts)
     first = (world.rank * parts + part) * rows
     mine = slice(first, first + rows)

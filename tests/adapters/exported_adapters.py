@@ -12,17 +12,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipe_lib.adapters import get_adapter_parameters
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.open_exports import load_model
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
-from recipe_lib.checkpoint.verify import load_model
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import read_config, read_trained_spec
-from tests.adapters.hugging_face import theirs
+from tests.adapters.hugging_face import load_theirs
 from tests.checkpoint.test_every_tensor import EXTERNAL as OF_TENSORS
-from tests.models.reference import reference_model
+from tests.models.reference import build_reference_model
 from tests.recipes.external_kinds import KINDS as OF_RUNS
-from tests.recipes.external_kinds import settings_of
+from tests.recipes.external_kinds import build_settings
 
 # base -> (case of reference_model, what differs in its config)
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,7 +60,7 @@ MULTIMODAL = "gemma3, multimodal"
 EVERYWHERE = {f"{kind} of transformers": config for kind, config in MIXED.items()}
 EVERYWHERE |= {f"{kind} of transformers": config for kind, config in OF_TENSORS.items()}
 EVERYWHERE |= {
-    f"{kind} of transformers": settings_of(kind)
+    f"{kind} of transformers": build_settings(kind)
     for kind in OF_RUNS
     if f"{kind} of transformers" not in EVERYWHERE
 }
@@ -71,7 +71,7 @@ def make_base(base: str, folder: Path) -> Path:
     """Save a tiny random model under its name of NATIVE or EVERYWHERE."""
     if base in NATIVE:
         case, changes = NATIVE[base]
-        reference_model(case, **changes).save_pretrained(folder)
+        build_reference_model(case, **changes).save_pretrained(folder)
         return folder
     torch.manual_seed(5)
     kind = "gemma3" if base == MULTIMODAL else base.removesuffix(" of transformers")
@@ -130,7 +130,7 @@ def open_with_peft(folder: Path, adapter: Path) -> Any:
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        model = PeftModel.from_pretrained(theirs(folder), str(adapter)).eval()
+        model = PeftModel.from_pretrained(load_theirs(folder), str(adapter)).eval()
     spoken = [str(warning.message) for warning in said]
     assert not [
         text for text in spoken if "keys" in text or "matched" in text or "ignored" in text
@@ -150,6 +150,6 @@ def compute_logits(model: Any) -> Tensor:
     return model(input_ids=tokens, use_cache=False).logits.double()
 
 
-def relative(mine: Tensor, expected: Tensor) -> float:
+def compute_relative_difference(mine: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a share of the largest number."""
     return float((mine - expected).abs().max() / expected.abs().max())

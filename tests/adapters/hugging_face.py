@@ -14,7 +14,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, read_config
 from tests.adapters.adapted import EVERYWHERE, move_adapters
 
-# Kinds of adapters that PEFT and we must agree on: what differs from `config`.
+# Kinds of adapters that PEFT and we must agree on: what differs from `build_config`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q", "v"]},
     "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(**changes: Any) -> LoraConfig:
+def build_config(**changes: Any) -> LoraConfig:
     return LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))
 
 
@@ -57,7 +57,7 @@ SHAPE = {
 }
 
 
-def tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
+def write_tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
     """A model folder with random weights, written by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,16 +76,16 @@ def tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
-def spec_of(folder: Path) -> DecoderSpec:
+def read_folder_spec(folder: Path) -> DecoderSpec:
     """The spec of a model folder."""
     return build_spec(read_config(folder), str(folder))
 
 
-def ours(
+def load_ours(
     folder: Path, cfg: LoraConfig, dtype: torch.dtype = torch.float32, moved: float = MOVED
 ) -> Decoder:
     """Our model with the folder's weights and adapters that have been trained a little."""
-    spec = spec_of(folder)
+    spec = read_folder_spec(folder)
     model = build_meta(spec, dtype)
     add_adapters(model, cfg, dtype)
     model.to_empty(device="cpu")
@@ -96,15 +96,15 @@ def ours(
     return model.eval()
 
 
-def plain(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our model of a folder, without adapters."""
-    spec = spec_of(folder)
+    spec = read_folder_spec(folder)
     model = build_meta(spec, dtype).to_empty(device="cpu")
     load_weights(model, spec, folder)
     return model.eval()
 
 
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of a folder; every weight must be found, and none be left over."""
     from transformers import AutoModelForCausalLM
 
@@ -115,7 +115,7 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def with_peft(folder: Path, adapter: Path) -> Any:
+def load_with_peft(folder: Path, adapter: Path) -> Any:
     """The same with an adapter that PEFT loads; a name that does not fit is an error."""
     from peft import PeftModel
 
@@ -124,7 +124,7 @@ def with_peft(folder: Path, adapter: Path) -> Any:
         warnings.filterwarnings(
             "error", message="Found (missing|unexpected)"
         )  # PEFT goes on without what it lacks
-        return PeftModel.from_pretrained(theirs(folder), str(adapter)).eval()
+        return PeftModel.from_pretrained(load_theirs(folder), str(adapter)).eval()
 
 
 def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
@@ -135,7 +135,9 @@ def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(6)
-        model = get_peft_model(theirs(folder), PeftConfig(task_type="CAUSAL_LM", **settings)).eval()
+        model = get_peft_model(
+            load_theirs(folder), PeftConfig(task_type="CAUSAL_LM", **settings)
+        ).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
@@ -146,16 +148,16 @@ def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
 
 
 @torch.no_grad()
-def difference(mine: Decoder, other: Any) -> float:
+def compute_difference(mine: Decoder, other: Any) -> float:
     """Largest difference of the logits of a prompt, as a share of the largest logit."""
     tokens = torch.randint(
         0, mine.spec.vocab_size, (2, 24), generator=torch.Generator().manual_seed(2)
     )
-    expected = logits_of(other, tokens).double()
+    expected = compute_logits(other, tokens).double()
     return float((mine(tokens).double() - expected).abs().max() / expected.abs().max())
 
 
-def logits_of(model: Any, tokens: Tensor) -> Tensor:
+def compute_logits(model: Any, tokens: Tensor) -> Tensor:
     """Logits `[b, s, v]` of a model of ours or of transformers."""
     found = model(tokens)
     return found if isinstance(found, Tensor) else found.logits

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recipe_lib.cli import main
-from tests.adapters.hugging_face import SHAPE, tiny_folder
+from tests.adapters.hugging_face import SHAPE, write_tiny_folder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # family -> what its tiny base has besides SHAPE
@@ -41,7 +41,7 @@ def make_tokens(vocabulary: int | None = None) -> Tensor:
 def make_base(folder: Path, family: str, **changes: Any) -> Path:
     """A tiny base of a family; the folder has no tokenizer."""
     known = "llama" if family not in ("llama", "phi3") else family
-    return tiny_folder(folder, known, **(FAMILIES[family] | changes))
+    return write_tiny_folder(folder, known, **(FAMILIES[family] | changes))
 
 
 def load_base(folder: Path, vocabulary: int | None = None) -> Any:
@@ -145,6 +145,6 @@ def change_tensors(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) ->
     )
 
 
-def relative(mine: Tensor, expected: Tensor) -> float:
+def compute_relative_difference(mine: Tensor, expected: Tensor) -> float:
     """Largest difference as a share of the largest number."""
     return float((mine.double() - expected.double()).abs().max() / expected.double().abs().max())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.layers import AdaptedLinear, AdapterSettings
-from tests.distributed.ranks import in_a_fork
+from tests.distributed.ranks import run_in_fork
 
 PAGE = Path(__file__).parents[2] / "docs" / "upstream" / "add_alpha.md"
 SCALING = 3.0
@@ -37,7 +37,7 @@ def by_formula(module: AdaptedLinear, hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@in_a_fork
+@run_in_fork
 def test_inductor_does_what_is_reported_and_compiled_adapters_are_the_formula() -> None:
     printed = io.StringIO()
     with redirect_stdout(printed):

@@ -12,7 +12,7 @@ from recipe_lib.adapters.lora import describe_adapters
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.models import build_meta
-from tests.parallel.small_models import small_spec
+from tests.parallel.small_models import build_small_spec
 
 LAYERS = 4
 TEXT: dict[str, Any] = {
@@ -50,7 +50,7 @@ def with_adapters(kind: str, cfg: LoraConfig) -> Any:
     spec = (
         read_spec({**CONFIGS[kind], "model_type": kind}, kind)
         if kind in CONFIGS
-        else small_spec(layers=LAYERS)
+        else build_small_spec(layers=LAYERS)
     )
     model = build_meta(spec, torch.float32)
     add_adapters(model, cfg, torch.float32)

@@ -12,29 +12,28 @@ import torch
 from recipe_lib.adapters import add_adapters, describe_adapters, disable_adapters
 from recipe_lib.adapters.layers import QuantizedExperts
 from recipe_lib.adapters.quantized import fake_quantize_weight
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
+from recipe_lib.checkpoint.peft_folders import export_adapter, load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, build_spec, read_config, read_preset_config
 from recipe_lib.models.mixture import ExpertLinear
-from recipe_lib.ops.grouped import group_tokens
+from recipe_lib.ops.mlp import group_tokens
 from recipe_lib.units import GIB
 from tests.adapters.hugging_face import (
-    difference,
-    ours,
-    plain,
+    compute_difference,
+    load_ours,
+    load_plain,
+    load_theirs,
+    load_with_peft,
+    read_folder_spec,
     save_with_peft,
-    spec_of,
-    theirs,
-    with_peft,
 )
-from tests.models.reference import reference_model
-from tests.selection import slow_but
+from tests.models.reference import build_reference_model
+from tests.selection import mark_slow_but
 
 FAMILIES = ["mixtral", "qwen3-moe", "olmoe", "gpt-oss"]
 PARAMETERS = {"gpt-oss": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"]}
@@ -50,7 +49,7 @@ def config(**changes: Any) -> LoraConfig:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, folder in found.items():
-        reference_model(family).save_pretrained(folder)
+        build_reference_model(family).save_pretrained(folder)
     return found
 
 
@@ -67,16 +66,16 @@ def test_ours_loads_in_peft_and_in_ours(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder, cfg = folders[family], config()
-    model = ours(folder, cfg)
+    model = load_ours(folder, cfg)
     out = write(model, folder, cfg, tmp_path / "adapter")
-    assert difference(model, with_peft(folder, out)) < 1e-5
+    assert compute_difference(model, load_with_peft(folder, out)) < 1e-5
     check_adapter(out, model.spec, cfg, folder)
-    again = ours(folder, cfg, moved=0)
-    assert difference(model, again) > 1e-3
+    again = load_ours(folder, cfg, moved=0)
+    assert compute_difference(model, again) > 1e-3
     load_adapter(again, model.spec, out)
-    assert difference(model, again) == 0
+    assert compute_difference(model, again) == 0
     with disable_adapters(model):
-        assert difference(model, theirs(folder)) < 1e-5
+        assert compute_difference(model, load_theirs(folder)) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,9 +91,9 @@ def test_pefts_loads_in_ours(family: str, folders: dict[str, Path], tmp_path: Pa
         "target_parameters": others,
     }
     model = save_with_peft(folder, tmp_path / "adapter", **settings)
-    mine = ours(folder, config(rank=5, alpha=10.0), moved=0)
+    mine = load_ours(folder, config(rank=5, alpha=10.0), moved=0)
     load_adapter(mine, mine.spec, tmp_path / "adapter")
-    assert difference(mine, model) < 1e-5
+    assert compute_difference(mine, model) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -126,25 +125,25 @@ def test_ranks_and_alphas_of_parameters_are_pefts(
         dtype=torch.float32,
         ranks=SingleRank(),
     )
-    assert difference(plain(tmp_path / "merged"), model) < 1e-5
+    assert compute_difference(load_plain(tmp_path / "merged"), model) < 1e-5
 
 
 MERGED = [("mixtral", "nf4"), ("qwen3-moe", "none"), ("gpt-oss", "nf4"), ("olmoe", "int8")]
 
 
-@pytest.mark.parametrize(("family", "storage"), slow_but(MERGED, 2))
+@pytest.mark.parametrize(("family", "storage"), mark_slow_but(MERGED, 2))
 def test_merged_models_load_in_transformers(
     family: str, storage: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = folders[family]
     cfg = config(quantize_base=storage)
-    model = ours(folder, cfg)
+    model = load_ours(folder, cfg)
     out = write(model, folder, cfg, tmp_path / "adapter")
     merge_adapter(
         folder, out, tmp_path / "model", quantize=storage, dtype=torch.float32, ranks=SingleRank()
     )
-    assert difference(model, theirs(tmp_path / "model")) < 1e-5
-    assert difference(model, theirs(folder)) > 1e-3
+    assert compute_difference(model, load_theirs(tmp_path / "model")) < 1e-5
+    assert compute_difference(model, load_theirs(folder)) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,8 +152,8 @@ def test_files_in_both_directions(family: str, folders: dict[str, Path], tmp_pat
     holds.
     """
     folder = folders[family]
-    model = plain(folder)
-    assert difference(model, theirs(folder)) < 1e-5
+    model = load_plain(folder)
+    assert compute_difference(model, load_theirs(folder)) < 1e-5
     config_of = read_config(folder)
     options: dict[str, Any] = {
         "tokenizer_folder": None,
@@ -163,11 +162,11 @@ def test_files_in_both_directions(family: str, folders: dict[str, Path], tmp_pat
     }
     export_model(model, model.spec, config_of, tmp_path / "out", **options)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    again = plain(tmp_path / "out")
-    assert difference(again, model) == 0
-    assert difference(again, theirs(tmp_path / "out")) < 1e-5
-    reference_model(family).save_pretrained(tmp_path / "fused", save_original_format=False)
-    assert difference(plain(tmp_path / "fused"), model) == 0
+    again = load_plain(tmp_path / "out")
+    assert compute_difference(again, model) == 0
+    assert compute_difference(again, load_theirs(tmp_path / "out")) < 1e-5
+    build_reference_model(family).save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert compute_difference(load_plain(tmp_path / "fused"), model) == 0
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -200,11 +199,14 @@ def test_quantized_experts_compute_with_what_their_codes_stand_for(kind: str) ->
 
 def test_the_line_says_what_was_adapted_and_quantized(folders: dict[str, Path]) -> None:
     folder = folders["qwen3-moe"]
-    line = describe_adapters(ours(folder, config(quantize_base="nf4")), config(quantize_base="nf4"))
+    line = describe_adapters(
+        load_ours(folder, config(quantize_base="nf4")), config(quantize_base="nf4")
+    )
     assert "on q, v, router (in 2 of 3 layers), experts (in 2 of 3 layers): " in line
     assert "; 19 linears of the layers in nf4, but not mlp.router (" in line
     line = describe_adapters(
-        ours(folder, config(target_modules=["all-linear"])), config(target_modules=["all-linear"])
+        load_ours(folder, config(target_modules=["all-linear"])),
+        config(target_modules=["all-linear"]),
     )
     assert "none on experts.gate_up_proj, experts.down_proj, mlp.router (" in line
 
@@ -217,13 +219,13 @@ def test_the_line_says_what_was_adapted_and_quantized(folders: dict[str, Path]) 
     ],
 )
 def test_a_model_without_experts(targets: list[str], words: str, realdata: Path) -> None:
-    model = build_meta(spec_of(realdata / "stories260K-hf"), torch.float32)
+    model = build_meta(read_folder_spec(realdata / "stories260K-hf"), torch.float32)
     with pytest.raises(ConfigError, match=words):
         add_adapters(model, config(target_modules=targets), torch.float32)
 
 
 def test_a_linear_that_only_other_models_have(folders: dict[str, Path]) -> None:
-    model = build_meta(spec_of(folders["mixtral"]), torch.float32)
+    model = build_meta(read_folder_spec(folders["mixtral"]), torch.float32)
     with pytest.raises(
         ConfigError,
         match="gate: no layer .* has a linear mlp.gate_proj.*experts are named by experts",
@@ -236,10 +238,15 @@ def test_peft_finds_parameters_by_the_names_of_the_config(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     cfg = config(target_modules=["experts"])
-    out = write(ours(folders["mixtral"], cfg), folders["mixtral"], cfg, tmp_path / "adapter")
+    out = write(load_ours(folders["mixtral"], cfg), folders["mixtral"], cfg, tmp_path / "adapter")
     fields = json.loads((out / "adapter_config.json").read_text())
     assert fields["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    assert difference(ours(folders["mixtral"], cfg), with_peft(folders["mixtral"], out)) < 1e-5
+    assert (
+        compute_difference(
+            load_ours(folders["mixtral"], cfg), load_with_peft(folders["mixtral"], out)
+        )
+        < 1e-5
+    )
 
 
 def test_what_the_page_says_of_the_numbers_of_all_experts() -> None:

@@ -28,7 +28,13 @@ from recipe_lib.models.decoder import Decoder, ScaledEmbedding
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.adapters.adapted import EVERYWHERE, LINEARS, move_adapters
 from tests.memory.live_bytes import LiveBytes
-from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_batch, small_spec
+from tests.parallel.small_models import (
+    MLP_WIDTH,
+    VOCABULARY,
+    WIDTH,
+    build_small_spec,
+    make_small_batch,
+)
 
 
 def made(
@@ -45,7 +51,7 @@ def made(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
-    spec, rank = small_spec(tied=tied, layers=1), 4
+    spec, rank = build_small_spec(tied=tied, layers=1), 4
     before = {
         name: parameter.shape
         for name, parameter in build_meta(spec, torch.float32).named_parameters()
@@ -89,8 +95,8 @@ def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
 
 @pytest.mark.parametrize("targets", [["q"], ["k", "down"], ["embedding"], ["head"]])
 def test_only_the_targets_are_trained(targets: list[str]) -> None:
-    model = made(small_spec(layers=2), LoraConfig(rank=2, target_modules=targets))
-    tokens, labels = small_batch()
+    model = made(build_small_spec(layers=2), LoraConfig(rank=2, target_modules=targets))
+    tokens, labels = make_small_batch()
     model(tokens, labels=labels, head_loss=CrossEntropy(3)).backward()
     words = {"embedding": "embed_tokens", "head": "lm_head"}
     for name, parameter in model.named_parameters():
@@ -102,7 +108,7 @@ def test_only_the_targets_are_trained(targets: list[str]) -> None:
 
 
 def test_beginnings_are_those_of_peft_and_follow_the_seed() -> None:
-    spec = small_spec()
+    spec = build_small_spec()
     cfg = LoraConfig(rank=16, target_modules=EVERYWHERE)
     model, again, other = (build_meta(spec, torch.float32) for _ in range(3))
     for copy, seed in ((model, 1), (again, 1), (other, 2)):
@@ -258,7 +264,7 @@ def test_an_embedding_equals_the_matrix_with_the_adapter_in_it(
 
 
 def test_norms_in_pieces_equal_norms_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(small_spec(), LoraConfig(rank=3, dora=True, target_modules=EVERYWHERE))
+    model = made(build_small_spec(), LoraConfig(rank=3, dora=True, target_modules=EVERYWHERE))
     modules = [module for module in model.modules() if isinstance(module, layers.AdaptedModule)]
     at_once = [module.compute_weight_norms() for module in modules]
     monkeypatch.setattr(layers, "_NORM_ELEMENTS", 5 * WIDTH)
@@ -299,11 +305,11 @@ def test_the_loss_of_an_adapted_head_makes_no_logits_of_all_tokens(
     vocabulary, chunks, rows = 4096, 8, 64
     monkeypatch.setattr(layers, "_NORM_ELEMENTS", rows * WIDTH)
     model = made(
-        small_spec(vocabulary=vocabulary),
+        build_small_spec(vocabulary=vocabulary),
         LoraConfig(rank=2, target_modules=["head"], dora=dora),
         torch.float32,
     )
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     logits = tokens.numel() * vocabulary * 4
     adapter = sum(parameter.nbytes for parameter in get_adapter_parameters(model).values())
     with LiveBytes() as live:
@@ -313,11 +319,11 @@ def test_the_loss_of_an_adapted_head_makes_no_logits_of_all_tokens(
 
 
 def test_without_adapters_it_is_the_frozen_model_also_after_an_error() -> None:
-    spec = small_spec(tied=True)
+    spec = build_small_spec(tied=True)
     plain = build_meta(spec, torch.float64).to_empty(device="cpu")
     init_weights(plain, 3, spec)
     model = made(spec, LoraConfig(rank=3, target_modules=EVERYWHERE, dora=True))
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     adapted = model(tokens)
     assert (adapted - plain(tokens)).abs().max() > 0.1
     with pytest.raises(ZeroDivisionError), disable_adapters(model):
@@ -332,10 +338,10 @@ def test_without_adapters_it_is_the_frozen_model_also_after_an_error() -> None:
 
 
 def test_evaluation_drops_nothing() -> None:
-    spec = small_spec()
+    spec = build_small_spec()
     dropping = made(spec, LoraConfig(rank=3, target_modules=EVERYWHERE, dropout=0.5))
     sure = made(spec, LoraConfig(rank=3, target_modules=EVERYWHERE))
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     wanted = sure(tokens, labels=labels)
     assert (
         abs(
@@ -362,7 +368,7 @@ def test_evaluation_drops_nothing() -> None:
 def test_description() -> None:
     cfg = LoraConfig(rank=2, target_modules=["q", "head"])
     assert (
-        describe_adapters(made(small_spec(), cfg, torch.float32), cfg)
+        describe_adapters(made(build_small_spec(), cfg, torch.float32), cfg)
         == "adapters: LoRA of rank 2 on q, head: 1,472 parameters trained, 5.75 KiB on top of"
         " 236.88 KiB frozen"
     )
@@ -378,7 +384,7 @@ def replaced(model: Decoder, layers_of: range) -> Decoder:
 
 
 def test_a_target_that_some_layers_have_is_counted_and_one_that_none_has_refused() -> None:
-    spec, cfg = small_spec(layers=3), LoraConfig(rank=2, target_modules=["gate", "q"])
+    spec, cfg = build_small_spec(layers=3), LoraConfig(rank=2, target_modules=["gate", "q"])
     model = replaced(build_meta(spec, torch.float32), range(1, 3))
     add_adapters(model, cfg, torch.float32)
     assert describe_adapters(model, cfg).startswith(
@@ -393,10 +399,10 @@ def test_a_target_that_some_layers_have_is_counted_and_one_that_none_has_refused
 
 def test_quantized_linears_are_counted_and_a_base_that_stays_as_it_is_refused() -> None:
     cfg = LoraConfig(rank=2, target_modules=["q"], quantize_base="nf4")
-    model = build_meta(small_spec(layers=2), torch.bfloat16)
+    model = build_meta(build_small_spec(layers=2), torch.bfloat16)
     add_adapters(model, cfg, torch.bfloat16)
     assert describe_adapters(model, cfg).endswith(" frozen; 14 linears of the layers in nf4")
-    wide = build_meta(small_spec(layers=2), torch.bfloat16)
+    wide = build_meta(build_small_spec(layers=2), torch.bfloat16)
     for layer in range(2):
         for name in ("gate_proj", "up_proj", "down_proj"):
             setattr(

@@ -14,10 +14,10 @@ from recipe_lib.config.schema import LoraConfig, MemoryConfig, OptimizerConfig, 
 from recipe_lib.models import build_meta
 from recipe_lib.optim.optimizers import build_optimizer, count_local_bytes
 from recipe_lib.parallel import resolve_wrapping
-from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss
+from tests.adapters.adapted import EVERYWHERE, Setting, build_adapted, compute_mean_loss
 from tests.distributed.ranks import run_ranks
-from tests.parallel.gathered import GatheredPeak, gathered_bytes
-from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec
+from tests.parallel.gathered import GatheredPeak, count_gathered_bytes
+from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, build_small_spec
 
 LAYERS, RANK, RANKS = 3, 4, 2
 KV = WIDTH // 2
@@ -45,10 +45,10 @@ def test_parameters_gradients_and_states_of_a_rank() -> None:
         setting = Setting(
             lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.bfloat16
         )
-        with adapted(small_spec(), setting) as (model, world):
+        with build_adapted(build_small_spec(), setting) as (model, world):
             optimizer = build_optimizer(OptimizerConfig(), model.parameters(), world.device)
             with GatheredPeak(model) as peak:
-                mean_loss(model, world).backward()
+                compute_mean_loss(model, world).backward()
             optimizer.step()
             frozen = [
                 parameter for name, parameter in model.named_parameters() if not is_adapter(name)
@@ -65,7 +65,7 @@ def test_parameters_gradients_and_states_of_a_rank() -> None:
                 for value in state.values()
                 if value.dim()
             ]
-            assert gathered_bytes(model) == 0
+            assert count_gathered_bytes(model) == 0
             return [count_local_bytes([*frozen, *adapters, *grads, *states]), peak.unreduced]
 
     for held, unreduced in run_ranks(work, RANKS):
@@ -84,14 +84,14 @@ def test_an_adapted_head_is_not_gathered_for_backward() -> None:
     def work() -> list[list[str]]:
         lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dora=True)
         setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"))
-        with adapted(small_spec(), setting) as (model, world):
-            loss = mean_loss(model, world)
+        with build_adapted(build_small_spec(), setting) as (model, world):
+            loss = compute_mean_loss(model, world)
             seen: list[str] = []
             watch_gathers(model, seen)
             loss.backward()
             after_forward = list(seen)
             seen.clear()
-            mean_loss(model, world)
+            compute_mean_loss(model, world)
             return [after_forward, seen]
 
     layers = [f"model.layers.{index}" for index in range(LAYERS)]
@@ -122,7 +122,7 @@ def noted(unshard: Any, group: Any, name: str, seen: list[str]) -> Any:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("wrapping", ["auto", "memory_efficient"])
 def test_units_hold_the_adapters_of_their_matrices(wrapping: str, tied: bool) -> None:
-    model = build_meta(small_spec(tied=tied), torch.bfloat16)
+    model = build_meta(build_small_spec(tied=tied), torch.bfloat16)
     add_adapters(
         model, LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32"), torch.bfloat16
     )
@@ -148,14 +148,14 @@ def test_a_step_moves_adapters_and_leaves_every_frozen_bit() -> None:
         setting = Setting(
             lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.float32
         )
-        with adapted(small_spec(tied=True), setting) as (model, world):
+        with build_adapted(build_small_spec(tied=True), setting) as (model, world):
             before = {
                 name: local(parameter).clone() for name, parameter in model.named_parameters()
             }
             optimizer = build_optimizer(OptimizerConfig(lr=0.01), model.parameters(), world.device)
             losses = []
             for _ in range(3):
-                loss = mean_loss(model, world)
+                loss = compute_mean_loss(model, world)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -19,11 +19,22 @@ from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import parallelize, start_world
-from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss, move_adapters
+from tests.adapters.adapted import (
+    EVERYWHERE,
+    Setting,
+    build_adapted,
+    compute_mean_loss,
+    move_adapters,
+)
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.parallel.gathered import gathered_bytes
-from tests.parallel.small_models import gradient_difference, gradients, small_batch, small_spec
-from tests.selection import slow_but
+from tests.parallel.gathered import count_gathered_bytes
+from tests.parallel.small_models import (
+    build_small_spec,
+    compute_gradient_difference,
+    make_small_batch,
+    read_gradients,
+)
+from tests.selection import mark_slow_but
 
 LORA = LoraConfig(rank=3, alpha=5, target_modules=["q", "v"])
 DORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
@@ -33,16 +44,16 @@ Reference = dict[tuple[bool, bool], tuple[float, dict[str, Tensor]]]
 
 def kept(spec: DecoderSpec, lora: LoraConfig) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and gradients of the small batch, of a model on one rank; no lever is used."""
-    with adapted(spec, Setting(lora)) as (model, world):
-        loss = mean_loss(model, world)
+    with build_adapted(spec, Setting(lora)) as (model, world):
+        loss = compute_mean_loss(model, world)
         loss.backward()
-        return float(loss.detach()), gradients(model)
+        return float(loss.detach()), read_gradients(model)
 
 
 @pytest.fixture(scope="module")
 def expected() -> Reference:
     cases = {
-        (tied, lora.dora): (small_spec(tied=tied, layers=LAYERS), lora)
+        (tied, lora.dora): (build_small_spec(tied=tied, layers=LAYERS), lora)
         for tied in (False, True)
         for lora in (LORA, DORA)
     }
@@ -58,21 +69,21 @@ def worst_difference(
     steps: micro-batches of each; in a second step of two, gradients accumulate.
     """
     loss, grads = reference[tied, setting.lora.dora]
-    with adapted(small_spec(tied=tied, layers=LAYERS), setting) as (model, world):
+    with build_adapted(build_small_spec(tied=tied, layers=LAYERS), setting) as (model, world):
         for parts in steps:
             model.zero_grad(set_to_none=True)
             total = torch.zeros((), dtype=torch.float64)
             for part in range(parts):
-                partial_loss = mean_loss(model, world, part, parts)
+                partial_loss = compute_mean_loss(model, world, part, parts)
                 partial_loss.backward()
                 total += partial_loss.detach()
             assert abs(float(world.all_reduce_sum(total)) - loss) < 1e-12
         assert all(is_adapter(name) for name in grads)
-        return gradient_difference(model, grads)
+        return compute_gradient_difference(model, grads)
 
 
 @pytest.mark.parametrize(
-    ("lora", "tied"), slow_but([(LORA, False), (DORA, True)], 1), ids=["lora", "dora, tied"]
+    ("lora", "tied"), mark_slow_but([(LORA, False), (DORA, True)], 1), ids=["lora", "dora, tied"]
 )
 def test_two_ranks_with_every_lever_equal_one_plain_model(
     lora: LoraConfig, tied: bool, expected: Reference
@@ -104,7 +115,7 @@ def test_two_ranks_with_every_lever_equal_one_plain_model(
 @pytest.mark.slow
 def test_compiled_checkpointed_and_sharded() -> None:
     lora = LoraConfig(rank=3, alpha=5, target_modules=["q", "down"], dora=True)
-    reference = {(True, True): kept(small_spec(tied=True, layers=LAYERS), lora)}
+    reference = {(True, True): kept(build_small_spec(tied=True, layers=LAYERS), lora)}
     memory = MemoryConfig(activation_checkpointing="full")
     setting = Setting(
         lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, compiler="eager"
@@ -147,15 +158,15 @@ def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
                 ParallelConfig(fsdp_wrap_policy="memory_efficient"),
                 MemoryConfig(cpu_offload=tied),
             )
-            with adapted(
-                small_spec(tied=tied, layers=LAYERS), Setting(DORA, parallel, memory), moved=0
+            with build_adapted(
+                build_small_spec(tied=tied, layers=LAYERS), Setting(DORA, parallel, memory), moved=0
             ) as (
                 model,
                 world,
             ):
                 assert world.size == ranks
                 found |= {f"{tied} {name}": value for name, value in whole(model).items()}
-                assert gathered_bytes(model) == 0
+                assert count_gathered_bytes(model) == 0
         return found
 
     one = run_ranks(work, 1, 1)[0]
@@ -177,18 +188,18 @@ def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -
             (False, MemoryConfig()),
             (True, MemoryConfig(activation_checkpointing="full")),
         ):
-            spec = small_spec(tied=tied, layers=LAYERS)
+            spec = build_small_spec(tied=tied, layers=LAYERS)
             plain = build_meta(spec, torch.float64).to_empty(device="cpu")
             init_weights(plain, 3, spec)
             setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory)
-            with adapted(spec, setting) as (model, world):
+            with build_adapted(spec, setting) as (model, world):
                 with disable_adapters(model):
-                    reference = mean_loss(model, world)
+                    reference = compute_mean_loss(model, world)
                     assert not reference.requires_grad
-                    found.append(abs(float(reference - mean_loss(plain, world))))
-                    assert gathered_bytes(model) == 0
-                mean_loss(model, world).backward()
-                grads, wanted = gradients(model), expected[tied, True][1]
+                    found.append(abs(float(reference - compute_mean_loss(plain, world))))
+                    assert count_gathered_bytes(model) == 0
+                compute_mean_loss(model, world).backward()
+                grads, wanted = read_gradients(model), expected[tied, True][1]
                 assert grads.keys() == wanted.keys()
                 found += [
                     float((grads[name] - grad).abs().max() / grad.abs().max())
@@ -202,7 +213,7 @@ def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -
 
 def test_a_model_that_is_sharded_gets_no_adapters() -> None:
     def work() -> str:
-        model = build_meta(small_spec(), torch.float64)
+        model = build_meta(build_small_spec(), torch.float64)
         cfg = FullFinetuneConfig(device="cpu")
         with start_world(cfg) as world:
             parallelize(model, cfg, world)
@@ -221,16 +232,16 @@ def test_logits_can_be_trained_on_too() -> None:
     setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"))
 
     def work() -> dict[str, Tensor]:
-        with adapted(small_spec(layers=LAYERS), setting) as (model, world):
-            mean_loss(
+        with build_adapted(build_small_spec(layers=LAYERS), setting) as (model, world):
+            compute_mean_loss(
                 model, world
             ).backward()  # with labels first: the choice is made anew for each forward
             model.zero_grad(set_to_none=True)
             rows = 8 // world.size
             model(
-                small_batch()[0][world.rank * rows : (world.rank + 1) * rows]
+                make_small_batch()[0][world.rank * rows : (world.rank + 1) * rows]
             ).square().sum().backward()
-            return gradients(model)
+            return read_gradients(model)
 
     [wanted] = run_ranks(work, 1)
     for found in run_ranks(work, 2):
@@ -243,16 +254,18 @@ def test_log_probabilities_of_tokens() -> None:
     """Preference optimization: an adapted head projects again in backward, with a weight that is
     gathered again.
     """
-    _, labels = small_batch()
+    _, labels = make_small_batch()
     setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"))
 
     def work() -> tuple[Tensor, dict[str, Tensor]]:
-        with adapted(small_spec(tied=True, layers=LAYERS), setting) as (model, world):
+        with build_adapted(build_small_spec(tied=True, layers=LAYERS), setting) as (model, world):
             rows = 8 // world.size
             mine = slice(world.rank * rows, (world.rank + 1) * rows)
-            found = model(small_batch()[0][mine], labels=labels[mine], head_loss=TokenLogProbs(3))
+            found = model(
+                make_small_batch()[0][mine], labels=labels[mine], head_loss=TokenLogProbs(3)
+            )
             found.square().sum().backward()
-            return found.detach(), gradients(model)
+            return found.detach(), read_gradients(model)
 
     [(values, grads)] = run_ranks(work, 1)
     two = run_ranks(work, 2)
@@ -273,15 +286,15 @@ def test_dora_beside_quantized_weights() -> None:
     )
 
     def work() -> list[dict[str, Tensor]]:
-        with adapted(small_spec(layers=LAYERS), setting, moved=0) as (model, world):
+        with build_adapted(build_small_spec(layers=LAYERS), setting, moved=0) as (model, world):
             found = whole(model)
             with disable_adapters(model):
-                reference = mean_loss(model, world)
-            found["loss"] = world.all_reduce_sum(mean_loss(model, world).detach())
+                reference = compute_mean_loss(model, world)
+            found["loss"] = world.all_reduce_sum(compute_mean_loss(model, world).detach())
             found["frozen"] = world.all_reduce_sum(reference)
             move_adapters(model, 0.1)
-            mean_loss(model, world).backward()
-            return [found, gradients(model)]
+            compute_mean_loss(model, world).backward()
+            return [found, read_gradients(model)]
 
     [one] = run_ranks(work, 1)
     assert float((one[0]["loss"] - one[0]["frozen"]).abs()) < 1e-5
@@ -300,9 +313,9 @@ def test_fp32_adapters_over_a_bf16_base() -> None:
     )
 
     def work() -> dict[str, Tensor]:
-        with adapted(small_spec(tied=True), setting) as (model, world):
-            mean_loss(model, world).backward()
-            return gradients(model)
+        with build_adapted(build_small_spec(tied=True), setting) as (model, world):
+            compute_mean_loss(model, world).backward()
+            return read_gradients(model)
 
     [one] = run_ranks(work, 1)
     for two in run_ranks(work, 2):
@@ -316,16 +329,28 @@ def test_new_adapters_do_not_change_the_model() -> None:
     def work() -> list[float]:
         found = []
         for tied, lora in ((False, LORA), (True, DORA)):
-            spec = small_spec(tied=tied, layers=LAYERS)
+            spec = build_small_spec(tied=tied, layers=LAYERS)
             plain = build_meta(spec, torch.float64).to_empty(device="cpu")
             init_weights(plain, 3, spec)
-            with adapted(spec, Setting(lora), moved=0) as (model, world):
+            with build_adapted(spec, Setting(lora), moved=0) as (model, world):
                 found.append(
-                    abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach()))
+                    abs(
+                        float(
+                            (
+                                compute_mean_loss(model, world) - compute_mean_loss(plain, world)
+                            ).detach()
+                        )
+                    )
                 )
                 init_adapters(model, 8)
                 found.append(
-                    abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach()))
+                    abs(
+                        float(
+                            (
+                                compute_mean_loss(model, world) - compute_mean_loss(plain, world)
+                            ).detach()
+                        )
+                    )
                 )
         return found
 

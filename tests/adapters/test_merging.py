@@ -11,28 +11,28 @@ from safetensors.torch import load_file
 
 from recipe_lib import files
 from recipe_lib.checkpoint import adapter_merging as merged
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_merging import Update, merge_adapter, merge_rows
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.parallel import start_world
 from tests.adapters.hugging_face import (
     VARIANTS,
-    config,
-    difference,
-    ours,
-    plain,
+    build_config,
+    compute_difference,
+    load_ours,
+    load_plain,
+    load_theirs,
     save_with_peft,
-    theirs,
-    tiny_folder,
+    write_tiny_folder,
 )
 from tests.distributed.ranks import run_ranks
 
 
 def trained(folder: Path, cfg: LoraConfig, out: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A model with adapters, which are also written to `out`."""
-    model = ours(folder, cfg, dtype)
+    model = load_ours(folder, cfg, dtype)
     export_adapter(
         model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank()
     )
@@ -50,11 +50,11 @@ def merge(
 
 @pytest.mark.parametrize("variant", ["lora", "everywhere"])
 def test_merged_models_load_in_transformers(variant: str, realdata: Path, tmp_path: Path) -> None:
-    folder, cfg = realdata / "stories260K-hf", config(**VARIANTS[variant])
+    folder, cfg = realdata / "stories260K-hf", build_config(**VARIANTS[variant])
     model = trained(folder, cfg, tmp_path / "adapter")
     out = merge(folder, tmp_path / "adapter", tmp_path / "model")
-    assert difference(model, theirs(out)) < 1e-5
-    assert difference(model, theirs(folder)) > 1e-3
+    assert compute_difference(model, load_theirs(out)) < 1e-5
+    assert compute_difference(model, load_theirs(folder)) > 1e-3
     untied = variant == "everywhere"  # the base is tied
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is not untied
     assert ("lm_head.weight" in load_file(out / "model.safetensors")) is untied
@@ -63,10 +63,10 @@ def test_merged_models_load_in_transformers(variant: str, realdata: Path, tmp_pa
 
 @pytest.mark.parametrize("variant", ["rslora", "dora", "embedding", "head"])
 def test_merging_is_exact_in_fp64(variant: str, realdata: Path, tmp_path: Path) -> None:
-    folder, cfg = realdata / "stories260K-hf", config(**VARIANTS[variant])
+    folder, cfg = realdata / "stories260K-hf", build_config(**VARIANTS[variant])
     model = trained(folder, cfg, tmp_path / "adapter", torch.float64)
     out = merge(folder, tmp_path / "adapter", tmp_path / "model", torch.float64)
-    assert difference(model, plain(out, torch.float64)) < 1e-13
+    assert compute_difference(model, load_plain(out, torch.float64)) < 1e-13
 
 
 @pytest.mark.slow
@@ -75,18 +75,18 @@ def test_merging_is_exact_in_fp64(variant: str, realdata: Path, tmp_path: Path) 
 def test_a_quantized_base_is_merged_as_it_was_trained(
     kind: str, family: str, tmp_path: Path
 ) -> None:
-    folder = tiny_folder(tmp_path / "base", family)
-    cfg = config(quantize_base=kind, target_modules=["q", "v", "down"])
+    folder = write_tiny_folder(tmp_path / "base", family)
+    cfg = build_config(quantize_base=kind, target_modules=["q", "v", "down"])
     model = trained(folder, cfg, tmp_path / "adapter")
     out = merge(folder, tmp_path / "adapter", tmp_path / "model", quantize=kind)
-    assert difference(model, theirs(out)) < 1e-5
+    assert compute_difference(model, load_theirs(out)) < 1e-5
     other = merge(folder, tmp_path / "adapter", tmp_path / "other")
-    assert difference(model, theirs(other)) > 1e-3
+    assert compute_difference(model, load_theirs(other)) > 1e-3
 
 
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_fused_adapters_merge_as_peft_merges_them(kind: dict, tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "base", "phi3")
+    folder = write_tiny_folder(tmp_path / "base", "phi3")
     model = save_with_peft(
         folder,
         tmp_path / "adapter",
@@ -104,8 +104,8 @@ def test_fused_adapters_merge_as_peft_merges_them(kind: dict, tmp_path: Path) ->
 
 def test_bf16_is_rounded_once(tmp_path: Path) -> None:
     """The sum is made in fp32; the trained model's own base is bf16."""
-    folder = tiny_folder(tmp_path / "base", "llama")
-    trained(folder, config(target_modules=["q"]), tmp_path / "adapter")
+    folder = write_tiny_folder(tmp_path / "base", "llama")
+    trained(folder, build_config(target_modules=["q"]), tmp_path / "adapter")
     wide = load_file(
         merge(
             folder, tmp_path / "adapter", tmp_path / "wide", torch.bfloat16, out_dtype=torch.float32
@@ -122,7 +122,7 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     base, adapter = (
         load_file(folder / "model.safetensors")[name].bfloat16().double(),
-        ours(folder, config(target_modules=["q"])),
+        load_ours(folder, build_config(target_modules=["q"])),
     )
     module = adapter.model.layers[0].self_attn.q_proj
     exact = base + 2.0 * module.lora_B.weight.double() @ module.lora_A.weight.double()
@@ -130,8 +130,8 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_files(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "base", "llama")
-    trained(folder, config(), tmp_path / "adapter")
+    folder = write_tiny_folder(tmp_path / "base", "llama")
+    trained(folder, build_config(), tmp_path / "adapter")
     one = merge(folder, tmp_path / "adapter", tmp_path / "one", max_shard_bytes=20_000)
 
     def work() -> None:
@@ -148,8 +148,8 @@ def test_ranks_share_the_files(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tiny_folder(tmp_path / "base", "llama")
-    trained(folder, config(), tmp_path / "adapter")
+    folder = write_tiny_folder(tmp_path / "base", "llama")
+    trained(folder, build_config(), tmp_path / "adapter")
 
     def full(operation: str, path: Path) -> None:
         if operation == "write" and path.name.startswith("model-00003"):
@@ -162,9 +162,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "base", "llama")
-    trained(folder, config(), tmp_path / "adapter")
-    other = tiny_folder(tmp_path / "other", "llama", rms_norm_eps=1e-6)
+    folder = write_tiny_folder(tmp_path / "base", "llama")
+    trained(folder, build_config(), tmp_path / "adapter")
+    other = write_tiny_folder(tmp_path / "other", "llama", rms_norm_eps=1e-6)
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
     from safetensors.torch import save_file

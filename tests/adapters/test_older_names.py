@@ -10,15 +10,22 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.models import read_config
-from tests.adapters.hugging_face import difference, ours, plain, spec_of, theirs, with_peft
-from tests.models.reference import SMALL, reference_model
+from tests.adapters.hugging_face import (
+    compute_difference,
+    load_ours,
+    load_plain,
+    load_theirs,
+    load_with_peft,
+    read_folder_spec,
+)
+from tests.models.reference import SMALL, build_reference_model
 
 # The block of a mixture in transformers 4, whose router was a linear called `gate`, and an expert's
 # three linears.
@@ -36,7 +43,7 @@ def write_older(folder: Path, base: Path, family: str, ends: list[str]) -> Path:
     """
     tensors = {}
     generator = torch.Generator().manual_seed(3)
-    spec = spec_of(base)
+    spec = read_folder_spec(base)
     block, (gate, up, down) = BLOCKS[family]
     assert spec.mixture is not None
     inner = spec.mixture.mlp_width
@@ -74,7 +81,7 @@ def write_older(folder: Path, base: Path, family: str, ends: list[str]) -> Path:
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {family: tmp_path_factory.mktemp(family) for family in BLOCKS}
     for family, folder in folders.items():
-        reference_model(family).save_pretrained(folder)
+        build_reference_model(family).save_pretrained(folder)
     return folders
 
 
@@ -85,16 +92,16 @@ def test_a_router_of_transformers_4_is_the_one_of_transformers_5(
 ) -> None:
     base = bases[family]
     adapter = write_older(tmp_path / "adapter", base, family, ["gate"])
-    expected = with_peft(base, adapter)
-    assert difference(plain(base), expected) > 1e-3
-    model = ours(base, LoraConfig(rank=RANK, alpha=8.0, target_modules=["router"]), moved=0)
+    expected = load_with_peft(base, adapter)
+    assert compute_difference(load_plain(base), expected) > 1e-3
+    model = load_ours(base, LoraConfig(rank=RANK, alpha=8.0, target_modules=["router"]), moved=0)
     load_adapter(model, model.spec, adapter)
-    assert difference(model, expected) < 1e-5
+    assert compute_difference(model, expected) < 1e-5
     merge_adapter(
         base, adapter, tmp_path / "merged", quantize="none", dtype=torch.float32, ranks=SingleRank()
     )
-    assert difference(plain(tmp_path / "merged"), expected) < 1e-5
-    assert difference(model, theirs(tmp_path / "merged")) < 1e-5
+    assert compute_difference(load_plain(tmp_path / "merged"), expected) < 1e-5
+    assert compute_difference(model, load_theirs(tmp_path / "merged")) < 1e-5
 
 
 @pytest.mark.parametrize("family", BLOCKS)
@@ -103,7 +110,11 @@ def test_what_cannot_be_mapped_is_refused_with_the_reason(
     implementation: str, family: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     base = bases[family]
-    spec = spec_of(base) if implementation == "native" else read_spec(read_config(base), family)
+    spec = (
+        read_folder_spec(base)
+        if implementation == "native"
+        else read_spec(read_config(base), family)
+    )
     names = BLOCKS[family][1]
     experts = read_adapter(write_older(tmp_path / "experts", base, family, [*names, "gate"]))
     with pytest.raises(

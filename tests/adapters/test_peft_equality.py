@@ -20,7 +20,7 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import Parallel, start_world
 from recipe_lib.training import clip_grad_norm
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 STEPS, ROWS, LENGTH, LR, CLIP = 20, 3, 64, 5e-3, 1.0
 ADAM: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
@@ -123,7 +123,7 @@ def train_ours(model: Decoder, cfg: LoraConfig, data: list[Tensor]) -> Losses:
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, ["lora of q and v", "dora"]))
+@pytest.mark.parametrize("case", mark_slow_except(CASES, ["lora of q and v", "dora"]))
 def test_twenty_steps_equal_those_of_peft(case: str, realdata: Path) -> None:
     cfg, folder, data = CASES[case], realdata / "stories260K-hf", batches(realdata)
     theirs = peft_model(folder, cfg)

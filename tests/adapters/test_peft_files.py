@@ -11,25 +11,24 @@ from safetensors.torch import load_file
 
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, build_file_modules
 from recipe_lib.checkpoint.adapter_config import AdapterConfig
-from recipe_lib.checkpoint.adapter_export import export_adapter
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.peft_folders import export_adapter, load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.models import build_spec, read_config
-from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
+from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, build_adapted
 from tests.adapters.hugging_face import (
     VARIANTS,
-    config,
-    difference,
-    ours,
+    build_config,
+    compute_difference,
+    load_ours,
+    load_with_peft,
     save_with_peft,
-    tiny_folder,
-    with_peft,
+    write_tiny_folder,
 )
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import small_spec
-from tests.selection import slow_but
+from tests.parallel.small_models import build_small_spec
+from tests.selection import mark_slow_but
 
 
 def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> Path:
@@ -48,21 +47,21 @@ def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> 
 
 @pytest.fixture(scope="module")
 def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("phi") / "base", "phi3")
+    return write_tiny_folder(tmp_path_factory.mktemp("phi") / "base", "phi3")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ours_loads_in_peft_and_in_ours(variant: str, realdata: Path, tmp_path: Path) -> None:
-    folder, cfg = realdata / "stories260K-hf", config(**VARIANTS[variant])
-    model = ours(folder, cfg)
+    folder, cfg = realdata / "stories260K-hf", build_config(**VARIANTS[variant])
+    model = load_ours(folder, cfg)
     out = write(model, folder, cfg, tmp_path / "adapter")
-    assert difference(model, with_peft(folder, out)) < 1e-5
+    assert compute_difference(model, load_with_peft(folder, out)) < 1e-5
     check_adapter(out, model.spec, cfg, folder)
-    again = ours(folder, cfg, moved=0)
-    assert difference(model, again) > 1e-3
+    again = load_ours(folder, cfg, moved=0)
+    assert compute_difference(model, again) > 1e-3
     modules = {"lora": 10, "embedding": 1, "head": 1, "everywhere": 37}.get(variant, 35)
     assert load_adapter(again, model.spec, out) == modules
-    assert difference(model, again) == 0
+    assert compute_difference(model, again) == 0
 
 
 @pytest.mark.parametrize(
@@ -82,20 +81,20 @@ def test_ours_loads_in_peft_and_in_ours(variant: str, realdata: Path, tmp_path: 
     ids=["lora", "all-linear", "pattern", "embedding", "smaller-ranks", "larger-rank"],
 )  # fmt: skip
 def test_pefts_loads_in_ours(theirs: dict, mine: dict, realdata: Path, tmp_path: Path) -> None:
-    folder, cfg = realdata / "stories260K-hf", config(**mine)
+    folder, cfg = realdata / "stories260K-hf", build_config(**mine)
     model = save_with_peft(folder, tmp_path / "adapter", **theirs)
-    own = ours(folder, cfg, moved=0)
+    own = load_ours(folder, cfg, moved=0)
     check_adapter(tmp_path / "adapter", own.spec, cfg, folder)
-    assert difference(own, model) > 1e-3
+    assert compute_difference(own, model) > 1e-3
     load_adapter(own, own.spec, tmp_path / "adapter")
-    assert difference(own, model) < 1e-5
+    assert compute_difference(own, model) < 1e-5
     out = write(own, folder, cfg, tmp_path / "again")
-    assert difference(own, with_peft(folder, out)) < 1e-5
+    assert compute_difference(own, load_with_peft(folder, out)) < 1e-5
 
 
 @pytest.mark.parametrize(
     "targets",
-    slow_but([LINEARS, ["q", "v", "up"], ["o"], ["k"]], 1),
+    mark_slow_but([LINEARS, ["q", "v", "up"], ["o"], ["k"]], 1),
     ids=lambda targets: "-".join(targets),
 )
 @pytest.mark.parametrize(
@@ -104,14 +103,14 @@ def test_pefts_loads_in_ours(theirs: dict, mine: dict, realdata: Path, tmp_path:
 def test_fused_projections_are_stacked_exactly(
     targets: list[str], kind: dict, phi: Path, tmp_path: Path
 ) -> None:
-    cfg = config(target_modules=targets, **kind)
-    model = ours(phi, cfg)
+    cfg = build_config(target_modules=targets, **kind)
+    model = load_ours(phi, cfg)
     out = write(model, phi, cfg, tmp_path / "adapter")
-    assert difference(model, with_peft(phi, out)) < 1e-5
+    assert compute_difference(model, load_with_peft(phi, out)) < 1e-5
     check_adapter(out, model.spec, cfg, phi)
-    again = ours(phi, cfg, moved=0)
+    again = load_ours(phi, cfg, moved=0)
     load_adapter(again, model.spec, out)
-    assert difference(model, again) == 0
+    assert compute_difference(model, again) == 0
 
 
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=["lora", "dora"])
@@ -119,16 +118,16 @@ def test_pefts_fused_adapter_loads_in_ours(kind: dict, phi: Path, tmp_path: Path
     model = save_with_peft(
         phi, tmp_path / "a", r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"], **kind
     )
-    cfg = config(target_modules=["q", "k", "v", "gate", "up"], dora=bool(kind))
-    own = ours(phi, cfg, moved=0)
+    cfg = build_config(target_modules=["q", "k", "v", "gate", "up"], dora=bool(kind))
+    own = load_ours(phi, cfg, moved=0)
     check_adapter(tmp_path / "a", own.spec, cfg, phi)
     load_adapter(own, own.spec, tmp_path / "a")
-    assert difference(own, model) < 1e-5
+    assert compute_difference(own, model) < 1e-5
 
 
 def test_servers_see_one_scaling_and_room_for_the_largest_rank(phi: Path, tmp_path: Path) -> None:
-    cfg = config(target_modules=["q", "k", "v", "o", "up"])
-    out = write(ours(phi, cfg), phi, cfg, tmp_path / "adapter")
+    cfg = build_config(target_modules=["q", "k", "v", "o", "up"])
+    out = write(load_ours(phi, cfg), phi, cfg, tmp_path / "adapter")
     fields = json.loads((out / "adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"]) == (12, 24)
     assert fields["rank_pattern"] == {"o_proj": 4, "gate_up_proj": 4}
@@ -162,8 +161,8 @@ def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
         text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
     )
     outer = settings.to_dict() | {"architectures": ["Gemma3ForConditionalGeneration"]}
-    spec, cfg = build_spec(outer, "tiny"), config(target_modules=["q", "down"])
-    with adapted(spec, Setting(cfg, dtype=torch.float32)) as (model, world):
+    spec, cfg = build_spec(outer, "tiny"), build_config(target_modules=["q", "down"])
+    with build_adapted(spec, Setting(cfg, dtype=torch.float32)) as (model, world):
         export_adapter(
             model, spec, cfg, tmp_path / "a", base="tiny", world=world, source_config=outer
         )
@@ -217,18 +216,18 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
 
 @pytest.mark.slow
 def test_two_ranks_write_and_read_what_one_does(tmp_path: Path) -> None:
-    spec = small_spec()
-    cfg = config(target_modules=EVERYWHERE, dora=True, rank=3)
+    spec = build_small_spec()
+    cfg = build_config(target_modules=EVERYWHERE, dora=True, rank=3)
     setting = Setting(
         cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32
     )
 
     def export(out: Path) -> None:
-        with adapted(spec, setting) as (model, world):
+        with build_adapted(spec, setting) as (model, world):
             export_adapter(model, spec, cfg, out, base="base", world=world)
 
     def read(folder: Path, out: Path) -> None:
-        with adapted(spec, setting, moved=0) as (model, world):
+        with build_adapted(spec, setting, moved=0) as (model, world):
             load_adapter(model, spec, folder)
             export_adapter(model, spec, cfg, out, base="base", world=world)
 

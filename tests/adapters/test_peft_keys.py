@@ -14,17 +14,17 @@ from peft import LoraConfig as PeftConfig
 from recipe_lib.adapters.peft_names import build_file_modules
 from recipe_lib.checkpoint.adapter_config import IRRELEVANT, READ, REFUSED, AdapterConfig
 from recipe_lib.checkpoint.adapter_files import find_unselected
-from tests.adapters.hugging_face import spec_of
+from tests.adapters.hugging_face import read_folder_spec
 from tests.adapters.peft_folders import (
     ask_peft,
     change_config,
+    compute_relative_difference,
     make_base,
     merge,
     read_merged,
-    relative,
     train_with_peft,
 )
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 KEYS = sorted(field.name for field in dataclasses.fields(PeftConfig))
 # What a key is set to besides its default, in a file whose tensors stay.
@@ -101,7 +101,7 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "adapter"))
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK))
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK))
 def test_another_value_is_used_as_peft_uses_it_or_refused_by_name(
     case: str, base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -111,9 +111,9 @@ def test_another_value_is_used_as_peft_uses_it_or_refused_by_name(
     if code == 0:
         logits, tensors = ask_peft(base, adapter)
         own_logits, own_tensors, _ = read_merged(tmp_path / "out")
-        assert relative(own_logits, logits) < 1e-5
+        assert compute_relative_difference(own_logits, logits) < 1e-5
         for name, tensor in tensors.items():
-            assert relative(own_tensors[name], tensor) < 1e-5, name
+            assert compute_relative_difference(own_tensors[name], tensor) < 1e-5, name
         assert key not in REFUSED
         return
     names_it = f"{adapter}/adapter_config.json: {key}: " in err
@@ -127,7 +127,7 @@ TYPED = [*sorted(READ), "auto_mapping", "arrow_config"]
 
 
 @pytest.mark.parametrize(
-    "key", slow_except(TYPED, ["layers_to_transform", "r", "trainable_token_indices"])
+    "key", mark_slow_except(TYPED, ["layers_to_transform", "r", "trainable_token_indices"])
 )
 def test_a_wrong_type_is_one_line(
     key: str, base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -141,7 +141,10 @@ def test_a_wrong_type_is_one_line(
         assert code in (0, 2) and err.count("\n") == (code != 0), (key, value, err)
         if code == 0 and key in READ:
             logits, _ = ask_peft(base, adapter)
-            assert relative(read_merged(tmp_path / f"out{number}")[0], logits) < 1e-5, (key, value)
+            assert (
+                compute_relative_difference(read_merged(tmp_path / f"out{number}")[0], logits)
+                < 1e-5
+            ), (key, value)
 
 
 @pytest.mark.slow
@@ -159,7 +162,7 @@ def test_a_missing_key_has_peft_s_default_or_is_one_line(
     (adapter / "adapter_config.json").write_text(json.dumps(left))
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
     logits, _ = ask_peft(base, adapter)
-    assert relative(read_merged(tmp_path / "out")[0], logits) < 1e-5
+    assert compute_relative_difference(read_merged(tmp_path / "out")[0], logits) < 1e-5
 
 
 def test_a_key_that_nobody_knows(
@@ -202,7 +205,7 @@ def test_the_modules_that_peft_selects(fields: dict[str, Any], base: Path) -> No
         4, 8, False, False, saved=tuple(fields.get("modules_to_save", ())), selection=selection
     )
     theirs = PeftConfig(**fields)
-    for name in build_file_modules(spec_of(base)):
+    for name in build_file_modules(read_folder_spec(base)):
         assert (find_unselected(config, [name]) is None) == bool(
             check_target_module_exists(theirs, name)
         ), name

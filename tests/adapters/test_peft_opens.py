@@ -16,14 +16,14 @@ from recipe_lib.training import validate_parallelism
 from tests.adapters.exported_adapters import (
     NATIVE,
     compute_logits,
+    compute_relative_difference,
     make_base,
     open_with_peft,
     read_base_spec,
-    relative,
     write_adapter,
 )
-from tests.adapters.hugging_face import theirs
-from tests.selection import slow_except
+from tests.adapters.hugging_face import load_theirs
+from tests.selection import mark_slow_except
 
 # kind -> what the config says of lora beside the rank
 KINDS: dict[str, dict[str, Any]] = {
@@ -68,14 +68,19 @@ def test_every_family_of_the_library_has_a_base() -> None:
     assert {case.split(": ")[1] for case in CASES} == set(KINDS)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK))
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK))
 def test_peft_opens_what_was_trained(case: str, tmp_path: Path) -> None:
     base, kind = case.split(": ")
     folder = make_base(base, tmp_path / "base")
     written = write_adapter(base, folder, settings(kind), tmp_path)
-    merged = compute_logits(theirs(written / "model"))
-    assert relative(compute_logits(open_with_peft(folder, written / "adapter")), merged) < 1e-5
-    assert relative(compute_logits(theirs(folder)), merged) > 1e-3, (
+    merged = compute_logits(load_theirs(written / "model"))
+    assert (
+        compute_relative_difference(
+            compute_logits(open_with_peft(folder, written / "adapter")), merged
+        )
+        < 1e-5
+    )
+    assert compute_relative_difference(compute_logits(load_theirs(folder)), merged) > 1e-3, (
         "the adapter changes next to nothing"
     )
 

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.adapters import peft_patterns
-from recipe_lib.adapters.peft_patterns import MAX_CHARACTERS, find_first_matches
+from recipe_lib.checkpoint import adapter_config
+from recipe_lib.checkpoint.adapter_config import MAX_PATTERN_CHARACTERS, find_first_matches
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
+from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.errors import CheckpointError
-from tests.adapters.hugging_face import config, ours, save_with_peft
+from tests.adapters.hugging_face import build_config, load_ours, save_with_peft
 from tests.adapters.peft_folders import (
     ask_peft,
     change_config,
+    compute_relative_difference,
     make_base,
     make_tokens,
     merge,
     read_merged,
-    relative,
     train_with_peft,
 )
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 MODULES = [
     f"model.layers.{layer}.{leaf}"
@@ -40,7 +40,7 @@ PATTERNS = [
     "model.layers.1", "layers.1.*", r"(?:q|k)_proj", r"(?i:Q_PROJ)", r"(?<!self_attn\.)\w+_proj", r"q_proj$", "lm_head",
     r"a)|(lm_head", r"(?P<x>q)_proj", r"[^k]_proj", r".*?\.1\..*?", "embed.tokens", r"\bq_proj\b", "Q_proj", "q_proj ",
 ]  # fmt: skip
-ENDLESS = ["(.+.*)+!", "q" * (MAX_CHARACTERS + 1)]
+ENDLESS = ["(.+.*)+!", "q" * (MAX_PATTERN_CHARACTERS + 1)]
 
 
 def test_each_pattern_matches_what_peft_matches() -> None:
@@ -67,7 +67,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
                          for key, name in zip(keys, MODULES, strict=True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", slow_except(["(q_proj", "(?i)q_proj"], ["(q_proj"]))
+@pytest.mark.parametrize("pattern", mark_slow_except(["(q_proj", "(?i)q_proj"], ["(q_proj"]))
 @pytest.mark.parametrize(
     "key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"]
 )
@@ -83,12 +83,12 @@ def test_what_is_no_regular_expression(key: str, pattern: str, tmp_path: Path, c
     assert code == 2 and f"{adapter}/adapter_config.json: {key}: " in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("pattern", slow_except(ENDLESS, ["(.+.*)+!"]))
+@pytest.mark.parametrize("pattern", mark_slow_except(ENDLESS, ["(.+.*)+!"]))
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])
 def test_a_pattern_without_end_is_refused_by_name(
     key: str, pattern: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peft_patterns, "SECONDS", 0.2)
+    monkeypatch.setattr(adapter_config, "PATTERN_SECONDS", 0.2)
     base = make_base(tmp_path / "base", "llama")
     adapter = train_with_peft(base, tmp_path / "adapter")
     change_config(adapter, **{key: {pattern: 4} if key.endswith("pattern") else pattern})
@@ -122,24 +122,26 @@ def test_merged_generated_with_and_trained_on_as_peft_does(
     logits, tensors = ask_peft(base, adapter)
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
     own_logits, own_tensors, _ = read_merged(tmp_path / "out")
-    assert relative(own_logits, logits) < 1e-5
+    assert compute_relative_difference(own_logits, logits) < 1e-5
     for key, tensor in tensors.items():
-        assert relative(own_tensors[key], tensor) < 1e-5, key
+        assert compute_relative_difference(own_tensors[key], tensor) < 1e-5, key
     fields = json.loads((adapter / "adapter_config.json").read_text())
     ranks = [parameter.shape[0] for key, parameter in model.named_parameters() if "lora_A" in key]
     kind = {"dora": fields["use_dora"], "rslora": fields["use_rslora"]}
-    cfg = config(target_modules=["q", "v"], rank=max(ranks), **kind)
+    cfg = build_config(target_modules=["q", "v"], rank=max(ranks), **kind)
     try:
-        check_adapter(adapter, ours(base, cfg, moved=0).spec, cfg, base)
+        check_adapter(adapter, load_ours(base, cfg, moved=0).spec, cfg, base)
     except CheckpointError as error:  # its remedy is followed
         alpha = re.search(r"lora\.alpha=([\d.]+)$", str(error))
         assert alpha, error
-        cfg = config(target_modules=["q", "v"], rank=max(ranks), alpha=float(alpha[1]), **kind)
-        check_adapter(adapter, ours(base, cfg, moved=0).spec, cfg, base)
-    own = ours(base, cfg, moved=0)
+        cfg = build_config(
+            target_modules=["q", "v"], rank=max(ranks), alpha=float(alpha[1]), **kind
+        )
+        check_adapter(adapter, load_ours(base, cfg, moved=0).spec, cfg, base)
+    own = load_ours(base, cfg, moved=0)
     load_adapter(own, own.spec, adapter)
     with torch.no_grad():
-        assert relative(own(make_tokens()), logits) < 1e-5
+        assert compute_relative_difference(own(make_tokens()), logits) < 1e-5
 
 
 PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -169,7 +171,7 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(PARAMETERS, ["of the parameter"]))
+@pytest.mark.parametrize("name", mark_slow_except(PARAMETERS, ["of the parameter"]))
 def test_patterns_of_parameters_are_compared_with_their_whole_names(
     name: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -182,7 +184,10 @@ def test_patterns_of_parameters_are_compared_with_their_whole_names(
     )
     adapter = train_with_peft(base, tmp_path / "adapter", **({"target_modules": []} | settings))
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
-    assert relative(read_merged(tmp_path / "out")[0], ask_peft(base, adapter)[0]) < 1e-5
+    assert (
+        compute_relative_difference(read_merged(tmp_path / "out")[0], ask_peft(base, adapter)[0])
+        < 1e-5
+    )
 
 
 def test_an_embedding_that_is_a_parameter_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:

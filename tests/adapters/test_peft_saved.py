@@ -15,19 +15,19 @@ from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.generation.source import find_source, load_source
-from tests.adapters.hugging_face import spec_of
+from tests.adapters.hugging_face import read_folder_spec
 from tests.adapters.peft_folders import (
     FAMILIES,
     ask_peft,
     change_tensors,
+    compute_relative_difference,
     make_base,
     make_tokens,
     merge,
     read_merged,
-    relative,
     train_with_peft,
 )
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 WHOLE = ["embed_tokens", "lm_head"]
 # kind -> (rows of a resized vocabulary, what PEFT is told)
@@ -97,13 +97,13 @@ def test_every_family_has_a_case_that_is_always_run() -> None:
     assert {case.split(": ")[1] for case in CASES} == set(KINDS)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK))
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK))
 def test_merged_as_peft_does(case: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base, adapter, vocabulary = make_case(case, tmp_path)
     logits, tensors = ask_peft(base, adapter, vocabulary)
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
     own_logits, own_tensors, config = read_merged(tmp_path / "out")
-    assert relative(own_logits, logits) < 1e-5
+    assert compute_relative_difference(own_logits, logits) < 1e-5
     assert config.vocab_size == logits.shape[-1]
     shared = {
         "model.embed_tokens.weight",
@@ -111,10 +111,10 @@ def test_merged_as_peft_does(case: str, tmp_path: Path, capsys: pytest.CaptureFi
     }  # PEFT itself makes one of the two matrices of a tied base
     for name, tensor in tensors.items():
         if name not in shared:
-            assert relative(own_tensors[name], tensor) < 1e-5, name
+            assert compute_relative_difference(own_tensors[name], tensor) < 1e-5, name
 
 
-@pytest.mark.parametrize("case", slow_except(GENERATED, GENERATED[:2]))
+@pytest.mark.parametrize("case", mark_slow_except(GENERATED, GENERATED[:2]))
 def test_generated_with_as_peft_does(case: str, tmp_path: Path) -> None:
     base, adapter, vocabulary = make_case(case, tmp_path)
     logits, _ = ask_peft(base, adapter, vocabulary)
@@ -122,7 +122,7 @@ def test_generated_with_as_peft_does(case: str, tmp_path: Path) -> None:
     assert source.spec.vocab_size == logits.shape[-1]
     model = load_source(source, torch.float32, torch.device("cpu"), "none")
     with torch.no_grad():
-        assert relative(model(make_tokens(vocabulary)), logits) < 1e-5
+        assert compute_relative_difference(model(make_tokens(vocabulary)), logits) < 1e-5
 
 
 ROWS = {
@@ -151,7 +151,12 @@ def test_rows_of_a_linear_are_merged_or_refused(
         assert not (tmp_path / "out").exists()
     else:
         assert (code, said) == (0, "")
-        assert relative(read_merged(tmp_path / "out")[0], ask_peft(base, adapter, None)[0]) < 1e-5
+        assert (
+            compute_relative_difference(
+                read_merged(tmp_path / "out")[0], ask_peft(base, adapter, None)[0]
+            )
+            < 1e-5
+        )
 
 
 @pytest.mark.slow
@@ -169,16 +174,16 @@ def test_what_was_tied_stays_one_matrix_where_it_is(
 @pytest.mark.slow
 def test_the_base_alone_is_still_the_base(tmp_path: Path) -> None:
     from recipe_lib.adapters import disable_adapters
-    from tests.adapters.hugging_face import plain
+    from tests.adapters.hugging_face import load_plain
 
     base, adapter, _ = make_case("qwen2: rows of both", tmp_path)
     model = load_source(
         find_source(str(adapter), str(base)), torch.float32, torch.device("cpu"), "none"
     )
     with disable_adapters(model):
-        assert torch.equal(model(make_tokens()), plain(base)(make_tokens()).detach())
+        assert torch.equal(model(make_tokens()), load_plain(base)(make_tokens()).detach())
     with torch.no_grad():
-        assert not torch.equal(model(make_tokens()), plain(base)(make_tokens()))
+        assert not torch.equal(model(make_tokens()), load_plain(base)(make_tokens()))
 
 
 @pytest.mark.slow
@@ -189,7 +194,10 @@ def test_such_an_adapter_is_merged_before_it_is_trained_on(
     base, adapter, _ = make_case(f"qwen2: {kind}", tmp_path)
     with pytest.raises(CheckpointError, match="tune export .* --merge"):
         check_adapter(
-            adapter, spec_of(base), LoraConfig(rank=4, alpha=6.0, target_modules=["q"]), base
+            adapter,
+            read_folder_spec(base),
+            LoraConfig(rank=4, alpha=6.0, target_modules=["q"]),
+            base,
         )
     assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
 
@@ -218,7 +226,7 @@ def test_biases_that_no_weight_can_take_up(tmp_path: Path, capsys: pytest.Captur
 CHANGED = ["llama: both", "qwen2: rows of tokens", "qwen2: all biases"]
 
 
-@pytest.mark.parametrize("case", slow_except(CHANGED, CHANGED[:1]))
+@pytest.mark.parametrize("case", mark_slow_except(CHANGED, CHANGED[:1]))
 def test_only_what_works_with_such_an_adapter_is_done_or_named(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -14,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipe_lib.adapters import disable_adapters
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.open_exports import load_model, load_model_with_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
-from recipe_lib.checkpoint.verify import load_model, load_model_with_adapter
 from recipe_lib.config.registry import register
 from recipe_lib.models import read_config, read_spec
-from tests.adapters.hugging_face import SHAPE, logits_of
-from tests.adapters.peft_folders import make_tokens, relative
+from tests.adapters.hugging_face import SHAPE, compute_logits
+from tests.adapters.peft_folders import compute_relative_difference, make_tokens
 
 CPU = torch.device("cpu")
 
@@ -69,14 +69,19 @@ def make_adapter(folder: Path) -> Any:
 @torch.no_grad()
 def test_a_saved_number_is_merged_and_computed_with(tmp_path: Path) -> None:
     adapted = make_adapter(tmp_path)
-    expected = logits_of(adapted, make_tokens())
+    expected = compute_logits(adapted, make_tokens())
     spec = read_spec(read_config(tmp_path / "base"), "base", "scaled")
     model, filled = load_model_with_adapter(
         tmp_path / "adapter", spec, tmp_path / "base", torch.float32, CPU
     )
-    assert filled == 2 and relative(model(make_tokens()), expected) < 1e-5
+    assert filled == 2 and compute_relative_difference(model(make_tokens()), expected) < 1e-5
     with disable_adapters(model), adapted.disable_adapter():
-        assert relative(model(make_tokens()), logits_of(adapted, make_tokens())) < 1e-5
+        assert (
+            compute_relative_difference(
+                model(make_tokens()), compute_logits(adapted, make_tokens())
+            )
+            < 1e-5
+        )
     merge_adapter(
         tmp_path / "base",
         tmp_path / "adapter",
@@ -87,6 +92,8 @@ def test_a_saved_number_is_merged_and_computed_with(tmp_path: Path) -> None:
         ranks=SingleRank(),
     )
     assert (
-        relative(load_model(spec, tmp_path / "model", torch.float32, CPU)(make_tokens()), expected)
+        compute_relative_difference(
+            load_model(spec, tmp_path / "model", torch.float32, CPU)(make_tokens()), expected
+        )
         < 1e-5
     )

@@ -17,19 +17,19 @@ from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.generation.source import find_source
-from tests.adapters.hugging_face import spec_of
+from tests.adapters.hugging_face import read_folder_spec
 from tests.adapters.peft_folders import (
     TENSORS,
     ask_peft,
     change_config,
     change_tensors,
+    compute_relative_difference,
     make_base,
     merge,
     read_merged,
-    relative,
     train_with_peft,
 )
-from tests.selection import slow_but, slow_except
+from tests.selection import mark_slow_but, mark_slow_except
 
 # kind -> family, resized vocabulary, what PEFT is told
 ADAPTERS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
@@ -72,15 +72,15 @@ def try_change(
         return code
     logits, tensors = ask_peft(base, copy, vocabulary)
     own_logits, own_tensors, _ = read_merged(out)
-    assert relative(own_logits, logits) < 1e-5
+    assert compute_relative_difference(own_logits, logits) < 1e-5
     for name, tensor in tensors.items():
         if name not in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert relative(own_tensors[name], tensor) < 1e-5, name
+            assert compute_relative_difference(own_tensors[name], tensor) < 1e-5, name
     return 0
 
 
 @pytest.mark.parametrize(
-    "case", slow_except(["saved", "dora", "resized, tied", "rows"], ["saved"]), indirect=True
+    "case", mark_slow_except(["saved", "dora", "resized, tied", "rows"], ["saved"]), indirect=True
 )
 def test_each_tensor_left_out(
     case: tuple[Path, Path, int | None], capsys: pytest.CaptureFixture
@@ -90,7 +90,7 @@ def test_each_tensor_left_out(
 
 
 @pytest.mark.parametrize(
-    "case", slow_except(["saved", "biases", "fused"], ["saved"]), indirect=True
+    "case", mark_slow_except(["saved", "biases", "fused"], ["saved"]), indirect=True
 )
 def test_each_tensor_renamed(
     case: tuple[Path, Path, int | None], capsys: pytest.CaptureFixture
@@ -149,7 +149,7 @@ def test_each_kind_of_tensor_added(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("number", "case"),
-    slow_but([(float("nan"), "saved"), (float("inf"), "dora")], 1),
+    mark_slow_but([(float("nan"), "saved"), (float("inf"), "dora")], 1),
     indirect=["case"],
 )
 def test_numbers_that_are_none(
@@ -176,7 +176,10 @@ def test_training_says_so_too(tmp_path: Path) -> None:
     change_tensors(adapter, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
     with pytest.raises(CheckpointError, match="NaN or infinite"):
         check_adapter(
-            adapter, spec_of(base), LoraConfig(rank=4, alpha=6.0, target_modules=["q"]), base
+            adapter,
+            read_folder_spec(base),
+            LoraConfig(rank=4, alpha=6.0, target_modules=["q"]),
+            base,
         )
 
 

@@ -19,8 +19,8 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from tests.memory.live_bytes import LiveBytes
-from tests.parallel.small_models import small_spec
-from tests.torchao_oracle import nf4_tensor
+from tests.parallel.small_models import build_small_spec
+from tests.torchao_oracle import build_nf4_tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
 # [out, in]: 64 numbers in all; blocks that end within rows; 172 and 1089 blocks, which 256 does not
@@ -53,7 +53,7 @@ def assert_same_as_torchao(weight: Tensor) -> None:
     scaler_block = 256
     while (weight.numel() // nf4.BLOCK) % scaler_block:
         scaler_block //= 2
-    theirs = nf4_tensor().from_tensor(weight, nf4.BLOCK, scaler_block)
+    theirs = build_nf4_tensor().from_tensor(weight, nf4.BLOCK, scaler_block)
     module = quantized(weight, "nf4")
     assert torch.equal(module.weight_codes.view(torch.uint8).flatten(), theirs.quantized_data)
     assert module.weight_scales is not None
@@ -83,7 +83,7 @@ def test_every_bf16_and_the_fp32_around_borders_get_torchaos_level() -> None:
     around = (middles.view(torch.int32).unsqueeze(1) + steps).view(torch.float32).flatten()
     for values in (every, around):
         levels = torch.tensor(nf4.LEVELS, dtype=values.dtype)
-        expected = nf4_tensor().quantize_tensor_nearest(values, levels)
+        expected = build_nf4_tensor().quantize_tensor_nearest(values, levels)
         pairs = torch.stack(
             [values, torch.ones_like(values)], dim=1
         )  # with a 1 every number is its own share
@@ -243,7 +243,7 @@ def test_a_step_holds_one_whole_weight_at_a_time(
     monkeypatch.setattr("recipe_lib.adapters.nf4._PIECE_BLOCKS", 128)
     monkeypatch.setattr("recipe_lib.adapters.quantized._PIECE_ELEMENTS", 8192)
     monkeypatch.setattr("recipe_lib.adapters.quantized._PIECE_ELEMENTS", 8192)
-    spec = replace(small_spec(layers=2), width=128, mlp_width=1024)
+    spec = replace(build_small_spec(layers=2), width=128, mlp_width=1024)
     model = build_meta(spec, torch.float32)
     add_adapters(model, LoraConfig(rank=2, quantize_base=kind), torch.float32)
     apply_activation_checkpointing(model, mode)
@@ -312,7 +312,7 @@ def test_a_weight_without_whole_blocks_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_random_weights_are_those_that_a_plain_model_draws(kind: str) -> None:
-    spec = small_spec(layers=2)
+    spec = build_small_spec(layers=2)
     plain, model = (build_meta(spec, torch.float32) for _ in range(2))
     for layer in model.model.layers:
         layer.mlp.down_proj = QuantizedLinear(layer.mlp.down_proj, kind)

@@ -30,7 +30,7 @@ from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 ROWS, LENGTH, STEPS = 4, 16, 6
 
@@ -132,7 +132,7 @@ def lost(
     fake_quantize_weight(
         torch.zeros(64, 64), "nf4"
     )  # imports torchao here, which each rank would have to
-    settings = {name: SETTINGS[name] for name in selected(request, "name")}
+    settings = {name: SETTINGS[name] for name in select_cases(request, "name")}
     kinds = dict.fromkeys(map(plain, settings.values()))
     alone = run_ranks(
         lambda: [losses(folder, config(kind, dora=dora), text) for kind, dora in kinds], 1
@@ -141,7 +141,7 @@ def lost(
     return dict(zip(kinds, alone, strict=True)), both
 
 
-@pytest.mark.parametrize("name", slow_except(SETTINGS, ["nf4"]))
+@pytest.mark.parametrize("name", mark_slow_except(SETTINGS, ["nf4"]))
 def test_two_ranks_lose_what_one_does(lost: Any, name: str) -> None:
     alone = lost[0][plain(SETTINGS[name])]
     first, second = (rank[name] for rank in lost[1])

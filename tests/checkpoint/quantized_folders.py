@@ -16,8 +16,8 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.models.reference import reference_model
-from tests.torchao_oracle import mxfp4_codes
+from tests.models.reference import build_reference_model
+from tests.torchao_oracle import compute_mxfp4_codes
 
 WIDE: dict[str, Any] = {
     "hidden_size": 64,
@@ -29,7 +29,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.sel
 Tensors = dict[str, Tensor]
 
 
-def fp8_section(block: tuple[int, int] = (128, 128), **more: Any) -> dict[str, Any]:
+def build_fp8_section(block: tuple[int, int] = (128, 128), **more: Any) -> dict[str, Any]:
     """The section quantization_config of FP8 with scales of such blocks."""
     said = {
         "quant_method": "fp8",
@@ -40,9 +40,9 @@ def fp8_section(block: tuple[int, int] = (128, 128), **more: Any) -> dict[str, A
     return said | more
 
 
-def mxfp4_folder(folder: Path) -> Path:
+def write_mxfp4_folder(folder: Path) -> Path:
     """A gpt-oss whose experts torchao has quantized; everything else is in bf16."""
-    reference_model("gpt-oss", dtype=torch.bfloat16, **WIDE).save_pretrained(folder)
+    build_reference_model("gpt-oss", dtype=torch.bfloat16, **WIDE).save_pretrained(folder)
 
     def quantize(tensors: Tensors) -> Tensors:
         found: Tensors = {}
@@ -51,7 +51,7 @@ def mxfp4_folder(folder: Path) -> Path:
                 found[name] = value
                 continue
             matrices = value.transpose(1, 2)
-            codes = [mxfp4_codes(matrix) for matrix in matrices]
+            codes = [compute_mxfp4_codes(matrix) for matrix in matrices]
             found[f"{name}_blocks"], found[f"{name}_scales"] = map(
                 torch.stack, zip(*codes, strict=True)
             )
@@ -60,7 +60,7 @@ def mxfp4_folder(folder: Path) -> Path:
     return rewrite(folder, quantize, MXFP4)
 
 
-def fp8_folder(
+def write_fp8_folder(
     folder: Path,
     case: str,
     block: tuple[int, int] = (128, 128),
@@ -73,10 +73,10 @@ def fp8_folder(
     """A model whose matrices transformers has quantized, but for those with one of `left` in their
     names.
     """
-    model = reference_model(case, dtype=torch.bfloat16, **WIDE | changes)
+    model = build_reference_model(case, dtype=torch.bfloat16, **WIDE | changes)
     model.save_pretrained(folder, save_original_format=not fused)
     kind = "ue8m0" if scales == torch.float8_e8m0fnu else "float"
-    quantizer = Fp8Quantize(_with_config(block, kind))
+    quantizer = Fp8Quantize(_write_with_config(block, kind))
 
     def quantize(tensors: Tensors) -> Tensors:
         found: Tensors = {}
@@ -91,11 +91,11 @@ def fp8_folder(
             found |= {name: value.to(scales) for name, value in made.items()}
         return found
 
-    said = fp8_section(block, modules_to_not_convert=["lm_head", *left], scale_fmt=kind)
+    said = build_fp8_section(block, modules_to_not_convert=["lm_head", *left], scale_fmt=kind)
     return rewrite(folder, quantize, said)
 
 
-def twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """The folder with plain weights, as transformers' own functions dequantize its codes."""
     section = json.loads((folder / "config.json").read_text())["quantization_config"]
 
@@ -108,7 +108,7 @@ def twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
                     value, tensors[f"{bare}_scales"], dtype=dtype
                 )
             elif f"{name}_scale_inv" in tensors:
-                found[name] = fp8_numbers(
+                found[name] = decode_fp8(
                     value, tensors[f"{name}_scale_inv"], section["weight_block_size"], dtype
                 )
             elif not name.endswith(("_scales", "_scale_inv")):
@@ -118,7 +118,7 @@ def twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     return rewrite(copy(folder, out), dequantize, None)
 
 
-def fp8_numbers(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
+def decode_fp8(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
     """What transformers makes of FP8; it knows whole blocks alone, so that others are made so
     before.
     """
@@ -128,7 +128,7 @@ def fp8_numbers(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dt
     return whole[..., :rows, :columns]
 
 
-def _with_config(block: tuple[int, int], kind: str) -> SimpleNamespace:
+def _write_with_config(block: tuple[int, int], kind: str) -> SimpleNamespace:
     return SimpleNamespace(
         quantization_config=FineGrainedFP8Config(weight_block_size=block, scale_fmt=kind)
     )

@@ -61,12 +61,12 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def spec_of(config: dict[str, Any], **changes: Any) -> DecoderSpec:
+def build_spec_of(config: dict[str, Any], **changes: Any) -> DecoderSpec:
     return replace(build_spec(config | changes, "staged"), init_std=0.2)
 
 
 @contextmanager
-def world_of(name: str) -> Iterator[tuple[FullFinetuneConfig, World]]:
+def build_world(name: str) -> Iterator[tuple[FullFinetuneConfig, World]]:
     """One of WORLDS on the ranks that are there, and the config that made it."""
     cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**WORLDS[name][1]))
     with start_world(cfg) as world:
@@ -106,15 +106,15 @@ def build(
 
 
 @contextmanager
-def staged(
+def load_staged(
     name: str, spec: DecoderSpec, lora: LoraConfig | None = None
 ) -> Iterator[tuple[Decoder, World]]:
     """The model in one of WORLDS."""
-    with world_of(name) as (cfg, world):
+    with build_world(name) as (cfg, world):
         yield build(cfg, world, spec, lora), world
 
 
-def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
+def build_optimizer(model: Decoder) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": trained}]  # of a rank that has nothing trained it may be empty
     return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, foreach=False)
@@ -128,16 +128,16 @@ def step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             for part, offset in list_local_parts(model, name, parameter.grad):
-                fill_random(part, offset, parameter.shape, f"{number}/{name}", _normal)
+                fill_random(part, offset, parameter.shape, f"{number}/{name}", _normalize)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _normal(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _normalize(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return values.normal_(generator=generator)
 
 
-def held(
+def hash_trained(
     model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGroup
 ) -> dict[str, str]:
     """SHA-256 of every trained parameter and its states of the whole model, by name, in the file's
@@ -166,6 +166,6 @@ def held(
     return merged
 
 
-def tensors_of(folder: Path) -> dict[str, bytes]:
+def read_tensors(folder: Path) -> dict[str, bytes]:
     """The bytes of a folder's safetensors files, by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}

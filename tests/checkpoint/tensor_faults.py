@@ -106,7 +106,7 @@ def load_theirs(folder: Path) -> Tensor:
     return model.eval()(_TOKENS).logits
 
 
-def why_not_accounted(folder: Path, fault: Fault, implementation: str = "native") -> str | None:
+def explain_unaccounted(folder: Path, fault: Fault, implementation: str = "native") -> str | None:
     """Why the outcome is none that a user can rely on; None: all is used as transformers does,
     said, or refused.
     """

@@ -18,12 +18,12 @@ from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta, init_weights
 from recipe_lib.parallel import World
-from tests.adapters.adapted import EVERYWHERE, Setting, adapted
-from tests.checkpoint.tiny import full
+from tests.adapters.adapted import EVERYWHERE, Setting, build_adapted
+from tests.checkpoint.tiny import gather_full
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import small_batch, small_spec
+from tests.parallel.small_models import build_small_spec, make_small_batch
 
-SPEC = small_spec()
+SPEC = build_small_spec()
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["q", "up", "head"])
 
 
@@ -35,7 +35,7 @@ def train(
     model: Decoder, optimizer: torch.optim.Optimizer, world: World, steps: int
 ) -> list[float]:
     """Losses; every rank has the whole batch, and gradients are sums over ranks."""
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     losses = []
     for _ in range(steps):
         loss = model(tokens, labels=labels)
@@ -48,7 +48,7 @@ def train(
 
 def save(root: Path, lora: LoraConfig = LORA, **more: Any) -> list[float]:
     """Trains two steps, saves, trains two more; returns the losses of these."""
-    with adapted(SPEC, Setting(lora, **more)) as (model, world):
+    with build_adapted(SPEC, Setting(lora, **more)) as (model, world):
         optimizer = optimizer_of(model)
         train(model, optimizer, world, 2)
         save_state(root, 2, model, optimizer, {"step": 2}, world, keep=2)
@@ -56,7 +56,7 @@ def save(root: Path, lora: LoraConfig = LORA, **more: Any) -> list[float]:
 
 
 def resume(path: Path, lora: LoraConfig = LORA, **more: Any) -> list[float]:
-    with adapted(SPEC, Setting(lora, **more), moved=0.3) as (model, world):
+    with build_adapted(SPEC, Setting(lora, **more), moved=0.3) as (model, world):
         optimizer = optimizer_of(model)
         load_state(path, model, optimizer, world)
         return train(model, optimizer, world, 2)
@@ -109,7 +109,7 @@ def test_any_number_of_ranks_reads_it(
 def test_the_mark_is_the_same_for_every_sharding() -> None:
     def mark(**parallel: Any) -> str | None:
         setting = Setting(replace(LORA, target_modules=EVERYWHERE), ParallelConfig(**parallel))
-        with adapted(SPEC, setting) as (model, world):
+        with build_adapted(SPEC, setting) as (model, world):
             return hash_frozen_parameters(model, world)
 
     one = mark()
@@ -119,7 +119,7 @@ def test_the_mark_is_the_same_for_every_sharding() -> None:
 
 
 def test_the_mark_tells_one_changed_number() -> None:
-    with adapted(SPEC, Setting(LORA)) as (model, world):
+    with build_adapted(SPEC, Setting(LORA)) as (model, world):
         before = hash_frozen_parameters(model, world)
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight[3, 2] += 1e-12
@@ -156,7 +156,7 @@ def test_other_settings_are_refused(changes: dict, what: str, state: Path) -> No
 
 def test_another_base_is_refused_by_all_ranks(state: Path) -> None:
     def work() -> str:
-        with adapted(SPEC, Setting(LORA)) as (model, world):
+        with build_adapted(SPEC, Setting(LORA)) as (model, world):
             init_weights(model, 4, SPEC)
             try:
                 load_state(state, model, optimizer_of(model), world)
@@ -173,7 +173,7 @@ def test_another_base_is_refused_by_all_ranks(state: Path) -> None:
 
 
 def test_full_and_adapted_runs_do_not_mix(state: Path, memory_path: Path) -> None:
-    with adapted(SPEC, Setting(LORA)) as (model, world):
+    with build_adapted(SPEC, Setting(LORA)) as (model, world):
         whole = build_meta(SPEC, torch.float64).to_empty(device="cpu")
         init_weights(whole, 3, SPEC)
         everything = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -194,11 +194,11 @@ def test_the_model_alone_can_be_read(state: Path) -> None:
         assert find_state(state.parent, str(state), world) == state
         load_state(state, model, None, world)
         return {
-            name: full(parameter.detach()).clone()
+            name: gather_full(parameter.detach()).clone()
             for name, parameter in get_adapter_parameters(model).items()
         }
 
-    with adapted(SPEC, Setting(LORA)) as (model, world):
+    with build_adapted(SPEC, Setting(LORA)) as (model, world):
         found = read(world, model)
         optimizer = optimizer_of(model)
         load_state(state, model, optimizer, world)

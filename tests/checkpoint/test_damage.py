@@ -18,7 +18,13 @@ from recipe_lib.checkpoint.run_files import MANIFEST
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.world import World
-from tests.checkpoint.tiny import OPTIMIZERS, fingerprint, tiny_model, tiny_world, train
+from tests.checkpoint.tiny import (
+    OPTIMIZERS,
+    build_tiny_model,
+    build_tiny_world,
+    compute_fingerprint,
+    train,
+)
 from tests.distributed.ranks import run_ranks
 
 SHARD, RNG, SETTINGS = "shard-00001-of-00001.safetensors", "rng-00001.safetensors", "state.json"
@@ -27,7 +33,7 @@ FILES = (SHARD, RNG, SETTINGS, MANIFEST)
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with tiny_world() as made:
+    with build_tiny_world() as made:
         yield made
 
 
@@ -35,12 +41,12 @@ def world() -> Iterator[World]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with step_1 and step_2, and the fingerprint of step_1."""
     root = tmp_path_factory.mktemp("saved")
-    with tiny_world() as world:
-        model = tiny_model(world)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         train(model, optimizer, 1)
         save_state(root, 1, model, optimizer, {"step": 1}, world, keep=2)
-        first = fingerprint(model, optimizer)
+        first = compute_fingerprint(model, optimizer)
         train(model, optimizer, 1, 1)
         save_state(root, 2, model, optimizer, {"step": 2}, world, keep=2)
         return root, first
@@ -141,10 +147,10 @@ def test_a_hundred_damaged_states(
         shutil.rmtree(root)
     shutil.copytree(source, root)
     shutil.rmtree(root / "step_2")
-    model = tiny_model(world, seed=None)
+    model = build_tiny_model(world, seed=None)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     assert load_state(root / "step_1", model, optimizer, world) == {"step": 1}
-    assert fingerprint(model, optimizer) == first
+    assert compute_fingerprint(model, optimizer) == first
 
 
 def test_undamaged_copies_are_taken(
@@ -207,15 +213,15 @@ def test_ranks_share_the_check_and_agree(tmp_path: Path) -> None:
     """Either rank's file may be the damaged one; both ranks take the older state."""
 
     def save() -> None:
-        with tiny_world() as here:
-            model = tiny_model(here)
+        with build_tiny_world() as here:
+            model = build_tiny_model(here)
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             train(model, optimizer, 1)
             for step in (1, 2):
                 save_state(tmp_path / "good", step, model, optimizer, {}, here, keep=2)
 
     def find(root: Path) -> str:
-        with tiny_world() as here:
+        with build_tiny_world() as here:
             found = find_state(root, "latest", here)
             assert found is not None
             return found.name
@@ -251,7 +257,7 @@ def test_a_file_for_more_ranks_than_ever_saved_is_no_pickle(
     root = tmp_path / "state"
     shutil.copytree(saved[0] / "step_1", root / "step_1")
     torch.save(Hostile(), root / "step_1" / SHARD)
-    model = tiny_model(world)
+    model = build_tiny_model(world)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     with pytest.raises(CheckpointError):
         find_state(root, "latest", world)

@@ -18,13 +18,13 @@ from tests.checkpoint.tensor_faults import (
     SINGLE,
     Fault,
     Tensors,
+    explain_unaccounted,
     load,
     load_theirs,
     make_folder,
-    why_not_accounted,
 )
-from tests.models.reference import reference_model
-from tests.selection import slow_but, slow_except
+from tests.models.reference import build_reference_model
+from tests.selection import mark_slow_but, mark_slow_except
 
 LAYER = "model.layers.0"
 ATTENTION = f"{LAYER}.self_attn"
@@ -62,7 +62,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder_of(case: str) -> Path:
         if not (root / case).exists():
-            reference_model(case, num_hidden_layers=2).save_pretrained(root / case)
+            build_reference_model(case, num_hidden_layers=2).save_pretrained(root / case)
         return root / case
 
     return folder_of
@@ -289,13 +289,13 @@ IMPLEMENTATIONS = ["native", "transformers"]
 IN_TURN = [(name, IMPLEMENTATIONS[at % 2]) for at, name in enumerate(LISTED)]
 
 
-@pytest.mark.parametrize(("name", "implementation"), slow_but(IN_TURN, 20))
+@pytest.mark.parametrize(("name", "implementation"), mark_slow_but(IN_TURN, 20))
 def test_what_files_may_hold_besides(
     name: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     case, fault = LISTED[name]
     make_folder(models(case), fault, tmp_path / "model")
-    assert why_not_accounted(tmp_path / "model", fault, implementation) is None
+    assert explain_unaccounted(tmp_path / "model", fault, implementation) is None
 
 
 def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
@@ -313,7 +313,7 @@ def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
                 f"{name.partition('.experts.')[0]}.experts.",
             )
         make_folder(folder, fault, tmp_path / str(at))
-        why = why_not_accounted(tmp_path / str(at), fault, implementation)
+        why = explain_unaccounted(tmp_path / str(at), fault, implementation)
         if why is not None:
             bad.append(f"{name}: {why}")
     return bad
@@ -344,12 +344,12 @@ def test_what_its_class_in_transformers_does_not_read_is_left_out(tmp_path: Path
         f"{layer}.masked_bias", torch.ones(2, 2)
     )  # by its class' pattern, whatever its shape
     make_folder(tmp_path / "saved", fault, tmp_path / "model")
-    assert why_not_accounted(tmp_path / "model", fault, "transformers") is None
+    assert explain_unaccounted(tmp_path / "model", fault, "transformers") is None
     assert not load(tmp_path / "model", "transformers").refused
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("case", slow_except(["llama3.1", "gemma2"], ["llama3.1"]))
+@pytest.mark.parametrize("case", mark_slow_except(["llama3.1", "gemma2"], ["llama3.1"]))
 def test_the_remedy_of_a_head_of_its_own(
     case: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -368,7 +368,7 @@ def test_the_remedy_of_a_head_of_its_own(
 @pytest.fixture(scope="session")
 def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 with vision, whose config.json says twice that the head is tied."""
-    text = reference_model("gemma3", num_hidden_layers=2).config
+    text = build_reference_model("gemma3", num_hidden_layers=2).config
     vision = transformers.SiglipVisionConfig(
         hidden_size=16,
         intermediate_size=16,
@@ -396,7 +396,7 @@ TIES: dict[
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("case", slow_except(TIES, ["outer"]))
+@pytest.mark.parametrize("case", mark_slow_except(TIES, ["outer"]))
 def test_the_head_of_a_multimodal_model(
     case: str, implementation: str, multimodal: Path, tmp_path: Path
 ) -> None:
@@ -414,7 +414,7 @@ def test_the_head_of_a_multimodal_model(
 
     fault = Fault(change, (head,))
     make_folder(multimodal, fault, tmp_path / "model")
-    assert why_not_accounted(tmp_path / "model", fault, implementation) is None
+    assert explain_unaccounted(tmp_path / "model", fault, implementation) is None
     outcome = load(tmp_path / "model", implementation)
     assert bool(outcome.refused) is not loads
     assert (

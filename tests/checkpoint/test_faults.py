@@ -24,23 +24,23 @@ from recipe_lib.parallel.world import World
 from tests.checkpoint.tiny import (
     CONFIG,
     OPTIMIZERS,
-    fingerprint,
-    tiny_model,
-    tiny_spec,
-    tiny_world,
+    build_tiny_model,
+    build_tiny_spec,
+    build_tiny_world,
+    compute_fingerprint,
+    list_tree,
     train,
-    tree,
 )
 
 Operation = tuple[str, str]
-SMALL = tiny_spec(
+SMALL = build_tiny_spec(
     num_hidden_layers=1
 )  # a save writes each tensor: fewer tensors, fewer operations to stop at
 
 
 def build(step: int, world: World) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The model and optimizer after `step` steps."""
-    model = tiny_model(world, spec=SMALL)
+    model = build_tiny_model(world, spec=SMALL)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     train(model, optimizer, step)
     return model, optimizer
@@ -48,25 +48,25 @@ def build(step: int, world: World) -> tuple[torch.nn.Module, torch.optim.Optimiz
 
 def save(root: Path, step: int, keep: int = 1) -> None:
     """Trains to `step` and saves."""
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         model, optimizer = build(step, world)
         save_state(root, step, model, optimizer, {"step": step}, world, keep)
 
 
 def expected(step: int) -> str:
-    with tiny_world() as world:
-        return fingerprint(*build(step, world))
+    with build_tiny_world() as world:
+        return compute_fingerprint(*build(step, world))
 
 
 def latest(root: Path) -> tuple[int, str]:
     """Step and fingerprint of what a resumed run would get."""
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         found = find_state(root, "latest", world)
         assert found is not None, "no state is left"
-        model = tiny_model(world, seed=None, spec=SMALL)
+        model = build_tiny_model(world, seed=None, spec=SMALL)
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         step = load_state(found, model, optimizer, world)["step"]
-        return step, fingerprint(model, optimizer)
+        return step, compute_fingerprint(model, optimizer)
 
 
 def operations_of(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
@@ -216,7 +216,7 @@ def test_the_end_of_the_process_at_every_operation(
 
 def naive_save(root: Path, step: int) -> None:
     """What is not done here: tensors written over the last ones, no manifest, no new name."""
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         model, _ = build(step, world)
         for name, value in model.state_dict().items():
             files.before_operation("write", root / name)
@@ -228,9 +228,9 @@ def test_a_naive_save_fails_the_same_test(
 ) -> None:
     """The negative control: the harness sees a writer that loses its only state."""
     naive_save(memory_path, 1)
-    good = [tree(memory_path)]
+    good = [list_tree(memory_path)]
     count = len(operations_of(lambda: naive_save(memory_path, 2), monkeypatch))
-    good.append(tree(memory_path))
+    good.append(list_tree(memory_path))
     lost = 0
     for number in range(count):
         naive_save(memory_path, 1)
@@ -240,7 +240,7 @@ def test_a_naive_save_fails_the_same_test(
             naive_save(memory_path, 2)
 
         assert in_child(save_and_end) == 9
-        lost += tree(memory_path) not in good
+        lost += list_tree(memory_path) not in good
     assert lost >= count // 2
 
 
@@ -253,8 +253,8 @@ def test_an_export_that_ends_at_every_operation(
         monkeypatch.setattr(files, "_renameat2", lambda source, target, flags: False)
 
     def export(seed: int, root: Path) -> None:
-        with tiny_world() as world:
-            model = tiny_model(world, seed, spec=SMALL)
+        with build_tiny_world() as world:
+            model = build_tiny_model(world, seed, spec=SMALL)
             options = {"tokenizer_folder": None, "max_shard_bytes": 1500, "world": world}
             export_model(model, SMALL, CONFIG | {"num_hidden_layers": 1}, root / "model", **options)
 
@@ -262,10 +262,10 @@ def test_an_export_that_ends_at_every_operation(
     source.mkdir()
     write_record(source, OutputRecord())
     export(0, source)
-    whole = [tree(source / "model")]
+    whole = [list_tree(source / "model")]
     shutil.copytree(source, memory_path / "count")
     places = places_to_stop(operations_of(lambda: export(1, memory_path / "count"), monkeypatch))
-    whole.append(tree(memory_path / "count" / "model"))
+    whole.append(list_tree(memory_path / "count" / "model"))
     for number in places:
         root = memory_path / f"out{number}"
         shutil.copytree(source, root)
@@ -276,14 +276,16 @@ def test_an_export_that_ends_at_every_operation(
 
         assert in_child(export_and_end) == 9
         if at_once:
-            assert tree(root / "model") in whole, "neither the old model nor the new one is there"
+            assert list_tree(root / "model") in whole, (
+                "neither the old model nor the new one is there"
+            )
         else:
             models = [root / "model", *root.glob(".model.*.old")]
-            assert any(tree(model) in whole for model in models), (
+            assert any(list_tree(model) in whole for model in models), (
                 "neither the old model nor the new one is left"
             )
         export(1, root)
-        assert tree(root / "model") == whole[-1]
+        assert list_tree(root / "model") == whole[-1]
         assert sorted(path.name for path in root.iterdir()) == ["model", "written.json"]
         check_weights(SMALL, root / "model")
 

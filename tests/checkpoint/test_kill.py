@@ -21,10 +21,10 @@ from recipe_lib.checkpoint.run_files import RECORD, OutputRecord, write_record
 from tests.checkpoint.tiny import (
     CONFIG,
     OPTIMIZERS,
-    fingerprint,
-    tiny_model,
-    tiny_spec,
-    tiny_world,
+    build_tiny_model,
+    build_tiny_spec,
+    build_tiny_world,
+    compute_fingerprint,
     train,
 )
 
@@ -42,8 +42,8 @@ def run(root: Path) -> None:
     files.remove_leftovers(root, RECORD)
     if not (root / RECORD).exists():
         write_record(root, OutputRecord())
-    with tiny_world() as world:
-        model = tiny_model(world)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         torch.manual_seed(5)
         found = find_state(root / "state", "latest", world)
@@ -57,9 +57,9 @@ def run(root: Path) -> None:
                 root / "state", step + 1, model, optimizer, {"step": step + 1}, world, keep=2
             )
             if step % 3 == 1:
-                export_model(model, tiny_spec(), CONFIG, root / "model", **options)
-        export_model(model, tiny_spec(), CONFIG, root / "model", **options)
-        (root / "fingerprint").write_text(fingerprint(model, optimizer))
+                export_model(model, build_tiny_spec(), CONFIG, root / "model", **options)
+        export_model(model, build_tiny_spec(), CONFIG, root / "model", **options)
+        (root / "fingerprint").write_text(compute_fingerprint(model, optimizer))
         (root / "fingerprint").rename(
             root / "done"
         )  # a kill may come between the file and its text
@@ -117,7 +117,7 @@ def test_kills_change_nothing(memory_path: Path) -> None:
             kills += os.WIFSIGNALED(status)
             saves_cut += any((root / "state").glob(".*.tmp"))
             if (root / "model").exists():
-                check_weights(tiny_spec(), root / "model")
+                check_weights(build_tiny_spec(), root / "model")
         for step, *rest in lines_of(root / "log.jsonl"):
             assert rest == expected[step], f"step {step} differs after a resume"
         assert {step for step, *_ in lines_of(root / "log.jsonl")} >= set(range(STEPS - 1))

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib.checkpoint.tensor_matching import EXTRA
 from recipe_lib.cli.main import main
-from tests.cli.adapter_runs import adapter_run
+from tests.cli.adapter_runs import write_adapter_run
 from tests.recipes import distill_models
-from tests.recipes.labeled_runs import arguments, write_margins
-from tests.recipes.runs import DISTILL, FULL, LORA, REWARD, run_here, stories
-from tests.selection import slow_except
+from tests.recipes.labeled_runs import build_arguments, write_margins
+from tests.recipes.runs import DISTILL, FULL, LORA, REWARD, run_here, write_stories
+from tests.selection import mark_slow_except
 
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 LINES = [
@@ -56,7 +56,7 @@ def told(lines: list[str]) -> list[str]:
 
 
 def test_a_run_and_its_export(realdata: Path, model: Path, tmp_path: Path) -> None:
-    run = adapter_run(realdata, tmp_path / "run", f"model.path={model}", recipe=FULL)
+    run = write_adapter_run(realdata, tmp_path / "run", f"model.path={model}", recipe=FULL)
     assert told(run.said) == ALL
     assert FREQUENCIES not in load_file(tmp_path / "run" / "model" / "model.safetensors")
 
@@ -65,7 +65,9 @@ def test_a_run_and_its_export(realdata: Path, model: Path, tmp_path: Path) -> No
 def test_adapters_that_are_merged(
     realdata: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    run = adapter_run(realdata, tmp_path / "run", f"model.path={model}", "lora.merge_on_save=true")
+    run = write_adapter_run(
+        realdata, tmp_path / "run", f"model.path={model}", "lora.merge_on_save=true"
+    )
     assert told(run.said) == ALL
     assert (
         main(["export", str(tmp_path / "run"), "--merge", "--out", str(tmp_path / "merged")]) == 0
@@ -78,7 +80,7 @@ def test_a_state(
     realdata: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     words = ("checkpoint.save_every_n_steps=1", f"model.path={model}")
-    adapter_run(realdata, tmp_path / "run", *words, recipe=FULL)
+    write_adapter_run(realdata, tmp_path / "run", *words, recipe=FULL)
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--hf", "--out", str(tmp_path / "again")]) == 0
     assert told(capsys.readouterr().err.splitlines()) == ALL[3:]
@@ -129,7 +131,7 @@ def run_verb(verb: str, model: Path, tmp_path: Path) -> int:
     return main(VERBS[verb](model, tmp_path))
 
 
-@pytest.mark.parametrize("verb", slow_except(VERBS, ["generate", "gguf"]))
+@pytest.mark.parametrize("verb", mark_slow_except(VERBS, ["generate", "gguf"]))
 def test_verbs_say_it(
     verb: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -168,7 +170,7 @@ def test_only_the_head_is_exported_as_the_embedding(realdata: Path, tmp_path: Pa
     save_file(
         tensors | {"lm_head.weight": embedding}, folder / "model.safetensors", {"format": "pt"}
     )
-    adapter_run(realdata, tmp_path / "run", f"model.path={folder}", "lora.merge_on_save=true")
+    write_adapter_run(realdata, tmp_path / "run", f"model.path={folder}", "lora.merge_on_save=true")
     merged = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert (
         torch.equal(merged["model.embed_tokens.weight"], embedding)
@@ -191,7 +193,7 @@ def test_a_folder_with_model_and_adapter_is_no_base(
     (model / "adapter_config.json").write_text("{}")
     for recipe in (FULL, LORA):
         words = (f"model.path={model}", f"data.source={tmp_path / 'x.jsonl'}", f"recipe={recipe}")
-        line = refusal(run_here(stories(realdata, tmp_path / "run", *words), recipe=recipe))
+        line = refusal(run_here(write_stories(realdata, tmp_path / "run", *words), recipe=recipe))
         assert line.startswith(
             f"error: {model}: has a model and an adapter (adapter_config.json), expected one"
         )
@@ -203,7 +205,7 @@ def test_a_teacher(tmp_path: Path) -> None:
     tensors = load_file(teacher / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
-    words = distill_models.arguments(folder, tmp_path / "run", "distill.teacher={tied}")
+    words = distill_models.build_arguments(folder, tmp_path / "run", "distill.teacher={tied}")
     assert f"{teacher}: lm_head.weight differs from" in refusal(run_here(words, recipe=DISTILL))
 
 
@@ -217,7 +219,7 @@ def test_a_reward_model_says_that_it_has_no_output_head(model: Path, tmp_path: P
         "checkpoint.save_model=true",
     )
     words = (f"model.path={model}", *more)
-    run = run_here(arguments(rows, tmp_path / "run", REWARD, *words), recipe=REWARD)
+    run = run_here(build_arguments(rows, tmp_path / "run", REWARD, *words), recipe=REWARD)
     assert run.code == 0, run.said
     lines = [line for line in told(run.said) if "lm_head" in line]
     end = "left out: lm_head.weight (1 tensor, 128.00 KiB): the score head takes its place"
@@ -227,5 +229,5 @@ def test_a_reward_model_says_that_it_has_no_output_head(model: Path, tmp_path: P
     tensors["score.other"] = tensors.pop("score.weight")
     save_file(tensors, written / "model.safetensors", {"format": "pt"})
     words = (f"model.path={written}", *more)
-    again = run_here(arguments(rows, tmp_path / "again", REWARD, *words), recipe=REWARD)
+    again = run_here(build_arguments(rows, tmp_path / "again", REWARD, *words), recipe=REWARD)
     assert again.code == 2 and "score.weight is missing" in again.said[-2], again.said

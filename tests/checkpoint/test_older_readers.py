@@ -16,14 +16,23 @@ from huggingface_hub.errors import StrictDataclassError
 
 from recipe_lib.checkpoint.model_export import export_config
 from recipe_lib.cli import main
-from recipe_lib.external.transformers_config import spell_config
+from recipe_lib.external.inspection import spell_config
 from recipe_lib.models import build_spec
 from tests.checkpoint.spellings import NEWER, OLDER, leave_out, write_older
 from tests.models.reference import CASES, SMALL
 from tests.recipes import labeled_runs
 from tests.recipes.labeled_runs import write_margins
-from tests.recipes.runs import FULL, LORA, REWARD, ROOT, arguments, latest, probe, run_here
-from tests.selection import slow_except
+from tests.recipes.runs import (
+    FULL,
+    LORA,
+    REWARD,
+    ROOT,
+    build_arguments,
+    keep_latest,
+    probe,
+    run_here,
+)
+from tests.selection import mark_slow_except
 
 
 def newer_config(case: str, folder: Path) -> dict[str, Any]:
@@ -120,14 +129,14 @@ def train(base: Path, output: Path, recipe: str, *more: str) -> Path:
         "max_steps=1",
     ]
     if recipe == REWARD:
-        words = labeled_runs.arguments(write_margins(base.parent), output, recipe, *WHOLE)
+        words = labeled_runs.build_arguments(write_margins(base.parent), output, recipe, *WHOLE)
         words = [word for word in words if not word.startswith("model.preset")]
     else:
         words = [
-            *arguments(output, "demo/lora" if recipe == LORA else "demo/full"),
+            *build_arguments(output, "demo/lora" if recipe == LORA else "demo/full"),
             "~model.preset",
         ]
-    run = run_here(latest(*words, *given, *more), recipe=recipe)
+    run = run_here(keep_latest(*words, *given, *more), recipe=recipe)
     assert run.code == 0, run.said
     return output / "model"
 
@@ -161,7 +170,9 @@ KINDS = ["full", "reward", "merged", "merged transformers later", "int4", "int8"
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["full", "merged transformers later", "int8"]))
+@pytest.mark.parametrize(
+    "kind", mark_slow_except(KINDS, ["full", "merged transformers later", "int8"])
+)
 def test_every_kind_of_export_computes_the_same_by_either_name(kind: str, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     with torch.enable_grad():

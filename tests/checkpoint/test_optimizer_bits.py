@@ -13,9 +13,15 @@ from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_s
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.optim.optimizers import build_optimizer
-from tests.checkpoint.tiny import fingerprint, tiny_model, tiny_spec, tiny_world, train
+from tests.checkpoint.tiny import (
+    build_tiny_model,
+    build_tiny_spec,
+    build_tiny_world,
+    compute_fingerprint,
+    train,
+)
 from tests.distributed.ranks import run_ranks
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 CFG = OptimizerConfig(lr=0.01, weight_decay=0.1)
 # Rows of 128 and 64 numbers; 31 rows of the embedding leave its parts uneven.
@@ -41,7 +47,7 @@ OF_OTHER_KINDS = ["bf16 by chance", "master weights, 16 bits", "muon"]
 
 def model_and_optimizer(world: Any, case: str, seed: int | None) -> tuple[Any, Any]:
     cfg, dtype = CASES[case]
-    model = tiny_model(world, seed, dtype, tiny_spec(**SPEC))
+    model = build_tiny_model(world, seed, dtype, build_tiny_spec(**SPEC))
     return model, build_optimizer(cfg, model.named_parameters(), world.device, seed=7)
 
 
@@ -64,13 +70,13 @@ def begin(roots: dict[str, Path], steps: int = 2) -> dict[str, str]:
     """Trains each case and saves it; what everything is then, by case. Collective."""
     found = {}
     for case, root in roots.items():
-        with tiny_world() as world:
+        with build_tiny_world() as world:
             model, optimizer = model_and_optimizer(world, case, 0)
             train(model, optimizer, 1)
             for step in range(1, steps):
                 step_at_random(model, optimizer, step)
             save_state(root, steps, model, optimizer, {"step": steps}, world, keep=9)
-            found[case] = fingerprint(model, optimizer)
+            found[case] = compute_fingerprint(model, optimizer)
     return found
 
 
@@ -80,20 +86,20 @@ def go_on(roots: dict[str, Path]) -> dict[str, tuple[str, str]]:
     """
     found = {}
     for case, root in roots.items():
-        with tiny_world() as world:
+        with build_tiny_world() as world:
             model, optimizer = model_and_optimizer(world, case, None)
             path = find_state(root, "latest", world)
             assert path is not None
             step = load_state(path, model, optimizer, world)["step"]
-            loaded = fingerprint(model, optimizer)
+            loaded = compute_fingerprint(model, optimizer)
             step_at_random(model, optimizer, step)
             save_state(root, step + 1, model, optimizer, {"step": step + 1}, world, keep=9)
-            found[case] = (loaded, fingerprint(model, optimizer))
+            found[case] = (loaded, compute_fingerprint(model, optimizer))
     return found
 
 
 @pytest.mark.parametrize(
-    "cases", slow_except([["8 bits"], OF_OTHER_KINDS], [["8 bits"]]), ids=["8 bits", "others"]
+    "cases", mark_slow_except([["8 bits"], OF_OTHER_KINDS], [["8 bits"]]), ids=["8 bits", "others"]
 )
 def test_two_ranks_one_rank_two_ranks_bit_for_bit(tmp_path: Path, cases: list[str]) -> None:
     """What is loaded is what was saved; and a step further the number of ranks still shows
@@ -118,13 +124,13 @@ def go_on_from(roots: dict[str, Path], step: int) -> dict[str, str]:
     """What everything is after a step from the state of that step. Collective."""
     found = {}
     for case, root in roots.items():
-        with tiny_world() as world:
+        with build_tiny_world() as world:
             model, optimizer = model_and_optimizer(world, case, None)
             path = find_state(root, str(root / f"step_{step}"), world)
             assert path is not None
             load_state(path, model, optimizer, world)
             step_at_random(model, optimizer, step)
-            found[case] = fingerprint(model, optimizer)
+            found[case] = compute_fingerprint(model, optimizer)
     return found
 
 
@@ -161,8 +167,8 @@ OTHERS = {
 def test_another_optimizers_state_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     case, cfg, words = OTHERS[name]
     begin({case: tmp_path}, 1)
-    with tiny_world() as world:
-        model = tiny_model(world, None, CASES[case][1], tiny_spec(**SPEC))
+    with build_tiny_world() as world:
+        model = build_tiny_model(world, None, CASES[case][1], build_tiny_spec(**SPEC))
         optimizer = build_optimizer(cfg, model.named_parameters(), world.device)
         with pytest.raises(CheckpointError) as raised:
             load_state(tmp_path / "step_1", model, optimizer, world)
@@ -175,20 +181,20 @@ def test_what_such_a_line_says_resumes(tmp_path: Path) -> None:
     bits.
     """
     case = "master weights, 16 bits"
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         model, optimizer = model_and_optimizer(world, case, 0)
         train(model, optimizer, 1)
         optimizer.param_groups[0]["state_bits"] = None
         save_state(tmp_path, 1, model, optimizer, {}, world, keep=1)
-        expected = fingerprint(model, optimizer)
+        expected = compute_fingerprint(model, optimizer)
         model, optimizer = model_and_optimizer(world, case, None)
         load_state(tmp_path / "step_1", model, optimizer, world)
-        assert fingerprint(model, optimizer) == expected
+        assert compute_fingerprint(model, optimizer) == expected
 
 
 def test_torchs_state_is_refused_by_ours(tmp_path: Path) -> None:
-    with tiny_world() as world:
-        model = tiny_model(world, 0, spec=tiny_spec(**SPEC))
+    with build_tiny_world() as world:
+        model = build_tiny_model(world, 0, spec=build_tiny_spec(**SPEC))
         optimizer = build_optimizer(CFG, model.named_parameters(), world.device)
         train(model, optimizer, 1)
         save_state(tmp_path, 1, model, optimizer, {}, world, keep=1)
@@ -201,7 +207,7 @@ def test_torchs_state_is_refused_by_ours(tmp_path: Path) -> None:
 
 
 def test_states_without_a_step_yet_are_told_apart_too(tmp_path: Path) -> None:
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         model, optimizer = model_and_optimizer(world, "8 bits", 0)
         save_state(tmp_path, 0, model, optimizer, {}, world, keep=1)
         plain = build_optimizer(CFG, model.named_parameters(), world.device)

@@ -24,16 +24,16 @@ from tests.checkpoint.staged import (
     CONFIG,
     WORLDS,
     build,
-    held,
-    optimizer_of,
-    spec_of,
-    staged,
+    build_optimizer,
+    build_spec_of,
+    build_world,
+    hash_trained,
+    load_staged,
     step,
-    world_of,
 )
-from tests.checkpoint.tiny import tree
+from tests.checkpoint.tiny import list_tree
 from tests.distributed.ranks import run_ranks
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 QUANTIZED = CONFIG | {
     "hidden_size": 64,
@@ -95,19 +95,19 @@ CROSSINGS = [
 
 def save(root: Path, case: str, name: str, model: Decoder, world: World) -> list[dict[str, str]]:
     """Saves `root/NAME` after two steps; what was held then, and after a third one."""
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
     step(model, optimizer, 0)
     step(model, optimizer, 1)
-    saved = held(model, optimizer, world)
+    saved = hash_trained(model, optimizer, world)
     torch.manual_seed(100 + world.rank)
     save_state(root / name, 2, model, optimizer, {"step": 2}, world, keep=1)
     step(model, optimizer, 2)
-    return [saved, held(model, optimizer, world)]
+    return [saved, hash_trained(model, optimizer, world)]
 
 
 def load(root: Path, saved_by: str, model: Decoder, world: World) -> list[dict[str, str]]:
     """What is held after that state was loaded into NaNs, and after a third step."""
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
     path = find_state(root / saved_by, "latest", world)
     assert path is not None
     torch.manual_seed(5)
@@ -116,15 +116,15 @@ def load(root: Path, saved_by: str, model: Decoder, world: World) -> list[dict[s
         number = torch.rand(())
         torch.manual_seed(100 + world.rank)
         assert torch.rand(()) == number
-    loaded = held(model, optimizer, world)
+    loaded = hash_trained(model, optimizer, world)
     step(model, optimizer, 2)
-    return [loaded, held(model, optimizer, world)]
+    return [loaded, hash_trained(model, optimizer, world)]
 
 
 def save_alone(root: Path, case: str, name: str = "one") -> Path:
     """A state of one of WORLDS."""
     config, lora = CASES[case]
-    with staged(name, spec_of(config), lora) as (model, world):
+    with load_staged(name, build_spec_of(config), lora) as (model, world):
         save(root, case, name, model, world)
     return root / name / "step_2"
 
@@ -137,18 +137,18 @@ def work_in(
     """
     config, lora = CASES[case]
     found = {}
-    with world_of(name) as (cfg, world):
+    with build_world(name) as (cfg, world):
         if saves:
             found[f"{name} saves"] = save(
-                root, case, name, build(cfg, world, spec_of(config), lora), world
+                root, case, name, build(cfg, world, build_spec_of(config), lora), world
             )
         for other in saved_by:
-            model = build(cfg, world, spec_of(config), lora, seed=None)
+            model = build(cfg, world, build_spec_of(config), lora, seed=None)
             found[f"{other} to {name}"] = load(root, other, model, world)
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(USED, ["tied adapters"]))
+@pytest.mark.parametrize("case", mark_slow_except(USED, ["tied adapters"]))
 def test_a_pipeline_of_another_size_goes_on_from_a_state(case: str, memory_path: Path) -> None:
     used = USED[case]
     crossings = [pair for pair in CROSSINGS if set(pair) <= set(used)]
@@ -214,13 +214,13 @@ def tensors(folder: Path) -> tuple[set[str], int]:
 
 @pytest.mark.slow
 def test_names_are_in_the_order_of_the_whole_model() -> None:
-    with staged("one", spec_of(CONFIG)) as (model, _):
+    with load_staged("one", build_spec_of(CONFIG)) as (model, _):
         order = [name for name, _ in model.named_parameters()]
 
     def found(world_names: list[str]) -> list[list[str]]:
         orders = []
         for name in world_names:
-            with staged(name, spec_of(CONFIG)) as (model, world):
+            with load_staged(name, build_spec_of(CONFIG)) as (model, world):
                 holders = find_holders(model, world)
                 assert holders.first["model.layers.0.mlp.up_proj.weight"] == 0
                 assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.leader == 0)
@@ -242,9 +242,9 @@ def refusals(path: Path, world_name: str) -> list[str]:
         plain: bool = False,
         half: bool = False,
     ) -> None:
-        with staged(world_name, spec_of(config), lora) as (model, world):
+        with load_staged(world_name, build_spec_of(config), lora) as (model, world):
             optimizer = (
-                torch.optim.SGD(model.parameters(), lr=0.1) if plain else optimizer_of(model)
+                torch.optim.SGD(model.parameters(), lr=0.1) if plain else build_optimizer(model)
             )
             if half and model.lm_head is not None:
                 model.lm_head.weight.data = model.lm_head.weight.data.to(torch.bfloat16)
@@ -282,7 +282,7 @@ def test_a_changed_frozen_weight_of_another_stage_is_found(memory_path: Path) ->
     config, lora = CASES["adapters"]
 
     def work() -> list[Any]:
-        with staged("stages", spec_of(config), lora) as (model, world):
+        with load_staged("stages", build_spec_of(config), lora) as (model, world):
             before = hash_frozen_parameters(model, world)
             if model.lm_head is not None:
                 with torch.no_grad():
@@ -299,7 +299,7 @@ def test_a_changed_frozen_weight_of_another_stage_is_found(memory_path: Path) ->
 def test_a_stage_that_cannot_write_stops_all_and_nothing_changes(memory_path: Path) -> None:
     save_alone(memory_path, "tied")
     (memory_path / "one").rename(memory_path / "stages")
-    before = tree(memory_path)
+    before = list_tree(memory_path)
 
     def failing() -> str:
         def fail(operation: str, path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_stage_that_cannot_write_stops_all_and_nothing_changes(memory_path: Pa
         return str(raised.value)
 
     assert "shard-00002-of-00002.safetensors: No space left on device" in run_ranks(failing, 2)[0]
-    assert tree(memory_path) == before
+    assert list_tree(memory_path) == before
 
 
 def test_the_room_that_is_asked_for_is_that_of_all_stages(

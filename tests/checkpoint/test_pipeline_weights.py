@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib import files
 from recipe_lib.checkpoint import model_export, rank_groups, safetensors_files
-from recipe_lib.checkpoint.adapter_export import export_adapter
-from recipe_lib.checkpoint.adapter_loading import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, export_model, load_weights
+from recipe_lib.checkpoint.peft_folders import export_adapter, load_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder
@@ -25,17 +24,17 @@ from tests.checkpoint.staged import (
     CONFIG,
     WORLDS,
     build,
-    held,
-    optimizer_of,
-    spec_of,
-    staged,
+    build_optimizer,
+    build_spec_of,
+    build_world,
+    hash_trained,
+    load_staged,
     step,
-    world_of,
 )
 from tests.checkpoint.test_weights_in import count_reads
-from tests.checkpoint.tiny import tree
+from tests.checkpoint.tiny import list_tree
 from tests.distributed.ranks import run_ranks
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 PHI = CONFIG | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
 CONFIGS = {"untied": CONFIG, "tied": CONFIG | {"tie_word_embeddings": True}, "fused": PHI}
@@ -74,32 +73,32 @@ def in_and_out(root: Path, case: str, name: str) -> None:
     same of adapters.
     """
     config, lora = CONFIGS[case], ADAPTERS[case]
-    spec = spec_of(config)
-    with world_of(name) as (cfg, world):
+    spec = build_spec_of(config)
+    with build_world(name) as (cfg, world):
         model = build(cfg, world, spec)
         export(model, config, root / name / "model", world)
         again = build(cfg, world, spec, seed=None)
         load_weights(again, spec, root / "one" / "model")
-        assert held(again, None, world) == held(model, None, world)
+        assert hash_trained(again, None, world) == hash_trained(model, None, world)
         adapted = build(cfg, world, spec, lora)
-        step(adapted, optimizer_of(adapted), 0)
+        step(adapted, build_optimizer(adapted), 0)
         export_adapter(adapted, spec, lora, root / name / "adapter", base="base", world=world)
         empty = build(cfg, world, spec, lora, seed=None)
         load_adapter(empty, spec, root / "one" / "adapter")
-        assert held(empty, None, world) == held(adapted, None, world)
+        assert hash_trained(empty, None, world) == hash_trained(adapted, None, world)
 
 
-@pytest.mark.parametrize("case", slow_except(CONFIGS, ["tied"]))
+@pytest.mark.parametrize("case", mark_slow_except(CONFIGS, ["tied"]))
 def test_folders_are_those_of_one_process(case: str, memory_path: Path) -> None:
     in_and_out(memory_path, case, "one")
-    expected = tree(memory_path / "one")
+    expected = list_tree(memory_path / "one")
     assert len([name for name in expected if name.startswith("model/model-")]) > 3
     assert "adapter/adapter_model.safetensors" in expected
     for ranks in (2, 4):
         names = [name for name in USED[case] if WORLDS[name][0] == ranks]
         run_ranks(lambda: [in_and_out(memory_path, case, name) for name in names], ranks)  # noqa: B023
     for name in USED[case]:
-        assert tree(memory_path / name) == expected, name
+        assert list_tree(memory_path / name) == expected, name
 
 
 def test_no_rank_holds_more_than_a_parameter_or_a_piece(
@@ -126,7 +125,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
                 yield piece
 
         model_export.gather_whole, rank_groups._receive = count, measure
-        with staged("stages of shards", spec_of(CONFIG)) as (model, world):
+        with load_staged("stages of shards", build_spec_of(CONFIG)) as (model, world):
             export(model, CONFIG, memory_path / "out", world)
             own = sum(value.numel() * 4 for name, value in model.named_parameters())
         return most, largest, received - (own if world.rank == 2 else 0)
@@ -137,7 +136,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
         for path in memory_path.glob("out/*.safetensors")
         for load in load_file(path).values()
     )
-    with staged("one", spec_of(CONFIG)) as (model, _):
+    with load_staged("one", build_spec_of(CONFIG)) as (model, _):
         assert total == sum(value.numel() * 4 for value in model.parameters())
     assert first[:2] == (1, 128)
     assert first[2] == -third[2]  # all that the last stage has, and nothing else
@@ -147,12 +146,12 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
 @pytest.mark.slow
 def test_each_rank_reads_what_its_stages_have(memory_path: Path) -> None:
     config = CONFIGS["tied"]
-    with staged("one", spec_of(config)) as (model, world):
+    with load_staged("one", build_spec_of(config)) as (model, world):
         export(model, config, memory_path, world)
 
     def work() -> list[int]:
         read = count_reads()
-        with staged("stages of shards", spec_of(config)) as (model, _):
+        with load_staged("stages of shards", build_spec_of(config)) as (model, _):
             load_weights(model, model.spec, memory_path)
             return [
                 sum(read),
@@ -178,7 +177,7 @@ FAULTS = {
 
 @pytest.mark.slow
 def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_path: Path) -> None:
-    with staged("one", spec_of(CONFIG)) as (model, world):
+    with load_staged("one", build_spec_of(CONFIG)) as (model, world):
         export_model(
             model,
             model.spec,
@@ -197,7 +196,7 @@ def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_pat
 
     def told(name: str) -> list[list[str]]:
         found = []
-        with staged(name, spec_of(CONFIG)) as (model, _):
+        with load_staged(name, build_spec_of(CONFIG)) as (model, _):
             for fault in FAULTS:
                 with pytest.raises(CheckpointError) as raised:
                     load_weights(model, model.spec, memory_path / fault)
@@ -220,13 +219,13 @@ def test_the_room_that_is_looked_for_is_that_of_the_whole_model(memory_path: Pat
 
         files.require_space = tell
         with (
-            staged(name, spec_of(CONFIGS["tied"])) as (model, world),
+            load_staged(name, build_spec_of(CONFIGS["tied"])) as (model, world),
             pytest.raises(StorageError) as raised,
         ):
             check_room(model, memory_path / "out" / "model", world)
         return str(raised.value)
 
-    with staged("one", spec_of(CONFIGS["tied"])) as (model, _):
+    with load_staged("one", build_spec_of(CONFIGS["tied"])) as (model, _):
         needed = str(sum(parameter.numel() * 4 for parameter in model.parameters()))
     assert run_ranks(told, 2, "stages")[0] == needed
 
@@ -239,7 +238,7 @@ def test_rank_0_cannot_write_what_another_stage_sends_and_no_rank_hangs(memory_p
 
         files.before_operation = fail
         with (
-            staged("stages", spec_of(CONFIG)) as (model, world),
+            load_staged("stages", build_spec_of(CONFIG)) as (model, world),
             pytest.raises(StorageError) as raised,
         ):
             export(model, CONFIG, memory_path / "out", world)

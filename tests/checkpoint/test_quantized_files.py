@@ -26,8 +26,13 @@ from recipe_lib.models import Decoder, build_meta
 from recipe_lib.models.weight_names import Fp8Blocks, Mxfp4Blocks, OpenView
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.parallel import materialize, shard_model, start_world
-from tests.adapters.hugging_face import plain, spec_of
-from tests.checkpoint.quantized_folders import fp8_folder, fp8_numbers, mxfp4_folder, twin
+from tests.adapters.hugging_face import load_plain, read_folder_spec
+from tests.checkpoint.quantized_folders import (
+    decode_fp8,
+    write_fp8_folder,
+    write_mxfp4_folder,
+    write_twin,
+)
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 
@@ -70,8 +75,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("quantized") / "model"
             case, options = FP8.get(name, ("", {}))
-            mxfp4_folder(made[name]) if name == "mxfp4" else fp8_folder(made[name], case, **options)
-            twin(made[name], made[name] / "twin")
+            write_mxfp4_folder(made[name]) if name == "mxfp4" else write_fp8_folder(
+                made[name], case, **options
+            )
+            write_twin(made[name], made[name] / "twin")
         return made[name]
 
     return folder
@@ -98,9 +105,11 @@ def test_numbers_are_those_that_transformers_functions_make(
     folder = folders(name)
     stored = {value.dtype for value in load_file(folder / "model.safetensors").values()}
     assert stored & {torch.uint8, torch.float8_e4m3fn}
-    check_weights(spec_of(folder), folder)
-    other = folder / "twin" if dtype == torch.bfloat16 else twin(folder, tmp_path / "twin", dtype)
-    assert_same(plain(folder, dtype), plain(other, dtype))
+    check_weights(read_folder_spec(folder), folder)
+    other = (
+        folder / "twin" if dtype == torch.bfloat16 else write_twin(folder, tmp_path / "twin", dtype)
+    )
+    assert_same(load_plain(folder, dtype), load_plain(other, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -116,7 +125,7 @@ def test_transformers_computes_the_same_with_the_folder(
         folder, dtype=dtype, output_loading_info=True
     )
     assert not any(info.values()), info
-    ours = plain(folder, dtype)
+    ours = load_plain(folder, dtype)
     named, compared = dict(theirs.named_parameters()), 0
     for own, parameter in ours.named_parameters():
         other = named.get(own.removesuffix(".weight") if ".experts." in own else own)
@@ -164,7 +173,7 @@ def test_every_code_of_fp8_and_every_part(dtype: torch.dtype) -> None:
     scales = torch.exp(8 * torch.randn(4, 5, generator=generator))
     files = {"codes": codes, "scales": scales}
     view = OpenView(Fp8Blocks("codes", "scales", (100, 72), (32, 16)), files.__getitem__, dtype)
-    expected = fp8_numbers(codes, scales, [32, 16], dtype)
+    expected = decode_fp8(codes, scales, [32, 16], dtype)
     assert torch.equal(bits(view[:]), bits(expected))
     for rows in ((0, 1), (31, 33), (5, 100), (96, 100)):
         for columns in ((0, 72), (15, 17), (64, 72), (40, 41)):
@@ -188,7 +197,7 @@ def test_blocks_larger_than_a_matrix_take_no_memory() -> None:
 
 
 def with_adapters(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    spec = spec_of(folder)
+    spec = read_folder_spec(folder)
     model = build_meta(spec, dtype)
     add_adapters(model, LoraConfig(quantize_base=kind), dtype)
     model.to_empty(device="cpu")
@@ -219,7 +228,7 @@ def test_straight_into_four_and_eight_bits(
 
 @contextmanager
 def sharded(folder: Path, kind: str, dtype: torch.dtype) -> Iterator[Decoder]:
-    """A model on this rank's world, without weights. kind: `plain`, or of a quantized base beside
+    """A model on this rank's world, without weights. kind: `load_plain`, or of a quantized base beside
     adapters.
     """
     lora = LoraConfig(quantize_base=kind if kind != "plain" else "none")
@@ -227,7 +236,7 @@ def sharded(folder: Path, kind: str, dtype: torch.dtype) -> Iterator[Decoder]:
         device="cpu", lora=lora, parallel=ParallelConfig(fsdp_wrap_policy="layers")
     )
     with start_world(cfg) as world:
-        model = build_meta(spec_of(folder), dtype)
+        model = build_meta(read_folder_spec(folder), dtype)
         if kind != "plain":
             add_adapters(model, lora, dtype)
         shard_model(model, cfg.parallel, MemoryConfig(), world)
@@ -264,7 +273,7 @@ def test_each_of_two_ranks_reads_its_own_part(
     folders: Callable[[str], Path], name: str, kind: str
 ) -> None:
     folder, dtype = folders(name), torch.bfloat16
-    whole = frozen(plain(folder, dtype) if kind == "plain" else with_adapters(folder, kind))
+    whole = frozen(load_plain(folder, dtype) if kind == "plain" else with_adapters(folder, kind))
     sizes = {name: value.numel() for name, value in load_file(folder / "model.safetensors").items()}
     coded = {name for name in sizes if name.endswith("_blocks") or f"{name}_scale_inv" in sizes}
 
@@ -313,7 +322,7 @@ def test_large_matrices_are_read_some_rows_at_a_time(
         return found
 
     monkeypatch.setattr(Mxfp4Blocks, "read", counted)
-    assert_same(plain(folder, torch.bfloat16), plain(folder / "twin", torch.bfloat16))
+    assert_same(load_plain(folder, torch.bfloat16), load_plain(folder / "twin", torch.bfloat16))
     assert max(read) * 8 <= limit and len(read) > 2 * 5 * 10
 
 

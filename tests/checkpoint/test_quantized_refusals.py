@@ -15,19 +15,19 @@ from recipe_lib.config.schema import ModelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_spec
 from recipe_lib.training.resolve_model import resolve_model
-from tests.adapters.hugging_face import plain, spec_of
+from tests.adapters.hugging_face import load_plain, read_folder_spec
 from tests.checkpoint.quantized_folders import (
     MXFP4,
     WIDE,
     Tensors,
+    build_fp8_section,
     copy,
-    fp8_folder,
-    fp8_section,
-    mxfp4_folder,
     rewrite,
-    twin,
+    write_fp8_folder,
+    write_mxfp4_folder,
+    write_twin,
 )
-from tests.models.reference import reference_model
+from tests.models.reference import build_reference_model
 
 LAYER = "model.layers.0"
 GATE = f"{LAYER}.mlp.experts.gate_up_proj"
@@ -39,7 +39,7 @@ ORIGINAL = "download the checkpoint that this one was made from"
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in bf16."""
     folder = tmp_path_factory.mktemp("dense")
-    reference_model("qwen3", dtype=torch.bfloat16, **WIDE).save_pretrained(folder)
+    build_reference_model("qwen3", dtype=torch.bfloat16, **WIDE).save_pretrained(folder)
     return folder
 
 
@@ -117,7 +117,9 @@ def test_forms_of_fp8_that_are_not_read(
     dense: Path, key: str, changes: Any, found: str, expected: str
 ) -> None:
     section = {
-        name: value for name, value in (fp8_section() | {key: changes}).items() if value is not None
+        name: value
+        for name, value in (build_fp8_section() | {key: changes}).items()
+        if value is not None
     }
     assert (
         refused(read_config(dense) | {"quantization_config": section})
@@ -129,26 +131,28 @@ def test_forms_of_fp8_that_are_not_read(
 @pytest.mark.parametrize("key", ["compression_config", "quantization"])
 def test_a_second_section_is_refused_too(dense: Path, key: str) -> None:
     config = read_config(dense) | {
-        "quantization_config": fp8_section(),
+        "quantization_config": build_fp8_section(),
         key: {"quant_method": "other"},
     }
     assert f"config.json: {key}: the weights are quantized (other)" in refused(config)
 
 
 def test_the_inner_config_of_a_multimodal_one_is_looked_at() -> None:
-    config = reference_model("gemma3").config.to_dict()
+    config = build_reference_model("gemma3").config.to_dict()
     outer = {
         "model_type": "gemma3",
         "text_config": config | {"quantization_config": {"quant_method": "gptq"}},
     }
-    for more in ({}, {"quantization_config": fp8_section()}):
+    for more in ({}, {"quantization_config": build_fp8_section()}):
         assert "the weights are quantized (gptq)" in refused(outer | more)
 
 
 def test_transformers_own_class_takes_none(dense: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_spec(
-            read_config(dense) | {"quantization_config": fp8_section()}, "model", "transformers"
+            read_config(dense) | {"quantization_config": build_fp8_section()},
+            "model",
+            "transformers",
         )
     assert (
         str(caught.value)
@@ -162,8 +166,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A gpt-oss in MXFP4 and a Qwen 3 in FP8."""
     folder = tmp_path_factory.mktemp("quantized")
     return {
-        "mxfp4": mxfp4_folder(folder / "oss"),
-        "fp8": fp8_folder(folder / "qwen", "qwen3", (32, 32)),
+        "mxfp4": write_mxfp4_folder(folder / "oss"),
+        "fp8": write_fp8_folder(folder / "qwen", "qwen3", (32, 32)),
     }
 
 
@@ -266,8 +270,8 @@ def test_files_with_a_fault(made: dict[str, Path], tmp_path: Path, name: str) ->
     kind, change, line = FAULTS[name]
     folder = changed(made[kind], tmp_path / "model", change)
     with pytest.raises(CheckpointError) as caught:
-        check_weights(spec_of(folder), folder)
-        plain(folder)
+        check_weights(read_folder_spec(folder), folder)
+        load_plain(folder)
     assert str(caught.value) == f"{folder}: {line}"
 
 
@@ -296,11 +300,11 @@ def test_codes_of_which_config_json_says_nothing(
 def test_plain_weights_that_config_json_calls_quantized_are_read(
     made: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    bare = twin(made[kind], tmp_path / "bare")
+    bare = write_twin(made[kind], tmp_path / "bare")
     said = read_config(made[kind])["quantization_config"]
-    rewrite(twin(made[kind], tmp_path / "said"), lambda tensors: tensors, said)
-    expected = dict(plain(bare).named_parameters())
-    for name, parameter in plain(tmp_path / "said").named_parameters():
+    rewrite(write_twin(made[kind], tmp_path / "said"), lambda tensors: tensors, said)
+    expected = dict(load_plain(bare).named_parameters())
+    for name, parameter in load_plain(tmp_path / "said").named_parameters():
         assert torch.equal(parameter, expected[name]), name
 
 
@@ -316,4 +320,4 @@ def test_a_header_that_lies_about_its_codes_is_refused(
     text = json.dumps(header, separators=(",", ":")).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     with pytest.raises(CheckpointError, match=f"found an impossible entry for {QUERY}"):
-        check_weights(spec_of(folder), folder)
+        check_weights(read_folder_spec(folder), folder)

@@ -55,7 +55,7 @@ def test_no_source_does() -> None:
     }
     # PyTorch's memory viewer reads nothing but a pickle; that file writes one, and calls `dumps`
     # alone.
-    written = found.pop("recipe_lib/plan/allocation/snapshot.py")
+    written = found.pop("recipe_lib/plan/allocation/replay.py")
     assert [line.partition(": ")[2] for line in written] == ["pickle"]
     # A plan of compiled layers runs what inductor wrote for them, as inductor itself would.
     ran = found.pop("recipe_lib/plan/simulated_world/compiled_code.py")

@@ -14,16 +14,16 @@ from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.errors import CheckpointError, StorageError
 from tests.checkpoint.tiny import (
     OPTIMIZERS,
-    fingerprint,
-    full,
-    tiny_model,
-    tiny_spec,
-    tiny_world,
+    build_tiny_model,
+    build_tiny_spec,
+    build_tiny_world,
+    compute_fingerprint,
+    gather_full,
+    list_tree,
     train,
-    tree,
 )
 from tests.distributed.ranks import run_ranks
-from tests.selection import slow_but
+from tests.selection import mark_slow_but
 
 
 def save_after(
@@ -32,14 +32,14 @@ def save_after(
     """Trains and saves in this process's world; the state's fingerprint, and the losses of the next
     two steps.
     """
-    with tiny_world(replicate) as world:
-        model = tiny_model(world)
+    with build_tiny_world(replicate) as world:
+        model = build_tiny_model(world)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         train(model, optimizer, steps)
         optimizer.param_groups[0]["lr"] /= 3  # as a schedule does
         torch.manual_seed(100 + world.rank)
         save_state(root, steps, model, optimizer, {"step": steps, "tokens": 12345}, world, keep=3)
-        return fingerprint(model, optimizer), train(model, optimizer, 2, steps)
+        return compute_fingerprint(model, optimizer), train(model, optimizer, 2, steps)
 
 
 def load_and_continue(
@@ -48,8 +48,8 @@ def load_and_continue(
     """Loads the latest state into a model of NaNs; its fingerprint, two more losses, the extra, a
     random number.
     """
-    with tiny_world(replicate) as world:
-        model = tiny_model(world, seed=None)
+    with build_tiny_world(replicate) as world:
+        model = build_tiny_model(world, seed=None)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         found = find_state(root, "latest", world)
         assert found is not None
@@ -57,7 +57,7 @@ def load_and_continue(
         extra = load_state(found, model, optimizer, world)
         number = float(torch.rand(()))
         return (
-            fingerprint(model, optimizer),
+            compute_fingerprint(model, optimizer),
             train(model, optimizer, 2, extra["step"]),
             extra,
             number,
@@ -83,7 +83,7 @@ def test_a_state_from_before_the_first_step(tmp_path: Path) -> None:
 PAIRS = {"one and two": [(1, 1), (2, 1)], "one and four": [(1, 1), (4, 2)]}  # ranks, copies (HSDP)
 
 
-@pytest.mark.parametrize("worlds", slow_but(PAIRS.values(), 1), ids=PAIRS)
+@pytest.mark.parametrize("worlds", mark_slow_but(PAIRS.values(), 1), ids=PAIRS)
 def test_every_world_size_reads_every_other(tmp_path: Path, worlds: list[tuple[int, int]]) -> None:
     roots = {world: tmp_path / f"{world[0]}-{world[1]}" for world in worlds}
     saved = {
@@ -132,14 +132,14 @@ def data_bytes(path: Path) -> int:
 
 
 def tiny_model_parameters() -> list[torch.Tensor]:
-    with tiny_world() as world:
-        return list(tiny_model(world).parameters())
+    with build_tiny_world() as world:
+        return list(build_tiny_model(world).parameters())
 
 
 def test_torchs_own_reader_reads_the_files(tmp_path: Path) -> None:
     run_ranks(save_after, 2, tmp_path, 2)
-    with tiny_world() as world:
-        model = tiny_model(world, seed=None)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world, seed=None)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         load_state(tmp_path / "step_2", model, optimizer, world)
         targets = {
@@ -172,14 +172,14 @@ def test_after_a_forward_without_backward_the_shards_are_saved(tmp_path: Path) -
     """
 
     def evaluate_and_save() -> str:
-        with tiny_world() as world:
-            model = tiny_model(world)
+        with build_tiny_world() as world:
+            model = build_tiny_model(world)
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             train(model, optimizer, 1)
             with torch.no_grad():
                 model(torch.zeros(1, 4, dtype=torch.int64))
             save_state(tmp_path, 1, model, optimizer, {"step": 1}, world, keep=1)
-            return fingerprint(model, optimizer)
+            return compute_fingerprint(model, optimizer)
 
     saved = run_ranks(evaluate_and_save, 2)
     assert {found for found, *_ in run_ranks(load_and_continue, 2, tmp_path)} == set(saved)
@@ -187,23 +187,23 @@ def test_after_a_forward_without_backward_the_shards_are_saved(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_tied_head_is_saved_once_and_stays_tied(tmp_path: Path) -> None:
-    spec = tiny_spec(tie_word_embeddings=True)
+    spec = build_tiny_spec(tie_word_embeddings=True)
 
     def save() -> str:
-        with tiny_world() as world:
-            model = tiny_model(world, spec=spec)
+        with build_tiny_world() as world:
+            model = build_tiny_model(world, spec=spec)
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             train(model, optimizer, 2)
             save_state(tmp_path, 2, model, optimizer, {}, world, keep=1)
-            return fingerprint(model, optimizer)
+            return compute_fingerprint(model, optimizer)
 
     def load() -> str:
-        with tiny_world() as world:
-            model = tiny_model(world, seed=None, spec=spec)
+        with build_tiny_world() as world:
+            model = build_tiny_model(world, seed=None, spec=spec)
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             load_state(tmp_path / "step_2", model, optimizer, world)
             assert model.lm_head.weight is model.model.embed_tokens.weight
-            return fingerprint(model, optimizer)
+            return compute_fingerprint(model, optimizer)
 
     [saved, _] = run_ranks(save, 2)
     assert run_ranks(load, 2) == [saved, saved]
@@ -214,8 +214,8 @@ def test_a_tied_head_is_saved_once_and_stays_tied(tmp_path: Path) -> None:
 
 
 def test_keep_and_order_are_by_saves_not_by_step_or_clock(tmp_path: Path) -> None:
-    with tiny_world() as world:
-        model = tiny_model(world)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
 
         def save(step: int, keep: int = 2) -> Path:
@@ -237,8 +237,8 @@ def test_keep_and_order_are_by_saves_not_by_step_or_clock(tmp_path: Path) -> Non
 
 
 def test_pruning_counts_only_states_that_are_whole(tmp_path: Path) -> None:
-    with tiny_world() as world:
-        model = tiny_model(world)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         for step in (1, 2, 3):
             save_state(tmp_path, step, model, optimizer, {}, world, keep=3)
@@ -248,7 +248,7 @@ def test_pruning_counts_only_states_that_are_whole(tmp_path: Path) -> None:
 
 
 def test_nothing_saved_yet(tmp_path: Path) -> None:
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         assert find_state(tmp_path / "state", "latest", world) is None
         assert not (tmp_path / "state").exists()
 
@@ -256,13 +256,13 @@ def test_nothing_saved_yet(tmp_path: Path) -> None:
 def test_leftovers_of_a_killed_save_are_removed_and_never_taken(tmp_path: Path) -> None:
     save_after(tmp_path, 1)
     (tmp_path / "step_1").rename(tmp_path / ".step_1.0badcafe.tmp")
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         assert find_state(tmp_path, "latest", world) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_that_is_no_state(tmp_path: Path) -> None:
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         with pytest.raises(CheckpointError) as raised:
             find_state(tmp_path, str(tmp_path / "step_7"), world)
     assert (
@@ -275,29 +275,29 @@ def test_a_path_that_is_no_state(tmp_path: Path) -> None:
 def test_the_state_of_another_model_dtype_or_optimizer(tmp_path: Path) -> None:
     save_after(tmp_path, 1)
     path = tmp_path / "step_1"
-    with tiny_world() as world:
+    with build_tiny_world() as world:
 
         def load(model: torch.nn.Module, optimizer_name: str = "adamw") -> str:
             with pytest.raises(CheckpointError) as raised:
                 load_state(path, model, OPTIMIZERS[optimizer_name](model.parameters()), world)
             return str(raised.value)
 
-        other = load(tiny_model(world, spec=tiny_spec(num_hidden_layers=3)))
+        other = load(build_tiny_model(world, spec=build_tiny_spec(num_hidden_layers=3)))
         assert (
             other == f"{path}: is the state of another model: only the model has"
             " model.layers.2.input_layernorm.weight; resume with the run's own config"
         )
-        wider = load(tiny_model(world, spec=tiny_spec(vocab_size=32)))
+        wider = load(build_tiny_model(world, spec=build_tiny_spec(vocab_size=32)))
         assert (
             wider
             == f"{path}: lm_head.weight is float32 [31, 6], this run's model has float32 [32, 6]; "
             "resume with the run's own config"
         )
         assert "is float32 [31, 6], this run's model has bfloat16 [31, 6]" in load(
-            tiny_model(world, dtype=torch.bfloat16)
+            build_tiny_model(world, dtype=torch.bfloat16)
         )
         assert (
-            load(tiny_model(world), "sgd")
+            load(build_tiny_model(world), "sgd")
             == f"{path}: was saved by another optimizer (it has betas); resume with the run's own"
             " optimizer.name"
         )
@@ -305,7 +305,7 @@ def test_the_state_of_another_model_dtype_or_optimizer(tmp_path: Path) -> None:
 
 def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_after(tmp_path, 1)
-    before = tree(tmp_path)
+    before = list_tree(tmp_path)
     monkeypatch.setattr(
         files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 1000})()
     )
@@ -316,7 +316,7 @@ def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         == f"{tmp_path}: the state of step 2 needs 2.01 MiB, 1000 B are free; free some space, or"
         " choose another place"
     )
-    assert tree(tmp_path) == before
+    assert list_tree(tmp_path) == before
 
 
 @pytest.mark.slow
@@ -333,23 +333,23 @@ def test_a_folder_that_other_ranks_do_not_see(tmp_path: Path) -> None:
     assert messages[0].endswith(
         "made by rank 0, not seen here; set output_dir to a disk that all ranks share"
     )
-    assert tree(tmp_path) == {}
+    assert list_tree(tmp_path) == {}
 
 
 def test_gathering_is_what_the_comparison_rests_on() -> None:
     """The fingerprint sees a single changed bit in one rank's shard."""
 
     def compare() -> bool:
-        with tiny_world() as world:
-            model = tiny_model(world)
+        with build_tiny_world() as world:
+            model = build_tiny_model(world)
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             train(model, optimizer, 1)
-            before = fingerprint(model, optimizer)
+            before = compute_fingerprint(model, optimizer)
             weight = model.model.layers[1].mlp.up_proj.weight
             if world.rank == 1:
                 with torch.no_grad():
                     weight.to_local()[0, 0] += 1e-7
-            assert full(weight.detach()).shape == (10, 6)
-            return fingerprint(model, optimizer) != before
+            assert gather_full(weight.detach()).shape == (10, 6)
+            return compute_fingerprint(model, optimizer) != before
 
     assert run_ranks(compare, 2) == [True, True]

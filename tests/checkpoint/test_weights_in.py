@@ -20,9 +20,9 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import build_weight_map, compute_parameter_shapes
-from tests.checkpoint.tiny import full, tiny_model, tiny_world
+from tests.checkpoint.tiny import build_tiny_model, build_tiny_world, gather_full
 from tests.distributed.ranks import run_ranks
-from tests.models.reference import load_ours, reference_model
+from tests.models.reference import build_reference_model, load_ours
 
 CASES = Path(__file__).parents[1] / "bad_inputs" / "models"
 
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("gemma3", "50KB"),
     ]:
         made[case] = tmp_path_factory.mktemp(case)
-        reference_model(case).save_pretrained(made[case], max_shard_size=size)
+        build_reference_model(case).save_pretrained(made[case], max_shard_size=size)
     return made
 
 
@@ -62,7 +62,7 @@ def test_parameters_are_those_of_the_files(folders: dict[str, Path], case: str) 
         assert torch.equal(model.get_parameter(name), parameter), name
     tokens = torch.arange(1, 12).unsqueeze(0)
     with torch.no_grad():
-        ours, theirs = model(tokens), reference_model(case)(tokens).logits
+        ours, theirs = model(tokens), build_reference_model(case)(tokens).logits
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
@@ -93,11 +93,12 @@ def test_a_rank_of_two_reads_its_half(folders: dict[str, Path], case: str) -> No
 
     def load() -> tuple[int, dict[str, torch.Tensor]]:
         read = count_reads()
-        with tiny_world() as world:
-            model = tiny_model(world, seed=None, spec=spec_of(folder))
+        with build_tiny_world() as world:
+            model = build_tiny_model(world, seed=None, spec=spec_of(folder))
             load_weights(model, spec_of(folder), folder)
             return sum(read), {
-                name: full(parameter.detach()) for name, parameter in model.named_parameters()
+                name: gather_full(parameter.detach())
+                for name, parameter in model.named_parameters()
             }
 
     (first, parameters), (second, _) = run_ranks(load, 2)
@@ -147,7 +148,9 @@ def test_copies_of_the_model_and_other_dimensions(folders: dict[str, Path]) -> N
             setattr(model.get_submodule(owner), last, sharded)
         load_weights(model, spec_of(folder), folder)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        return {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
+        return {
+            name: gather_full(parameter.detach()) for name, parameter in model.named_parameters()
+        }
 
     loaded = run_ranks(load, 4)[3]
     for name, parameter in load_ours(folder).named_parameters():

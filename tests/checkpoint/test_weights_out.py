@@ -23,9 +23,16 @@ from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.units import format_bytes
-from tests.checkpoint.tiny import CONFIG, tiny_model, tiny_spec, tiny_world, train, tree
+from tests.checkpoint.tiny import (
+    CONFIG,
+    build_tiny_model,
+    build_tiny_spec,
+    build_tiny_world,
+    list_tree,
+    train,
+)
 from tests.distributed.ranks import run_ranks
-from tests.models.reference import reference_model
+from tests.models.reference import build_reference_model
 
 LARGE = 2**30
 
@@ -44,7 +51,7 @@ def load_source(
 
 def export(model: Any, spec: Any, config: dict[str, Any], out: Path, **options: Any) -> None:
     """In this process's world, with defaults."""
-    with tiny_world() as world:
+    with build_tiny_world() as world:
         arguments = {"tokenizer_folder": None, "max_shard_bytes": LARGE} | options
         export_model(model, spec, config, out, world=world, **arguments)
 
@@ -79,7 +86,7 @@ def open_in_transformers(folder: Path, caplog: pytest.LogCaptureFixture, **optio
 def test_transformers_opens_it_with_equal_tensors_and_logits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str, shard_bytes: int
 ) -> None:
-    original = reference_model(case)
+    original = build_reference_model(case)
     original.save_pretrained(tmp_path / "source")
     model, spec, config = load_source(tmp_path / "source")
     export(model, spec, config, tmp_path / "out", max_shard_bytes=shard_bytes)
@@ -110,7 +117,7 @@ def test_transformers_opens_it_with_equal_tensors_and_logits(
 
 
 def test_the_type_is_that_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reference_model("llama3").save_pretrained(tmp_path / "source")
+    build_reference_model("llama3").save_pretrained(tmp_path / "source")
     model, spec, config = load_source(tmp_path / "source", torch.bfloat16)
     export(model, spec, config, tmp_path / "out")
     assert read_config(tmp_path / "out")["torch_dtype"] == "bfloat16"
@@ -123,7 +130,7 @@ def test_what_another_program_must_not_run_or_look_for_is_left_out() -> None:
         "quantization_config": {},
         "_name_or_path": "/home/me",
     }
-    exported = model_export.export_config(config, tiny_spec(), torch.bfloat16)
+    exported = model_export.export_config(config, build_tiny_spec(), torch.bfloat16)
     spelled = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_theta": 10000.0,
                "rope_scaling": None, "dtype": "bfloat16", "torch_dtype": "bfloat16"}  # fmt: skip
     assert exported == CONFIG | spelled
@@ -141,7 +148,7 @@ def test_a_text_that_json_can_only_escape_is_written_as_it_was_read(tmp_path: Pa
 def test_a_multimodal_config_becomes_that_of_its_text_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reference_model("gemma3").save_pretrained(tmp_path / "source")
+    build_reference_model("gemma3").save_pretrained(tmp_path / "source")
     model, spec, config = load_source(tmp_path / "source")
     outer = {
         "model_type": "gemma3",
@@ -171,9 +178,9 @@ def test_tokenizer_files_alone_are_copied(tmp_path: Path) -> None:
         ".env",
     ):
         (source / name).write_text("not this")
-    with tiny_world() as world:
-        model = tiny_model(world)
-    export(model, tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=source)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
+    export(model, build_tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=source)
     names = {
         "config.json",
         "model.safetensors",
@@ -184,7 +191,11 @@ def test_tokenizer_files_alone_are_copied(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"chat_template.jinja"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
     export(
-        model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=source / "tokenizer.json"
+        model,
+        build_tiny_spec(),
+        CONFIG,
+        tmp_path / "out2",
+        tokenizer_folder=source / "tokenizer.json",
     )
     assert {path.name for path in (tmp_path / "out2").iterdir()} == names | {"chat_template.jinja"}
 
@@ -196,14 +207,16 @@ def test_template_and_stop_tokens_are_those_of_the_training(tmp_path: Path) -> N
     (source / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6}')
     (source / "chat_template.jinja").write_text("theirs")
     (tmp_path / "mine.txt").write_text("ours")
-    with tiny_world() as world:
-        model = tiny_model(world)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
     trained_with = {"chat_template": tmp_path / "mine.txt", "stop_ids": frozenset({7, 1})}
-    export(model, tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=source, **trained_with)
+    export(
+        model, build_tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=source, **trained_with
+    )
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "ours"
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written == {"eos_token_id": [1, 7], "temperature": 0.6}
-    export(model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=None, stop_ids={3})
+    export(model, build_tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=None, stop_ids={3})
     assert json.loads((tmp_path / "out2" / "generation_config.json").read_text()) == {
         "eos_token_id": [3]
     }
@@ -213,7 +226,7 @@ def test_template_and_stop_tokens_are_those_of_the_training(tmp_path: Path) -> N
 def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
     tmp_path: Path,
 ) -> None:
-    spec = tiny_spec(tie_word_embeddings=True)
+    spec = build_tiny_spec(tie_word_embeddings=True)
 
     def export_sharded(out: Path) -> int:
         alive: list[weakref.ref] = []
@@ -228,8 +241,8 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
             return whole
 
         model_export.gather_whole = count
-        with tiny_world(replicate=2) as world:
-            model = tiny_model(world, spec=spec)
+        with build_tiny_world(replicate=2) as world:
+            model = build_tiny_model(world, spec=spec)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             train(model, optimizer, 1)
             with torch.no_grad():
@@ -239,20 +252,20 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
             )
         return most
 
-    with tiny_world() as world:
-        model = tiny_model(world, spec=spec)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world, spec=spec)
     export(model, spec, CONFIG, tmp_path / "1", max_shard_bytes=700)
     assert run_ranks(export_sharded, 4, tmp_path / "4") == [1, 1, 1, 1]
-    assert tree(tmp_path / "1") == tree(tmp_path / "4")
+    assert list_tree(tmp_path / "1") == list_tree(tmp_path / "4")
 
 
 def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> None:
-    with tiny_world() as world:
-        first, second = tiny_model(world, 0), tiny_model(world, 1)
+    with build_tiny_world() as world:
+        first, second = build_tiny_model(world, 0), build_tiny_model(world, 1)
     out = tmp_path / "model"
     write_record(tmp_path, OutputRecord())
-    export(first, tiny_spec(), CONFIG, out, max_shard_bytes=700)
-    export(second, tiny_spec(), CONFIG, out)
+    export(first, build_tiny_spec(), CONFIG, out, max_shard_bytes=700)
+    export(second, build_tiny_spec(), CONFIG, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "written.json"]
     assert torch.equal(
         load_file(out / "model.safetensors")["lm_head.weight"], second.lm_head.weight
@@ -261,7 +274,7 @@ def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> No
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(CheckpointError) as raised:
-        export(first, tiny_spec(), CONFIG, tmp_path / "mine")
+        export(first, build_tiny_spec(), CONFIG, tmp_path / "mine")
     assert (
         str(raised.value)
         == f"{tmp_path / 'mine' / 'thesis.txt'}: was not written by a run, and stays; what was to"
@@ -281,11 +294,11 @@ def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
                 raise OSError(28, "No space left on device", str(path))
 
         files.before_operation = fail
-        with tiny_world() as world, pytest.raises(StorageError) as raised:
-            model = tiny_model(world)
+        with build_tiny_world() as world, pytest.raises(StorageError) as raised:
+            model = build_tiny_model(world)
             export_model(
                 model,
-                tiny_spec(),
+                build_tiny_spec(),
                 CONFIG,
                 tmp_path / "out",
                 tokenizer_folder=None,
@@ -302,8 +315,8 @@ def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
 def test_room_is_looked_for_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny_world() as world:
-        model = tiny_model(world)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
         model_export.check_room(model, tmp_path / "new" / "model", world)
         monkeypatch.setattr(
             files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000)
@@ -336,15 +349,15 @@ def test_room_is_looked_for_before_training(
 
 
 def test_no_room_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny_world() as world:
-        model = tiny_model(world)
+    with build_tiny_world() as world:
+        model = build_tiny_model(world)
     monkeypatch.setattr(
         files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 5})()
     )
     with pytest.raises(
         StorageError, match="the model needs 2.00 MiB, 5 B are free; free some space"
     ):
-        export(model, tiny_spec(), CONFIG, tmp_path / "out")
+        export(model, build_tiny_spec(), CONFIG, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

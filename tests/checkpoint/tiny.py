@@ -43,13 +43,13 @@ OPTIMIZERS = {
 }
 
 
-def tiny_spec(**changes: Any) -> DecoderSpec:
+def build_tiny_spec(**changes: Any) -> DecoderSpec:
     """The spec of CONFIG with changes."""
     return build_spec(CONFIG | changes, "tiny")
 
 
 @contextmanager
-def tiny_world(replicate: int = 1) -> Iterator[World]:
+def build_tiny_world(replicate: int = 1) -> Iterator[World]:
     """The world of this process, on the CPU."""
     with start_world(
         FullFinetuneConfig(device="cpu", parallel=ParallelConfig(data_replicate=replicate))
@@ -57,7 +57,7 @@ def tiny_world(replicate: int = 1) -> Iterator[World]:
         yield world
 
 
-def tiny_model(
+def build_tiny_model(
     world: World,
     seed: int | None = 0,
     dtype: torch.dtype = torch.float32,
@@ -66,7 +66,7 @@ def tiny_model(
     """Built on meta, sharded where the world has more than one rank, and filled from the seed
     (None: with NaN).
     """
-    spec = spec or tiny_spec()
+    spec = spec or build_tiny_spec()
     model = build_meta(spec, dtype)
     if world.size > 1:
         mesh = (
@@ -102,12 +102,12 @@ def train(
     return losses
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def gather_full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, gathered if it is sharded. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def compute_fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """SHA-256 over the gathered bytes of every parameter, optimizer state and group value.
     Collective.
     """
@@ -120,7 +120,7 @@ def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str
             if value is not None
         }
         for key, value in [("", parameter), *sorted(states.items())]:
-            whole = full(torch.as_tensor(value).detach()).contiguous()
+            whole = gather_full(torch.as_tensor(value).detach()).contiguous()
             digest.update(f"{name} {key} {whole.dtype} {tuple(whole.shape)}".encode())
             digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     for group in optimizer.param_groups:
@@ -130,7 +130,7 @@ def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str
     return digest.hexdigest()
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def list_tree(folder: Path) -> dict[str, bytes]:
     """Relative path -> contents of every file under the folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()

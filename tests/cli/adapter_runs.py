@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.runs import LORA, run_here, stories
+from tests.recipes.runs import LORA, run_here, write_stories
 
 ROWS = [
     [("user", "Hi"), ("assistant", "Hello, you.")],
@@ -20,7 +20,7 @@ ROWS = [
 ]
 
 
-def adapter_run(realdata: Path, output: Path, *more: str, recipe: str = LORA) -> Any:
+def write_adapter_run(realdata: Path, output: Path, *more: str, recipe: str = LORA) -> Any:
     """Trains the stories' model on two conversations for two steps; `more` are words of the command
     line.
     """
@@ -32,6 +32,6 @@ def adapter_run(realdata: Path, output: Path, *more: str, recipe: str = LORA) ->
     rows.write_text("".join(json.dumps(row) + "\n" for row in found))
     data = [f"data.source={rows}", "data.format=messages", "data.cache=false"]
     steps = ["max_steps=2", "batch_size=1", "optimizer.lr=1e-2", f"recipe={recipe}"]
-    run = run_here(stories(realdata, output, *data, *steps, *more), recipe=recipe)
+    run = run_here(write_stories(realdata, output, *data, *steps, *more), recipe=recipe)
     assert run.code == 0, run.said
     return run

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 TUNE = [sys.executable, "-m", "recipe_lib.cli.main"]
 
 
-def environment(**changes: str | None) -> dict[str, str]:
+def build_environment(**changes: str | None) -> dict[str, str]:
     """This process's environment with recipe_lib importable; None removes a variable."""
     values = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
     return {name: value for name, value in values.items() if value is not None}
@@ -32,7 +32,7 @@ def tune(
     return subprocess.run(
         [*TUNE, *map(str, words)],
         cwd=cwd,
-        env=environment(**changes),
+        env=build_environment(**changes),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -49,7 +49,7 @@ def become_tune(*words: object, cwd: Path = ROOT, **changes: str | None) -> NoRe
     code = 1
     try:
         os.chdir(cwd)
-        variables = environment(**changes)
+        variables = build_environment(**changes)
         os.environ.clear()
         os.environ.update(variables)
         tempfile.tempdir = None  # by TMPDIR, anew

@@ -12,7 +12,7 @@ def call(capsys: pytest.CaptureFixture, *words: object) -> tuple[int, str, str]:
     return code, written.out, written.err
 
 
-def refused(capsys: pytest.CaptureFixture, *words: object) -> str:
+def expect_refusal(capsys: pytest.CaptureFixture, *words: object) -> str:
     code, out, err = call(capsys, *words)
     assert (code, out) == (2, "") and err.count("\n") == 1, err
     return err.removeprefix("error: ").removesuffix("\n")

@@ -96,7 +96,12 @@ class _Hub(BaseHTTPRequestHandler):
         }
         if tree:
             body: object = [
-                {"type": "file", "path": file, "size": size, "oid": _etag(REPOSITORIES[name][file])}
+                {
+                    "type": "file",
+                    "path": file,
+                    "size": size,
+                    "oid": _compute_etag(REPOSITORIES[name][file]),
+                }
                 for file, size in sizes.items()
             ]
         else:
@@ -119,10 +124,10 @@ class _Hub(BaseHTTPRequestHandler):
         content = REPOSITORIES.get(name, {}).get(file)
         if content is None:
             return self._refuse(404, "EntryNotFound")
-        self._send(200, content, ETag=f'"{_etag(content)}"', X_Repo_Commit=COMMIT)
+        self._send(200, content, ETag=f'"{_compute_etag(content)}"', X_Repo_Commit=COMMIT)
 
 
-def _etag(content: bytes) -> str:
+def _compute_etag(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
@@ -142,7 +147,7 @@ class Hub(ThreadingHTTPServer):
 
 
 @contextmanager
-def running_hub() -> Iterator[Hub]:
+def run_hub() -> Iterator[Hub]:
     """A hub while the block runs."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, daemon=True)

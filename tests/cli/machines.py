@@ -8,7 +8,7 @@ from recipe_lib.units import GIB
 RANGE = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
+def build_links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
     """Collectives that are right."""
     points = [
         {"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10}
@@ -18,7 +18,7 @@ def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, An
     return {"backend": backend, "ranks": ranks, "points": points, "failed": []} | changes
 
 
-def gpu(**changes: Any) -> dict[str, Any]:
+def build_gpu(**changes: Any) -> dict[str, Any]:
     """An RTX 4090 as torch describes it."""
     size = int(23.5 * GIB)
     card = {
@@ -30,7 +30,7 @@ def gpu(**changes: Any) -> dict[str, Any]:
     return card | changes
 
 
-def ways(wrong: list[str] | None = None) -> dict[str, Any]:
+def build_ways(wrong: list[str] | None = None) -> dict[str, Any]:
     """Copies between two GPUs, as steps."""
     return {
         "copies from GPU 0 to GPU 1": {"wrong": wrong or [], "rate": 2e10},
@@ -38,7 +38,7 @@ def ways(wrong: list[str] | None = None) -> dict[str, Any]:
     }
 
 
-def healthy() -> dict[str, Any]:
+def build_healthy() -> dict[str, Any]:
     """A machine with two RTX 4090 on which all is well."""
     folder = {"path": "/runs", "total": 900 * GIB, "free": 500 * GIB, "fault": None}
     calibration = {
@@ -62,16 +62,17 @@ def healthy() -> dict[str, Any]:
         },
         "steps": {
             "torch": {
-                "version": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": [gpu(), gpu()], "error": None,
+                "version": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9",
+                "gpus": [build_gpu(), build_gpu()], "error": None,
             },
             "host memory": {"total": 256 * GIB, "free": 200 * GIB, "what": "free on this machine"},
             "int8 matmuls": 2.8e14,
             "fp8 matmuls": 2.7e14,
             "calibration": calibration,
-            **ways(),
+            **build_ways(),
         },
         "failed": {},
-        "links": links(),
+        "links": build_links(),
     }  # fmt: skip
     for number in (0, 1):
         rates = {"copy_to_device": 2.4e10, "copy_to_host": 2.5e10, "bf16": 1.4e14 + number * 1e12}

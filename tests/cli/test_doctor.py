@@ -19,9 +19,9 @@ from recipe_lib.plan.measured import measure_rates as calibrate
 from recipe_lib.plan.measured import rates_file as calibration
 from recipe_lib.units import GIB, MIB
 from tests.cli.commands import ROOT
-from tests.cli.machines import healthy, put, ways
-from tests.cli.machines import links as collectives
-from tests.plan.apart import apart
+from tests.cli.machines import build_healthy, build_ways, put
+from tests.cli.machines import build_links as collectives
+from tests.plan.apart import call_in_fork
 
 ZEROS = ["4100 bytes: 1025 of 1025 words are others"]
 HANGS = collectives(failed=["rank 0: all_reduce of 1.00 MiB: not done after 60 s"])
@@ -112,7 +112,7 @@ PLANTED: list[tuple[str, Any, str, str]] = [
 
 
 def test_of_a_healthy_machine_nothing_is_found() -> None:
-    facts = healthy()
+    facts = build_healthy()
     assert find_faults(facts) == []
     text = format_report(facts, [])
     assert text.endswith("findings\n  none: all is well\n")
@@ -131,7 +131,7 @@ def test_the_two_rates_of_a_card_are_of_one_product_cold_and_loaded(share: float
     """The first compares cards, the second is what a plan takes; neither is called the best of
     anything.
     """
-    facts = healthy()
+    facts = build_healthy()
     facts["steps"]["rates of GPU 0"]["bf16"] = 1.6e14
     del facts["steps"]["int8 matmuls"], facts["steps"]["fp8 matmuls"]
     facts["steps"]["calibration"]["matmul"]["bf16"].insert(
@@ -154,7 +154,7 @@ def test_the_two_rates_of_a_card_are_of_one_product_cold_and_loaded(share: float
 def test_a_fault_is_found_and_told_with_its_remedy(
     place: str, value: Any, name: str, told: str
 ) -> None:
-    facts = put(healthy(), place, value)
+    facts = put(build_healthy(), place, value)
     (found,) = find_faults(facts)
     assert found["name"] == name and told in f"{found['line']}; {found['remedy']}"
     assert found["remedy"] and "\n" not in found["line"] + found["remedy"]
@@ -184,7 +184,7 @@ def test_every_finding_is_explained() -> None:
     ],
 )
 def test_gpus_that_torch_does_not_see(cuda: str | None, error: str | None, told: str) -> None:
-    facts = healthy() | {"links": None}
+    facts = build_healthy() | {"links": None}
     facts["steps"] = {"torch": facts["steps"]["torch"] | {"gpus": [], "cuda": cuda, "error": error}}
     (found,) = find_faults(facts)
     assert found["name"] == "gpu-unseen" and "the driver lists 2 GPUs" in found["line"]
@@ -200,8 +200,8 @@ def test_what_two_cards_give_is_told_and_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
     """Two cards whose copies deliver zeros: NCCL stands still, so that no links are written."""
-    facts, tried = healthy(), []
-    steps = facts["steps"] | ways(wrong=ZEROS)
+    facts, tried = build_healthy(), []
+    steps = facts["steps"] | build_ways(wrong=ZEROS)
     outcomes = [HANGS, collectives()]
 
     def measured(ranks: int, on_gpu: bool) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_what_two_cards_give_is_told_and_written(
 
 def test_advice_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Of cards that are not alike, and of a machine without a compiler."""
-    facts = put(healthy(), "machine/compiler", None)
+    facts = put(build_healthy(), "machine/compiler", None)
     steps = facts["steps"]
     steps["torch"]["gpus"][1]["name"] = "NVIDIA GeForce RTX 3090"
     steps["rates of GPU 1"]["bf16"] = 1.0e14
@@ -247,7 +247,7 @@ def test_advice_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: An
 def test_more_ranks_than_cores_can_bear_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    facts = healthy()
+    facts = build_healthy()
     seen = facts["steps"]["torch"] | {"gpus": []}
     monkeypatch.setattr(doctor, "describe_machine", lambda folders: facts["machine"])
     monkeypatch.setattr(doctor, "list_device_steps", faked({"torch": seen}))
@@ -271,7 +271,7 @@ def test_more_ranks_than_cores_can_bear_are_refused(
 def test_a_torch_that_does_not_start_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor, "describe_machine", lambda folders: healthy()["machine"])
+    monkeypatch.setattr(doctor, "describe_machine", lambda folders: build_healthy()["machine"])
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.FOUND
     told = capsys.readouterr()
@@ -334,7 +334,10 @@ def test_what_doctor_measures_over_gloo_a_plan_uses(
             str(tmp_path / "plan.json"),
         ]
         assert (
-            apart(main, ["plan", "--config", "demo/full", *words, "--calibration", str(file)]) == 0
+            call_in_fork(
+                main, ["plan", "--config", "demo/full", *words, "--calibration", str(file)]
+            )
+            == 0
         )
         return json.loads((tmp_path / "plan.json").read_text())["time"]["communication"]
 
@@ -378,7 +381,7 @@ def test_wrong_numbers_and_ranks_that_stand_still(
     found = doctor.measure_links(2, on_gpu=False)
     assert found["failed"][0] == "rank 0: all_gather of 4.00 KiB: not done after 4 s"
     assert [row["operation"] for row in found["points"]] == ["all_reduce"]
-    (line,) = find_faults(healthy() | {"links": found})
+    (line,) = find_faults(build_healthy() | {"links": found})
     assert line["name"] == "collectives-fail" and "/etc/hosts" in line["remedy"]
 
 
@@ -387,7 +390,7 @@ def test_the_benchmark_keeps_what_was_found(
 ) -> None:
     from benchmarks import gpu_check, gpu_doctor
 
-    facts = healthy()
+    facts = build_healthy()
     monkeypatch.setattr(gpu_doctor.doctor, "gather_facts", lambda arguments: facts)
     monkeypatch.setattr(gpu_doctor, "list_local_gpus", lambda: [])
     assert gpu_check.main(["doctor", "--output", str(tmp_path)]) == 0

@@ -16,7 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from recipe_lib.cli.hub_refusals import convert_hub_errors
 from recipe_lib.errors import StorageError
 from tests.cli.commands import tune_forked
-from tests.cli.hub import COMMIT, SAFE, Hub, running_hub
+from tests.cli.hub import COMMIT, SAFE, Hub, run_hub
 
 Download = Callable[..., subprocess.CompletedProcess]
 
@@ -24,7 +24,7 @@ Download = Callable[..., subprocess.CompletedProcess]
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     disable_progress_bars()
-    with running_hub() as server:
+    with run_hub() as server:
         yield server
     enable_progress_bars()
 

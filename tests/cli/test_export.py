@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.adapter_export import export_adapter
+from recipe_lib.checkpoint import open_exports
+from recipe_lib.checkpoint.open_exports import compare_logits
+from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.resumable_state import save_state
-from recipe_lib.checkpoint.verify import compare_logits
 from recipe_lib.cli import export_trained, main
 from recipe_lib.config.describe import format_config
 from recipe_lib.config.schema import (
@@ -26,7 +26,14 @@ from recipe_lib.config.schema import (
     LoraFinetuneConfig,
     ModelConfig,
 )
-from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, theirs, with_peft
+from tests.adapters.hugging_face import (
+    compute_difference,
+    load_ours,
+    load_plain,
+    load_theirs,
+    load_with_peft,
+    save_with_peft,
+)
 
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v", "embedding"])
 
@@ -60,7 +67,7 @@ def make_run(
         **more,
     )
     (folder / "config.yaml").write_text(format_config(cfg))
-    model = ours(base, lora)
+    model = load_ours(base, lora)
     optimizer = torch.optim.SGD(
         [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
     )
@@ -81,7 +88,9 @@ def test_the_adapter_of_a_state(base: Path, tmp_path: Path, capsys: pytest.Captu
     assert lines[0] == "check: 11 modules have their adapter, none of 11 in the file is left over"
     assert lines[1] == f"adapter: {tmp_path / 'run' / 'adapter_step_3'}"
     assert lines[2].startswith("check: logits differ by 0 at most (the largest is 16")
-    assert difference(model, with_peft(base, tmp_path / "run" / "adapter_step_3")) < 1e-5
+    assert (
+        compute_difference(model, load_with_peft(base, tmp_path / "run" / "adapter_step_3")) < 1e-5
+    )
     assert (tmp_path / "run" / "adapter_step_3" / "tokenizer.model").is_file()
 
 
@@ -97,7 +106,7 @@ def test_the_merged_model_of_a_run(
         out.splitlines()[0]
         == "check: 10 adapted modules are merged, every tensor of the model is there"
     )
-    assert difference(model, theirs(tmp_path / "run" / "model")) < 1e-5
+    assert compute_difference(model, load_theirs(tmp_path / "run" / "model")) < 1e-5
     code, out, err = call(capsys, tmp_path / "run", "--merge")
     assert code == 2
     assert (
@@ -118,7 +127,7 @@ def test_an_adapter_that_peft_made(
     assert "note: vLLM does not load DoRA adapters" in out
     code, out, err = call(capsys, tmp_path / "a", "--merge", "--dtype", "fp32")
     assert (code, err) == (0, "")
-    assert difference(plain(tmp_path / "a-model"), model) < 1e-5
+    assert compute_difference(load_plain(tmp_path / "a-model"), model) < 1e-5
 
 
 @pytest.mark.slow
@@ -134,7 +143,7 @@ def test_an_adapter_of_some_layers_is_checked_and_merged(
     )
     code, out, err = call(capsys, tmp_path / "a", "--merge", "--base", base)
     assert (code, err) == (0, "")
-    assert difference(plain(tmp_path / "a-model"), model) < 1e-5
+    assert compute_difference(load_plain(tmp_path / "a-model"), model) < 1e-5
 
 
 @pytest.mark.slow
@@ -179,7 +188,7 @@ def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.Capt
         model=ModelConfig(path=str(base)), data=DataConfig(source="rows.jsonl"), dtype="fp32"
     )
     (folder / "config.yaml").write_text(format_config(cfg))
-    model = plain(base)
+    model = load_plain(base)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.25)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -187,7 +196,7 @@ def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.Capt
     code, out, err = call(capsys, folder, "--hf")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == f"model: {folder / 'model_step_7'}"
-    assert difference(model, theirs(folder / "model_step_7")) < 1e-5
+    assert compute_difference(model, load_theirs(folder / "model_step_7")) < 1e-5
     code, out, err = call(capsys, folder, "--merge")
     assert (code, err) == (
         2,
@@ -200,7 +209,7 @@ def test_an_export_that_differs_is_an_error(
 ) -> None:
     """The file is changed between writing and loading it again: the check has to see one number."""
     make_run(tmp_path / "run", base)
-    real = verify.load_model_with_adapter
+    real = open_exports.load_model_with_adapter
 
     def changed(folder: Path, *args: Any) -> Any:
         tensors = load_file(folder / "adapter_model.safetensors")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import main as tune
-from tests.cli.adapter_runs import adapter_run
+from tests.cli.adapter_runs import write_adapter_run
 from tests.recipes.test_best_runs import equal, summary, validations, weights
 
 
@@ -26,7 +26,9 @@ def test_the_adapter_of_the_best_step(
         "checkpoint.greater_is_better=true",
         "checkpoint.save_every_n_steps=1",
     )
-    adapter_run(realdata, run, *validation, *keep)  # of two steps the first has the higher loss
+    write_adapter_run(
+        realdata, run, *validation, *keep
+    )  # of two steps the first has the higher loss
     assert max(validations(run))[1] == summary(run)["exported_step"] == 1
     sentence = summary(run)["outcome"]
 

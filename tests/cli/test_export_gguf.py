@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.checkpoint.gguf.made_models import SMALL, save_model
-from tests.cli.adapter_runs import adapter_run
-from tests.cli.export_calls import call, refused
+from tests.cli.adapter_runs import write_adapter_run
+from tests.cli.export_calls import call, expect_refusal
 
 
 def tensors(file: Path) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def contents(file: Path, key: str) -> Any:
 def adapted(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """output_dir of a run of adapters."""
     folder = tmp_path_factory.mktemp("adapted") / "mine"
-    adapter_run(realdata, folder, "lora.target_modules=[q,v,down]")
+    write_adapter_run(realdata, folder, "lora.target_modules=[q,v,down]")
     return folder
 
 
@@ -44,7 +44,7 @@ def test_a_model_folder(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert lines[-2].startswith("check: 47 tensors read back, 36 in f16, 11 in f32; ")
     assert lines[-1] == f"next: llama-cli -m {file}"
     assert contents(file, "general.name") == "stories"
-    again = refused(capsys, tmp_path / "stories", "--gguf", "f16")
+    again = expect_refusal(capsys, tmp_path / "stories", "--gguf", "f16")
     assert again == f"{file}: exists; choose another name with --out, or remove it"
     assert (
         call(capsys, tmp_path / "stories", "--gguf", "q4_k_m", "--out", tmp_path / "x.gguf")[0] == 0
@@ -103,17 +103,17 @@ def test_what_an_adapters_file_cannot_be(
 ):
     adapter = adapted / "adapter"
     assert (
-        refused(capsys, adapter, "--gguf", "q4_k_m")
+        expect_refusal(capsys, adapter, "--gguf", "q4_k_m")
         == "--gguf: found q4_k_m, expected one of f16, bf16, f32 for an adapter by itself; merge"
         f" it first (tune export {adapter} --merge), and export the merged model"
     )
-    assert refused(capsys, adapter, "--gguf", "f16", "--pre", "qwen2").startswith(
+    assert expect_refusal(capsys, adapter, "--gguf", "f16", "--pre", "qwen2").startswith(
         "--pre: the file of an adapter has no"
     )
     dora = tmp_path / "dora"
-    adapter_run(realdata, dora, "lora.dora=true")
+    write_adapter_run(realdata, dora, "lora.dora=true")
     assert (
-        refused(capsys, dora / "adapter", "--gguf", "f16")
+        expect_refusal(capsys, dora / "adapter", "--gguf", "f16")
         == f"{dora / 'adapter'}: is a DoRA adapter, which llama.cpp does not load; merge it (tune"
         f" export {dora / 'adapter'} --merge)"
     )
@@ -128,22 +128,26 @@ def test_options_that_do_not_go_together(
         "tune export: expected one of --merge, --adapter, --hf, --gguf and --quantize; see `tune"
         " export --help`"
     )
-    assert refused(capsys, model) == refused(capsys, model, "--gguf", "f16", "--hf") == one
-    assert "argument --gguf: invalid choice: 'q4'" in refused(capsys, model, "--gguf", "q4")
-    assert refused(capsys, model, "--hf", "--pre", "qwen2").startswith(
+    assert (
+        expect_refusal(capsys, model)
+        == expect_refusal(capsys, model, "--gguf", "f16", "--hf")
+        == one
+    )
+    assert "argument --gguf: invalid choice: 'q4'" in expect_refusal(capsys, model, "--gguf", "q4")
+    assert expect_refusal(capsys, model, "--hf", "--pre", "qwen2").startswith(
         "--pre: only a GGUF file names a pre-tokenizer"
     )
-    assert refused(capsys, model, "--gguf", "f16", "--device", "cuda").startswith(
+    assert expect_refusal(capsys, model, "--gguf", "f16", "--device", "cuda").startswith(
         "--device: found cuda, but this export"
     )
-    assert refused(capsys, model, "--gguf", "f16", "--dtype", "bf16").startswith(
+    assert expect_refusal(capsys, model, "--gguf", "f16", "--dtype", "bf16").startswith(
         "--dtype: only a merged model may have"
     )
     assert (
-        refused(capsys, model, "--gguf", "f16", "--out", tmp_path / "no" / "x.gguf")
+        expect_refusal(capsys, model, "--gguf", "f16", "--out", tmp_path / "no" / "x.gguf")
         == f"--out: {tmp_path / 'no'}: no such folder; make it, or choose another name"
     )
-    assert refused(capsys, model, "--gguf", "f16", "--base", model).startswith("--base: ")
+    assert expect_refusal(capsys, model, "--gguf", "f16", "--base", model).startswith("--base: ")
 
 
 def test_families_that_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -157,7 +161,7 @@ def test_families_that_are_not_written(tmp_path: Path, capsys: pytest.CaptureFix
     }
     model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**small))
     model.save_pretrained(tmp_path / "mixtral")
-    found = refused(capsys, tmp_path / "mixtral", "--gguf", "f16")
+    found = expect_refusal(capsys, tmp_path / "mixtral", "--gguf", "f16")
     assert found.startswith(
         f"{tmp_path / 'mixtral'}: model_type 'mixtral' is not written as GGUF; expected one of"
         " llama,"
@@ -177,7 +181,7 @@ def test_without_the_package(
 
     with monkeypatch.context() as patched:
         patched.setattr(builtins, "__import__", without)
-        found = refused(capsys, tmp_path / "model", "--gguf", "f16")
+        found = expect_refusal(capsys, tmp_path / "model", "--gguf", "f16")
     assert found.startswith("--gguf: found no package gguf; pip install ")
 
 

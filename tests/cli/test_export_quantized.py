@@ -14,8 +14,8 @@ from recipe_lib import files
 from recipe_lib.cli import main
 from recipe_lib.errors import StorageError
 from tests.checkpoint.gguf.made_models import SMALL, save_model
-from tests.cli.adapter_runs import adapter_run
-from tests.cli.export_calls import call, refused
+from tests.cli.adapter_runs import write_adapter_run
+from tests.cli.export_calls import call, expect_refusal
 
 
 def check_rounded(found: torch.Tensor, weight: torch.Tensor, kind: str, group: int) -> None:
@@ -74,8 +74,8 @@ def test_linears_are_rounded_and_the_rest_is_kept(
 def test_a_run_of_adapters_and_generate_on_what_comes_out(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    adapter_run(realdata, tmp_path / "mine")
-    assert refused(capsys, tmp_path / "mine", "--quantize", "int4").startswith(
+    write_adapter_run(realdata, tmp_path / "mine")
+    assert expect_refusal(capsys, tmp_path / "mine", "--quantize", "int4").startswith(
         "--group-size: found 32 for model.layers.0.mlp.down_proj.weight, whose rows have 172"
         " weights, expected a "
     )
@@ -92,7 +92,7 @@ def test_a_run_of_adapters_and_generate_on_what_comes_out(
     )
     adapter = tmp_path / "mine" / "adapter"
     assert (
-        refused(capsys, adapter, "--quantize", "int8")
+        expect_refusal(capsys, adapter, "--quantize", "int8")
         == f"{adapter}: is an adapter; merge it first (tune export {adapter} --merge), and quantize"
         " the merged model"
     )
@@ -107,15 +107,15 @@ def test_what_is_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture):
     }
     model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**small))
     model.save_pretrained(tmp_path / "mixtral")
-    assert refused(capsys, tmp_path / "mixtral", "--quantize", "int8").startswith(
+    assert expect_refusal(capsys, tmp_path / "mixtral", "--quantize", "int8").startswith(
         f"{tmp_path / 'mixtral'}: is a mixture of experts, whose weights are stacked and no linears"
         " to torchao"
     )
     assert (
-        refused(capsys, tmp_path, "--quantize", "int8", "--group-size", "32")
+        expect_refusal(capsys, tmp_path, "--quantize", "int8", "--group-size", "32")
         == "--group-size: is for --quantize int4; leave it out"
     )
-    assert "argument --quantize: invalid choice: 'int2'" in refused(
+    assert "argument --quantize: invalid choice: 'int2'" in expect_refusal(
         capsys, tmp_path, "--quantize", "int2"
     )
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.adapters import peft_patterns
-from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.verify import compute_prompt_logits, load_model, load_model_with_adapter
+from recipe_lib.checkpoint import adapter_config, open_exports
+from recipe_lib.checkpoint.open_exports import (
+    compute_prompt_logits,
+    load_model,
+    load_model_with_adapter,
+)
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -20,7 +23,7 @@ from recipe_lib.models import read_config, read_trained_spec
 from tests.adapters import peft_folders
 from tests.adapters.exported_adapters import make_base, write_adapter
 from tests.adapters.test_peft_saved import make_case
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 MIXED = "qwen3_moe, one dense layer"
 READ = "read with PEFT "
@@ -57,7 +60,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["dense layers", "a base in 8 bits"]))
+@pytest.mark.parametrize("kind", mark_slow_except(KINDS, ["dense layers", "a base in 8 bits"]))
 def test_peft_opens_the_adapter_and_the_line_says_so(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -85,10 +88,10 @@ def test_a_merged_model_is_opened_by_transformers(
     with pytest.raises(
         CheckpointError, match="transformers .* computes another model than was trained"
     ):
-        verify.check_with_transformers(tmp_path / "merged", spec, torch.float32, CPU, logits)
+        open_exports.check_with_transformers(tmp_path / "merged", spec, torch.float32, CPU, logits)
 
 
-@pytest.mark.parametrize("kind", slow_except(SAVED, ["both of more tokens"]))
+@pytest.mark.parametrize("kind", mark_slow_except(SAVED, ["both of more tokens"]))
 def test_peft_opens_what_brings_weights_of_the_base_along(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -122,7 +125,7 @@ MADE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("made", slow_except(MADE, ["dense layers alone"]))
+@pytest.mark.parametrize("made", mark_slow_except(MADE, ["dense layers alone"]))
 def test_peft_opens_its_own_adapters_as_they_are_written_anew(
     made: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -133,7 +136,10 @@ def test_peft_opens_its_own_adapters_as_they_are_written_anew(
         code, lines, err = export(capsys, adapter, "--adapter", "--base", base, "--out", out)
         assert (code, err) == (0, "") and any(READ in line for line in lines), lines
         expected, _ = peft_folders.ask_peft(base, adapter)
-        assert peft_folders.relative(peft_folders.ask_peft(base, out)[0], expected) < 1e-5
+        assert (
+            peft_folders.compute_relative_difference(peft_folders.ask_peft(base, out)[0], expected)
+            < 1e-5
+        )
         adapter = out
 
 
@@ -185,7 +191,7 @@ def test_without_the_package_the_line_says_who_read(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, adapter = make_adapter(tmp_path, "llama")
-    monkeypatch.setattr(verify, "has_package", lambda name: name != package)
+    monkeypatch.setattr(open_exports, "has_package", lambda name: name != package)
     code, lines, err = export(capsys, adapter, "--adapter")
     assert (code, err) == (0, "")
     (own,) = [line for line in lines if line.startswith("check: logits differ by")]
@@ -199,7 +205,9 @@ def test_memory_that_is_not_there_is_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, adapter = make_adapter(tmp_path, "llama")
-    monkeypatch.setattr(verify, "find_free_host_memory", lambda: (1000, "free on this machine"))
+    monkeypatch.setattr(
+        open_exports, "find_free_host_memory", lambda: (1000, "free on this machine")
+    )
     code, lines, _ = export(capsys, adapter, "--adapter")
     assert code == 0 and any(
         "of host memory, 1000 B free on this machine" in line for line in lines
@@ -215,7 +223,7 @@ def test_a_pattern_without_end_does_not_reach_peft(
     change_config(
         adapter, target_modules=r"model\.layers\.\d\.self_attn\.q_proj|model\.layers\.0\.([\w.]+)+!"
     )
-    monkeypatch.setattr(peft_patterns, "SECONDS", 0.5)
+    monkeypatch.setattr(adapter_config, "PATTERN_SECONDS", 0.5)
     code, _, err = export(capsys, adapter, "--adapter")
     assert code == 2 and "a pattern takes more than" in err and err.count("\n") == 1, err
 
@@ -228,7 +236,7 @@ def test_an_adapter_that_is_dropped_is_seen_in_each_type(
     spec = read_trained_spec(read_config(base), "base")
     model = load_model_with_adapter(adapter, spec, base, dtype, CPU)[0]
     logits = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
-    assert READ in verify.check_with_peft(adapter, base, spec, dtype, CPU, logits)
+    assert READ in open_exports.check_with_peft(adapter, base, spec, dtype, CPU, logits)
     change_config(adapter, target_modules=AS_BEFORE, target_parameters=None)
     with pytest.raises(CheckpointError, match="computes another model"):
-        verify.check_with_peft(adapter, base, spec, dtype, CPU, logits)
+        open_exports.check_with_peft(adapter, base, spec, dtype, CPU, logits)

@@ -137,7 +137,7 @@ def test_what_is_wrong_with_a_tokenizer_is_put_right_in_its_folder(
     (folder / "chat_template.jinja").write_text("{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}"
                                                 "{% endfor %}")  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipe_lib.tokenizers.tokenizer.TIMEOUT_SECONDS", 0.4)
+        patch.setattr("recipe_lib.tokenizers.chat_template.TIMEOUT_SECONDS", 0.4)
         assert refused(folder).endswith(
             f"the chat template was stopped: it took more than 0.4 s; {another}\n"
         )

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from recipe_lib.cli.main import main
-from tests.cli.adapter_runs import adapter_run
+from tests.cli.adapter_runs import write_adapter_run
 
 QUESTION = ["--prompt", "Once upon a time", "--max-new-tokens", "24"]
 
@@ -23,7 +23,7 @@ def plain_run(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on a copy of the base, beside it."""
     folder = tmp_path_factory.mktemp("plain")
     shutil.copytree(realdata / "stories260K-hf", folder / "base")
-    adapter_run(realdata, folder / "run", f"model.path={folder / 'base'}")
+    write_adapter_run(realdata, folder / "run", f"model.path={folder / 'base'}")
     return folder / "run"
 
 
@@ -49,7 +49,7 @@ def test_run_adapter_and_merged_model_say_the_same(
 ) -> None:
     """Of a run whose base was kept in NF4."""
     run = tmp_path / "run"
-    adapter_run(realdata, run, "lora.quantize_base=nf4")
+    write_adapter_run(realdata, run, "lora.quantize_base=nf4")
     answer, told = said(capsys, run, *QUESTION)
     assert told == f"adapter: {run}/adapter on {realdata}/stories260K-hf, kept in nf4\n"
     assert said(capsys, run / "adapter", *QUESTION) == (answer, told)
@@ -157,7 +157,7 @@ def test_a_run_without_a_model(
 
 
 def test_a_state_is_no_model(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    adapter_run(
+    write_adapter_run(
         realdata, tmp_path / "run", "checkpoint.save_every_n_steps=2", "checkpoint.save_model=false"
     )
     assert (

@@ -18,7 +18,7 @@ import torch
 from recipe_lib.cli.launch import PARENT_VARIABLE, Rank, choose_exit_code
 from recipe_lib.cli.main import main
 from recipe_lib.errors import FOLDER_VARIABLE
-from tests.cli.commands import ROOT, TUNE, environment, start_forked, tune
+from tests.cli.commands import ROOT, TUNE, build_environment, start_forked, tune
 
 # Does what its last argument says. Only `stopped` imports torch, which takes seconds.
 RECIPE = '''
@@ -328,7 +328,7 @@ def test_a_rank_that_starts_after_the_signal_does_not_run(
     worker = ROOT / "recipe_lib" / "cli" / "worker.py"
     result = subprocess.run(
         [TUNE[0], worker, recipe, "ok"],
-        env=environment(**variables),
+        env=build_environment(**variables),
         capture_output=True,
         text=True,
     )

@@ -11,8 +11,8 @@ import pytest
 from recipe_lib.__main__ import start
 from recipe_lib.cli.main import VERBS, main
 from recipe_lib.config.paths import list_configs
-from tests.cli.commands import ROOT, TUNE, environment, tune
-from tests.selection import slow_but
+from tests.cli.commands import ROOT, TUNE, build_environment, tune
+from tests.selection import mark_slow_but
 
 CONFIG = "llama3/8B_full"
 CHEAP = [
@@ -47,7 +47,7 @@ json.dump({"code": code, "heavy": heavy, "seconds": times.user + times.system}, 
 """
 
 
-@pytest.mark.parametrize("words", slow_but(CHEAP, 6), ids=" ".join)
+@pytest.mark.parametrize("words", mark_slow_but(CHEAP, 6), ids=" ".join)
 def test_no_torch_and_little_time(words: list[str], tmp_path, record_property):
     with open(tmp_path / "report", "w") as report:
         result = subprocess.run(
@@ -62,7 +62,7 @@ def test_no_torch_and_little_time(words: list[str], tmp_path, record_property):
                 *words,
             ],
             cwd=ROOT,
-            env=environment(),
+            env=build_environment(),
             capture_output=True,
             text=True,
             pass_fds=[report.fileno()],
@@ -156,7 +156,7 @@ def test_a_closed_pipe_is_no_traceback():
         result = subprocess.run(
             ["bash", "-c", script],
             cwd=ROOT,
-            env=environment(PYTHONUNBUFFERED="1"),
+            env=build_environment(PYTHONUNBUFFERED="1"),
             capture_output=True,
             text=True,
         )
@@ -187,7 +187,7 @@ def test_output_to_a_full_disk_is_one_line(words: list[str], unbuffered: str):
         result = subprocess.run(
             [*TUNE, *words],
             cwd=ROOT,
-            env=environment(PYTHONUNBUFFERED=unbuffered),
+            env=build_environment(PYTHONUNBUFFERED=unbuffered),
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -211,7 +211,7 @@ def test_a_stream_that_takes_nothing_changes_no_exit_code(module: str, line: str
     result = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m {module} {line}"],
         cwd=ROOT,
-        env=environment(PYTHONUNBUFFERED=None),
+        env=build_environment(PYTHONUNBUFFERED=None),
         capture_output=True,
         text=True,
     )
@@ -241,7 +241,11 @@ def test_an_interrupted_import_is_no_traceback(
         " name.startswith('recipe_lib')])"
     )
     imported = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, env=environment(), capture_output=True, text=True
+        [sys.executable, "-c", probe],
+        cwd=ROOT,
+        env=build_environment(),
+        capture_output=True,
+        text=True,
     )
     assert imported.stdout == "['recipe_lib', 'recipe_lib.__main__']\n"
     monkeypatch.setattr("builtins.__import__", interrupt)

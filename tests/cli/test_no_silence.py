@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import ROOT, TUNE, become_tune, environment
+from tests.cli.commands import ROOT, TUNE, become_tune, build_environment
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def listen(words: list[str]) -> Heard:
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    variables = environment(
+    variables = build_environment(
         TERM="xterm-256color", CI=None, NO_COLOR=None, TUNE_VERBOSITY=None, COLUMNS=None
     )
     process = subprocess.Popen(
@@ -162,7 +162,7 @@ def test_a_download_says_what_it_waits_for(tmp_path: Path):
 
         threading.Thread(target=answer_late, daemon=True).start()
         ours, theirs = pty.openpty()
-        variables = environment(
+        variables = build_environment(
             TERM="xterm-256color",
             HF_ENDPOINT=address,
             HF_HOME=str(tmp_path),

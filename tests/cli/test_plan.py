@@ -23,8 +23,8 @@ from recipe_lib.plan.tracing.trace import STORAGE_KINDS
 from recipe_lib.plan.views.tables import list_outermost
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, tune_forked
-from tests.plan.apart import apart
-from tests.plan.made_receipts import made_receipt
+from tests.plan.apart import call_in_fork
+from tests.plan.made_receipts import build_receipt
 from tests.plan.timing.test_calibrate import good
 
 RECIPE = "full_finetune_distributed"
@@ -43,7 +43,7 @@ MIXTRAL = {
 
 def main(words: list[str]) -> int:
     """`tune WORDS` in a process of its own, what it says said here."""
-    code, out, err = apart(captured, words)
+    code, out, err = call_in_fork(captured, words)
     sys.stdout.write(out)
     sys.stderr.write(err)
     return code
@@ -69,7 +69,7 @@ def test_all_that_it_writes(
     """The report quotes a run that was measured, and so does the JSON."""
     monkeypatch.delenv("TUNE_RECEIPTS")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    measured = made_receipt(
+    measured = build_receipt(
         recipe=RECIPE, config="demo/full", card_memory=find_hardware("rtx4090").memory
     )
     append_receipt(get_receipts_file(), measured)

@@ -12,7 +12,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
 from recipe_lib.plan.measured.rates_file import read_calibration
 from recipe_lib.units import GIB
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 from tests.plan.timing.test_calibrate import good
 
 CONFIG = ["demo/full"]
@@ -139,7 +139,7 @@ def test_the_measured_h200_is_planned_as_one(tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "plan.json"),
     ]
-    assert apart(main, ["plan", *words]) == 0
+    assert call_in_fork(main, ["plan", *words]) == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["device"]["name"] == "h200" and plan["device"]["memory"] == HARDWARE["h200"].memory
     assert (

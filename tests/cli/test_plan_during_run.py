@@ -14,7 +14,7 @@ from recipe_lib.cli.launch import should_show_plan
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import PhasePeak
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.units import GIB
 from tests.plan.plans import hand_made
 

@@ -17,10 +17,10 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured.receipts import append_receipt, read_receipts
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
-from tests.cli.commands import ROOT, environment
-from tests.plan.made_receipts import left_by_a_run, made_receipt
+from tests.cli.commands import ROOT, build_environment
+from tests.plan.made_receipts import build_receipt, write_receipt_of_run
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,9 @@ def end_of_a_run(
     folder: Path, code: int = 0, changed: dict | None = None, **measured: object
 ) -> None:
     """What `tune run` does at its end, with the figures that a run on a GPU would have measured."""
-    figures, summary, steps = left_by_a_run(output_dir=str(folder / "out"), **(changed or {}))
+    figures, summary, steps = write_receipt_of_run(
+        output_dir=str(folder / "out"), **(changed or {})
+    )
     (folder / "out").mkdir(exist_ok=True)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "out" / "summary.json").write_text(json.dumps(summary | measured))
@@ -113,7 +115,7 @@ def test_the_list(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert tune(["plan", "--receipts"]) == 0
     empty = capsys.readouterr().out
     assert empty.startswith(f"no receipts in {file}: ") and empty.count("\n") == 1
-    append_receipt(file, made_receipt())
+    append_receipt(file, build_receipt())
     assert tune(["plan", "--receipts"]) == 0
     assert "-1.4%" in capsys.readouterr().out
     assert tune(["plan", "--receipts", "--json", "-"]) == 0
@@ -148,13 +150,17 @@ def test_a_file_that_is_none_is_one_line(file: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_list_needs_no_torch(file: Path):
-    append_receipt(file, made_receipt())
+    append_receipt(file, build_receipt())
     code = (
         "import sys\nfrom recipe_lib.cli.main import main\n"
         "assert main(['plan', '--receipts']) == 0\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=build_environment(),
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -171,12 +177,12 @@ def quoted() -> str:
 def test_a_plan_quotes_the_nearest(file: Path, monkeypatch: pytest.MonkeyPatch):
     assert quoted() == ""
     memory = find_hardware("rtx4090").memory
-    append_receipt(file, made_receipt(card="h100"))
+    append_receipt(file, build_receipt(card="h100"))
     assert quoted() == ""
-    append_receipt(file, made_receipt(16.0, card_memory=memory, settings={"dtype": "fp32"}))
+    append_receipt(file, build_receipt(16.0, card_memory=memory, settings={"dtype": "fp32"}))
     append_receipt(
         file,
-        made_receipt(17.0, card_memory=memory, settings={"dtype": "fp32", "mesh": "data_shard 2"}),
+        build_receipt(17.0, card_memory=memory, settings={"dtype": "fp32", "mesh": "data_shard 2"}),
     )
     assert "planned 16.00 GiB reserved" in quoted()
     monkeypatch.setenv("TUNE_RECEIPTS", "off")

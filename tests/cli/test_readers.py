@@ -19,7 +19,7 @@ from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.data import sample_files
 from tests.forked import call_forked
 from tests.readers import CONFIG, KINDS, READERS, SAMPLE, Reader, make_whole_model, put_whole_model
-from tests.selection import slow_but
+from tests.selection import mark_slow_but
 
 SECONDS = 60  # that a verb may take, its imports included; one that waits takes for ever
 MEMORY = 6 * 2**30  # bytes more than the process has
@@ -121,7 +121,7 @@ def check_refused(
     assert max(map(len, said.splitlines())) < 2000, f"{reader}: {kind}: a line without end"
 
 
-@pytest.mark.parametrize("reader", slow_but(READERS, 9), ids=str)
+@pytest.mark.parametrize("reader", mark_slow_but(READERS, 9), ids=str)
 def test_what_would_not_end_is_refused(
     reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):

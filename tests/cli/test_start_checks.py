@@ -15,9 +15,9 @@ from recipe_lib.cli import start_checks
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config import load_config, local_files
 from recipe_lib.errors import ConfigError
-from tests.cli.commands import ROOT, environment
+from tests.cli.commands import ROOT, build_environment
 from tests.cli.test_plan import captured
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 
 RECIPE = "full_finetune_distributed"
 PRESET = ROOT / "recipe_lib/models/presets/llama3/8B.json"
@@ -258,7 +258,7 @@ def test_a_plan_notes_what_a_run_here_refuses(
     """
     words, line = words_of(fault, folder)
     words = [*words, "--sequence", "16", "--device", "24GB", "--json", "-"]
-    code, out, _ = apart(captured, ["plan", "--config", "demo/full", *words])
+    code, out, _ = call_in_fork(captured, ["plan", "--config", "demo/full", *words])
     assert code == 0
     assumed = json.loads(out)["assumptions"]
     assert (
@@ -391,7 +391,7 @@ def test_nothing_of_it_imports_torch(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=environment(),
+        env=build_environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -413,7 +413,7 @@ def planned(folder: Path, *overrides: str) -> tuple[int, str, str]:
     words += (
         [] if any(word.startswith("data.cache=") for word in overrides) else ["data.cache=false"]
     )
-    return apart(captured, ["plan", "--nproc_per_node", "2", RECIPE, *words])
+    return call_in_fork(captured, ["plan", "--nproc_per_node", "2", RECIPE, *words])
 
 
 def rows_of(folder: Path, count: int, **fields: Any) -> str:

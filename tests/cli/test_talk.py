@@ -17,10 +17,10 @@ import torch
 import transformers
 
 from recipe_lib.cli.main import main
-from tests.cli.adapter_runs import adapter_run
+from tests.cli.adapter_runs import write_adapter_run
 from tests.cli.commands import become_tune
 from tests.cli.test_generate import write_model
-from tests.report.terminal_screen import lines_on
+from tests.report.terminal_screen import read_lines
 
 LONG = ["--max-new-tokens", "12"]
 REFUSES = (
@@ -37,7 +37,7 @@ LEAVES_OUT = (
 def run(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output_dir of a run that trained an adapter."""
     folder = tmp_path_factory.mktemp("talk") / "run"
-    adapter_run(realdata, folder)
+    write_adapter_run(realdata, folder)
     return folder
 
 
@@ -187,7 +187,7 @@ def test_at_a_terminal(run: Path) -> None:
     Ctrl-D ends.
     """
     terminal = Terminal("generate", str(run), "--max-new-tokens", "400")
-    before = lines_on(terminal.until("\n> "))
+    before = read_lines(terminal.until("\n> "))
     first = " ".join(" ".join(before[-3:-1]).split())  # in as many lines as it takes
     assert first.endswith(
         "adapter; /reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -211,7 +211,7 @@ def test_at_a_terminal(run: Path) -> None:
     terminal.type("\x03")
     said += terminal.until("\n> ")
     assert "stopped" in said or "note: stopped after" in said
-    assert "Traceback" not in said and "reading" not in lines_on(said)[1]
+    assert "Traceback" not in said and "reading" not in read_lines(said)[1]
     terminal.type("\x04")
     terminal.until("")
     assert os.waitstatus_to_exitcode(os.waitpid(terminal.process, 0)[1]) == 0

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from recipe_lib.cli import main
-from tests.cli.adapter_runs import adapter_run
+from tests.cli.adapter_runs import write_adapter_run
 from tests.cli.commands import tune
 
 
@@ -19,7 +19,7 @@ from tests.cli.commands import tune
 def adapted(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """output_dir of a run of adapters, with a state."""
     folder = tmp_path_factory.mktemp("adapted") / "mine"
-    adapter_run(
+    write_adapter_run(
         realdata, folder, "checkpoint.save_every_n_steps=1", "validation.source=${data.source}"
     )
     return folder

@@ -17,7 +17,7 @@ from recipe_lib import files
 from tests.cli.commands import ROOT
 from tests.cli.writers import FILE, FOLDER, WRITERS, Material, Writer, write
 from tests.forked import call_forked
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 MISTAKE, STORAGE = 2, 6
 FOREIGN = {
@@ -181,7 +181,7 @@ def test_files_of_the_users_in_a_folder_stay(
 
 
 @pytest.mark.parametrize(
-    "way", slow_except(["the same", "relative", "link", "hard link"], ["link"])
+    "way", mark_slow_except(["the same", "relative", "link", "hard link"], ["link"])
 )
 @pytest.mark.parametrize("writer", parameters([row for row in WRITERS if row.reads], slow=False))
 def test_no_output_is_an_input(

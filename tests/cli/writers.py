@@ -11,9 +11,9 @@ from unittest import mock
 
 from recipe_lib.cli.main import main
 from tests.cli.commands import ROOT
-from tests.cli.machines import healthy
+from tests.cli.machines import build_healthy
 from tests.evaluation.models import write_model, write_rows
-from tests.recipes.runs import LORA, arguments
+from tests.recipes.runs import LORA, build_arguments
 
 TORCHTUNE = ROOT / "tests" / "config" / "torchtune_lora.yaml"
 RATES = {"version": 1, "device": "cuda", "dry_run": False, "matmul": {}}
@@ -37,7 +37,7 @@ class Material:
         """Words of a run that begins from the model, in place of the preset."""
         begin = [
             word
-            for word in arguments(self.folder / "unused")
+            for word in build_arguments(self.folder / "unused")
             if not word.startswith(("model.", "output_dir="))
         ]
         return [*begin, "~model.preset", f"model.path={self.model}", "device=cpu", "max_steps=1"]
@@ -50,7 +50,7 @@ class Material:
             main(
                 [
                     "run",
-                    *arguments(out),
+                    *build_arguments(out),
                     "max_steps=1",
                     "checkpoint.save_every_n_steps=1",
                     "device=cpu",
@@ -80,7 +80,7 @@ class Material:
     @cached_property
     def run_words(self) -> list[str]:
         """Of the smallest run."""
-        return [*arguments(self.folder / "unused"), "max_steps=1", "device=cpu"]
+        return [*build_arguments(self.folder / "unused"), "max_steps=1", "device=cpu"]
 
 
 Words = Callable[[Material, Path], Sequence[object]]
@@ -135,8 +135,8 @@ WRITERS = (
     Writer("plan", "--calibrate", lambda material, out: ["plan", "--calibrate", out], full=(10,)),
     Writer("tp-plan", "--json", lambda material, out: ["tp-plan", material.model, "--tensor", 2, "--json", out]),
     Writer("doctor", "--write", lambda material, out: ["doctor", "--write", out], full=(10,)),
-    Writer("run", "output_dir", lambda material, out: ["run", *arguments(out), "max_steps=1", "device=cpu"], FOLDER,
-           slow=True, names=("config.yaml", "metrics.jsonl", "summary.json", "report.html"), full=(100, 20000)),
+    Writer("run", "output_dir", lambda material, out: ["run", *build_arguments(out), "max_steps=1", "device=cpu"],
+           FOLDER, slow=True, names=("config.yaml", "metrics.jsonl", "summary.json", "report.html"), full=(100, 20000)),
     Writer("eval", "--out", lambda material, out: ["eval", material.model, "--data", material.rows, "--no-generate",
                                                    "--out", out],
            FOLDER, slow=True, names=("examples.jsonl", "summary.json", "report.html"), full=(100, 5000)),
@@ -173,7 +173,7 @@ def write(writer: Writer, material: Material, out: Path) -> int:
     from recipe_lib.cli import doctor, plan
     from recipe_lib.plan.measured import measure_rates as calibrate
 
-    facts = healthy()
+    facts = build_healthy()
     plans = material.plan if writer.source == "plan" else None
     with (
         mock.patch.object(doctor, "gather_facts", lambda arguments: facts),

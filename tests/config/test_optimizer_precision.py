@@ -17,8 +17,8 @@ from recipe_lib.config.optimizer_facts import read_built_in_optimizers
 from recipe_lib.config.precision import FARTHEST, describe_stalled_means
 from recipe_lib.optim.optimizers import build_optimizer
 from tests.cli.commands import ROOT, tune_forked
-from tests.selection import slow_but
-from tests.training.formulas import dynamic_levels
+from tests.selection import mark_slow_but
+from tests.training.formulas import compute_dynamic_levels
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 EDGE = 2 / 258  # 1 - decay below which a mean in bf16 stays at twice or half
@@ -85,7 +85,7 @@ def stands_still_in_8_bits(optimizer: Any, parameter: nn.Parameter, state: str) 
     optimizer.step()
     if f"{state}_codes" not in optimizer.state[parameter]:
         return False
-    levels = dynamic_levels(8, state != "exp_avg_sq").double()
+    levels = compute_dynamic_levels(8, state != "exp_avg_sq").double()
     half = int((levels >= 0.5).nonzero()[0])
     codes = torch.full(parameter.shape, half, dtype=torch.uint8)
     codes[:, 0] = 255
@@ -148,7 +148,7 @@ def check_remedies(config: str, words: list[str], schema: Any, lines: list[str])
 CASES = [(*kind, at % 2 == 1) for at, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize(("dtype", "settings", "adapters"), slow_but(CASES, 6), ids=str)
+@pytest.mark.parametrize(("dtype", "settings", "adapters"), mark_slow_but(CASES, 6), ids=str)
 def test_a_config_is_told_exactly_where_its_optimizer_stands_still(
     dtype: str, settings: dict[str, Any], adapters: bool
 ) -> None:

@@ -27,7 +27,7 @@ from recipe_lib.config.torchtune.conversion import CARRIED, CHANGED, DEFAULT, DR
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.optimizers import compute_learning_rate
 from tests.cli.commands import ROOT
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 
 WHEEL = find_torchtune_configs()
 needs_wheel = pytest.mark.skipif(
@@ -470,7 +470,7 @@ def test_what_is_imported_can_be_planned(tmp_path: Path):
         "--device",
         "24GB",
     ]
-    assert "FITS" in apart(planned, str(ours), *words)
+    assert "FITS" in call_in_fork(planned, str(ours), *words)
 
 
 @needs_wheel
@@ -486,4 +486,4 @@ def test_a_config_of_the_wheel_can_be_planned(tmp_path: Path):
         "--device",
         "80GB",
     ]
-    assert "FITS" in apart(planned, str(ours), *words)
+    assert "FITS" in call_in_fork(planned, str(ours), *words)

@@ -24,7 +24,7 @@ class OneSource:
         return np.zeros(self.rows, dtype=np.int16)
 
 
-def global_rows(
+def list_global_rows(
     num_rows: int, seed: int, epoch: int, step: int, rows_per_step: int, shuffle: bool
 ) -> np.ndarray:
     """Return row numbers of step `step` (from 0) of epoch `epoch` (from 0), over all ranks."""

@@ -107,7 +107,7 @@ def format_of(name: str) -> str:
 
 
 @functools.cache
-def encoder_of(tokenizer: Tokenizer, train_on: str | tuple[str, ...]) -> Encoder:
+def build_encoder(tokenizer: Tokenizer, train_on: str | tuple[str, ...]) -> Encoder:
     """Return the one encoder of a tokenizer."""
     return Encoder(tokenizer, "auto", train_on)
 
@@ -126,7 +126,9 @@ def encode_file(
     cfg = DataConfig(on_invalid="skip", **settings)
     source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))
     train_on = cfg.train_on if isinstance(cfg.train_on, str) else tuple(cfg.train_on)
-    chunk = SourceEncoder(cfg, source, encoder_of(tokenizer, train_on), 1024).encode(file, 0, None)
+    chunk = SourceEncoder(cfg, source, build_encoder(tokenizer, train_on), 1024).encode(
+        file, 0, None
+    )
     if chunk.fault is not None:
         raise chunk.fault
     texts, trained, at = [], [], 0
@@ -139,7 +141,7 @@ def encode_file(
     return "\n---\n".join(texts), trained, chunk.report
 
 
-def tokenizer_folder(folder: Path, name: str = "qwen3") -> Path:
+def write_tokenizer_folder(folder: Path, name: str = "qwen3") -> Path:
     """Return the tokenizer of one of tests/data/template_cases."""
     from tests.data.template_cases import BY_NAME, read_source, write_tokenizer
 

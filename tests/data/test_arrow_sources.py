@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.data import arrow_files
+from recipe_lib.data import sources
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 
@@ -36,7 +36,7 @@ def write(path, rows, **options):
 @pytest.mark.parametrize("group", [1, 7, 30, 100])
 @pytest.mark.parametrize("batch", [1, 4, 256])
 def test_any_range_of_rows(tmp_path, monkeypatch, group, batch):
-    monkeypatch.setattr(arrow_files, "ROWS_AT_ONCE", batch)
+    monkeypatch.setattr(sources, "ROWS_AT_ONCE", batch)
     rows = [{"n": number, "text": "x" * number} for number in range(60)]
     path = write(tmp_path / "a.parquet", rows, row_group_size=group)
     file, expected = opened(path), [(f"{path}: .[{row['n']}]", row) for row in rows]

@@ -12,8 +12,8 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import DataPlan, Dataset, build_dataset, make_step, make_validation_steps
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.models import build_meta, init_weights
-from tests.data.plans import global_rows
-from tests.parallel.small_models import small_spec
+from tests.data.plans import list_global_rows
+from tests.parallel.small_models import build_small_spec
 
 PAD = 5  # a token like any other, on purpose
 
@@ -45,7 +45,7 @@ def unpadded(steps) -> list[tuple[list[int], list[int]]]:
     ("ranks", "accumulation", "size"), [(1, 1, 8), (1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 2, 1)]
 )
 def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumulation, size):
-    rows = global_rows(len(dataset), 3, 0, 1, 8, True)
+    rows = list_global_rows(len(dataset), 3, 0, 1, 8, True)
     steps = [
         make_step(dataset, rows, rank, ranks, size, accumulation, PAD) for rank in range(ranks)
     ]
@@ -63,7 +63,7 @@ def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumula
 
 
 def test_micro_batch_m_of_rank_r_takes_the_agreed_rows(dataset):
-    rows = global_rows(len(dataset), 3, 0, 0, 12, True)
+    rows = list_global_rows(len(dataset), 3, 0, 0, 12, True)
     for rank in range(2):
         step = make_step(dataset, rows, rank, 2, 3, 2, PAD)
         for number, batch in enumerate(step.micro_batches):
@@ -75,7 +75,7 @@ def test_micro_batch_m_of_rank_r_takes_the_agreed_rows(dataset):
 
 
 def test_padding_is_on_the_right_and_has_no_labels(dataset):
-    rows = global_rows(len(dataset), 0, 0, 0, 4, False)
+    rows = list_global_rows(len(dataset), 0, 0, 0, 4, False)
     (batch,) = make_step(dataset, rows, 0, 1, 4, 1, PAD).micro_batches
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64
     assert batch.positions is None and batch.attention.documents is None
@@ -90,7 +90,7 @@ def test_padding_is_on_the_right_and_has_no_labels(dataset):
 def test_a_token_that_is_the_pad_id_is_trained(dataset):
     label = int(dataset[0].labels[-1])
     (batch,) = make_step(
-        dataset, global_rows(len(dataset), 0, 0, 0, 4, False), 0, 1, 4, 1, label
+        dataset, list_global_rows(len(dataset), 0, 0, 0, 4, False), 0, 1, 4, 1, label
     ).micro_batches
     assert (batch.labels[0] == label).sum() == (dataset[0].labels == label).sum() > 0
 
@@ -121,11 +121,13 @@ def test_validation_sees_every_row_once(dataset, ranks, size):
 
 def test_the_wrong_number_of_rows_is_our_mistake(dataset):
     with pytest.raises(ValueError, match="5 slots for 1 ranks x 2 micro-batches x 4"):
-        make_step(dataset, global_rows(len(dataset), 0, 0, 0, 5, True), 0, 1, 4, 2)
+        make_step(dataset, list_global_rows(len(dataset), 0, 0, 0, 5, True), 0, 1, 4, 2)
 
 
 def test_moving_keeps_what_there_is(dataset):
-    step = make_step(dataset, global_rows(len(dataset), 0, 0, 0, 4, True), 0, 1, 4, 1).to("meta")
+    step = make_step(dataset, list_global_rows(len(dataset), 0, 0, 0, 4, True), 0, 1, 4, 1).to(
+        "meta"
+    )
     assert (
         step.micro_batches[0].tokens.device.type
         == step.micro_batches[0].labels.device.type
@@ -215,7 +217,7 @@ def test_rows_are_as_long_as_a_multiple():
 
 @pytest.fixture(scope="module")
 def decoder():
-    model = build_meta(small_spec(), torch.float64).to_empty(device="cpu")
+    model = build_meta(build_small_spec(), torch.float64).to_empty(device="cpu")
     init_weights(model, 3, model.spec)
     return model
 

@@ -12,7 +12,7 @@ from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import build_dataset, build_datasets
 from recipe_lib.data.data_plan import pack
 from recipe_lib.tokenizers import load_tokenizer
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 from tests.tokenizers.made import write_json
 
 LIMIT = 8
@@ -91,7 +91,7 @@ def test_any_texts_come_out_whole(plain, tmp_path_factory, texts, limit):
     assert sorted(packs.items.tolist()) == list(range(len(dataset)))
 
 
-@pytest.mark.parametrize("name", slow_except(["smollm2", "qwen2_5"], ["smollm2"]))
+@pytest.mark.parametrize("name", mark_slow_except(["smollm2", "qwen2_5"], ["smollm2"]))
 def test_real_texts_are_transformers_ids_and_eos(real_folder, realdata, name):
     transformers = pytest.importorskip("transformers")
     folder = real_folder(name)

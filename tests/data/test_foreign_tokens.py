@@ -11,7 +11,7 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data.inspect import inspect
 from recipe_lib.tokenizers import load_tokenizer
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +46,7 @@ def build(folder: Path, form: str, row: dict[str, Any], path: Path) -> Any:
 
 
 @pytest.mark.parametrize("turns", list(TURNS))
-@pytest.mark.parametrize("name", slow_except(REAL, ["gpt2", "smollm2"]))
+@pytest.mark.parametrize("name", mark_slow_except(REAL, ["gpt2", "smollm2"]))
 def test_tokens_of_another_template_are_named(
     real_folder, tmp_path: Path, name: str, turns: str
 ) -> None:

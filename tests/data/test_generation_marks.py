@@ -157,8 +157,8 @@ def test_differences_are_reported_with_their_place(tmp_path: Path, rows_file: Ca
             cfg, load_tokenizer(write_json(tmp_path / name, template=source)), 64
         )
         found = inspect(dataset, None, 64, None)
-        assert found.numbers["marked_answers"] == 3
-        assert (found.numbers["marks_differing"], found.numbers["untrained_ends"]) == (
+        assert found.counts["marked_answers"] == 3
+        assert (found.counts["marks_differing"], found.counts["untrained_ends"]) == (
             differing,
             ends,
         )

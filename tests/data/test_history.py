@@ -24,7 +24,7 @@ from tests.data.template_cases import (
     read_source,
     write_tokenizer,
 )
-from tests.selection import slow_but
+from tests.selection import mark_slow_but
 
 transformers = pytest.importorskip("transformers")
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -90,7 +90,7 @@ def refusal(template: Template, kind: str) -> str | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", slow_but([template.name for template in TEMPLATES], 8))
+@pytest.mark.parametrize("name", mark_slow_but([template.name for template in TEMPLATES], 8))
 def test_every_sequence_is_the_prompt_of_inference_and_what_has_to_follow(
     name: str, kind: str, made: Callable[[str], tuple[Encoder, Oracle]]
 ) -> None:

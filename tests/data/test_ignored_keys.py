@@ -10,7 +10,7 @@ import pytest
 
 from recipe_lib.data.messages import MASKED, TRAINED
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.data.row_cases import KEYS, encode, tokenizer_folder
+from tests.data.row_cases import KEYS, encode, write_tokenizer_folder
 
 FLAGS = (*TRAINED, *MASKED, "weight")
 CHAT = [
@@ -22,7 +22,7 @@ COLUMNS = {"messages": "messages", "sharegpt": "conversations", "prompt_completi
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
+    return load_tokenizer(write_tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
 
 
 def put_row(form: str, spelling: str, **keys: Any) -> dict[str, Any]:

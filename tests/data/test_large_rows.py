@@ -9,7 +9,7 @@ import resource
 import pytest
 
 from recipe_lib.config.schema import DataConfig, SourceConfig
-from recipe_lib.data import arrow_files, build_dataset
+from recipe_lib.data import build_dataset, sources
 from recipe_lib.data.sample_files import SAMPLE_LIMIT
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import open_sources
@@ -107,7 +107,7 @@ writer = pytest.importorskip("pyarrow.parquet")
 
 @pytest.mark.parametrize("row_groups", [1, 12], ids=["one group", "a group a row"])
 def test_a_parquet_file_that_unpacks_to_far_more_is_refused(row_groups, tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_files, "MAX_UNPACKED_BYTES", MIB)
+    monkeypatch.setattr(sources, "MAX_UNPACKED_BYTES", MIB)
     table = pyarrow.table({"text": ["b " * MIB] * 12})
     writer.write_table(
         table,
@@ -128,7 +128,7 @@ def test_values_of_a_dictionary_are_unpacked_few_at_a_time(tmp_path, monkeypatch
     """One text of 12 MiB, kept once, is the value of 400 rows: 5 GB if they were all unpacked
     together.
     """
-    monkeypatch.setattr(arrow_files, "BYTES_AT_ONCE", 64 * MIB)
+    monkeypatch.setattr(sources, "BYTES_AT_ONCE", 64 * MIB)
     column = pyarrow.DictionaryArray.from_arrays(
         pyarrow.array([0] * 400, pyarrow.int32()), ["x" * 12 * MIB]
     )
@@ -153,7 +153,7 @@ def test_large_rows_of_a_parquet_file(tmp_path):
 
 
 def test_a_footer_that_counts_more_rows_than_bytes_can_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_files, "MAX_ROWS_PER_BYTE", 0.001)
+    monkeypatch.setattr(sources, "MAX_ROWS_PER_BYTE", 0.001)
     writer.write_table(pyarrow.table({"text": ["a"] * 1000}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="unpack to 1000 samples"):
         rows_of(tmp_path / "a.parquet")

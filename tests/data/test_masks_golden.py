@@ -13,7 +13,7 @@ from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation
 from tests.data import masks_cases
 from tests.data.masks_cases import CASES, HOT, MILD, ROWS, THOUGHT
-from tests.selection import slow_but, slow_except
+from tests.selection import mark_slow_but, mark_slow_except
 from tests.tokenizers.made import render
 
 NAMES = [case.name for case in CASES]
@@ -91,7 +91,7 @@ def encoder_of(folder_of: Callable[[str], Path]) -> Callable[..., Encoder]:
     return get
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, 5))
+@pytest.mark.parametrize("name", mark_slow_but(NAMES, 5))
 def test_what_is_trained(name: str, encoder_of: Callable[..., Encoder]):
     written, tools, others = EXPECTED[name]
     expected: dict[str, list[str] | str] = {
@@ -133,7 +133,7 @@ def parsed(sample: Conversation) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "name",
-    slow_except(
+    mark_slow_except(
         ["Llama 3.1", "Qwen3", "Mistral v3", "ChatML", "Llama 2", "Gemma 2"],
         ["Llama 3.1", "Qwen3", "Mistral v3", "ChatML"],
     ),

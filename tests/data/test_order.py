@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from recipe_lib.data import DataPlan, make_step
 from recipe_lib.data.dataset import TokenSequence
 from recipe_lib.errors import DataError
-from tests.data.plans import OneSource, global_rows
-from tests.selection import slow_except
+from tests.data.plans import OneSource, list_global_rows
+from tests.selection import mark_slow_except
 
 
 def epoch(num_rows: int, seed: int, number: int, per_step: int, shuffle: bool = True) -> np.ndarray:
@@ -56,7 +56,9 @@ def test_orders_differ_by_epoch_and_seed_and_repeat_by_both():
 def test_any_step_can_be_asked_for_alone():
     whole = epoch(1000, 7, 3, 16)
     for step in (61, 0, 17, 5):
-        assert (global_rows(1000, 7, 3, step, 16, True) == whole[step * 16 : step * 16 + 16]).all()
+        assert (
+            list_global_rows(1000, 7, 3, step, 16, True) == whole[step * 16 : step * 16 + 16]
+        ).all()
 
 
 def test_the_order_is_the_documented_one_for_ever():
@@ -65,7 +67,7 @@ def test_the_order_is_the_documented_one_for_ever():
     """
     drawn = [word for counter in range(1, 4) for word in philox(counter, (42, 1))][:10]
     expected = sorted(range(10), key=lambda row: drawn[row])
-    assert global_rows(10, 42, 1, 0, 10, True).tolist() == expected
+    assert list_global_rows(10, 42, 1, 0, 10, True).tolist() == expected
     assert expected == [4, 9, 5, 3, 0, 2, 7, 1, 6, 8]
 
 
@@ -87,7 +89,7 @@ def test_file_order():
 def test_all_orders_are_about_equally_likely():
     counts = np.zeros((6, 6))
     for seed in range(600):
-        for place, row in enumerate(global_rows(6, seed, 0, 0, 6, True)):
+        for place, row in enumerate(list_global_rows(6, seed, 0, 0, 6, True)):
             counts[place, row] += 1
     assert counts.min() > 60 and counts.max() < 145  # 100 expected, standard deviation 9
 
@@ -98,7 +100,7 @@ def test_fewer_rows_than_a_step_takes():
         r" gradient_accumulation_steps"
     )
     with pytest.raises(DataError, match=line):
-        global_rows(7, 0, 0, 0, 8, True)
+        list_global_rows(7, 0, 0, 0, 8, True)
     for rows in (8, 15):
         assert DataPlan(OneSource(rows), seed=0, slots_per_step=8, shuffle=True).steps(0) == 1
 
@@ -185,7 +187,7 @@ def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]
     return found
 
 
-@pytest.mark.parametrize("kind", slow_except(["rows", "packed weights"], ["packed weights"]))
+@pytest.mark.parametrize("kind", mark_slow_except(["rows", "packed weights"], ["packed weights"]))
 def test_resumes_with_1_to_4_ranks_lose_no_row_and_repeat_none(kind):
     """A run stops before some step, and goes on there with another number of ranks, in another
     process.

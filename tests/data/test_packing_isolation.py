@@ -19,10 +19,10 @@ from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import build_meta, build_spec, init_weights, mixture, read_config
-from recipe_lib.ops import attention, capped_attention
+from recipe_lib.ops import attention, special_attention
 from recipe_lib.parallel import shard_model, start_world
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import small_spec
+from tests.parallel.small_models import build_small_spec
 from tests.recipes.mixtures import write_mixture
 
 KINDS = {
@@ -34,7 +34,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def model_of(dtype: torch.dtype = torch.float32, init_std: float = 0.2, **changes) -> nn.Module:
-    spec = replace(small_spec(), init_std=init_std, **changes)
+    spec = replace(build_small_spec(), init_std=init_std, **changes)
     model = build_meta(spec, dtype).to_empty(device="cpu")
     init_weights(model, 3, spec)
     return model
@@ -56,7 +56,7 @@ def test_our_models_keep_documents_apart(kind, dtype):
 def blind_mask(monkeypatch) -> None:
     """Only causality is left of the mask."""
     reach = attention.compute_reach
-    for module in (attention, capped_attention):
+    for module in (attention, special_attention):
         monkeypatch.setattr(
             module, "compute_reach", lambda documents, *arguments: reach(None, *arguments)
         )
@@ -200,10 +200,10 @@ def test_two_ranks_agree_on_a_sharded_model(broken):
         if broken:
             blind_mask(pytest.MonkeyPatch())
         with start_world(FullFinetuneConfig(device="cpu")) as world:
-            model = build_meta(small_spec(), torch.float32)
+            model = build_meta(build_small_spec(), torch.float32)
             shard_model(model, ParallelConfig(), MemoryConfig(), world)
             model.to_empty(device="cpu")
-            init_weights(model, 3, small_spec())
+            init_weights(model, 3, build_small_spec())
             try:
                 check_packing_isolation(model, model.spec, world.device)
             except SetupError as error:

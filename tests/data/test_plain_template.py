@@ -21,7 +21,7 @@ from recipe_lib.data.chat_templates import (
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.tokenizers.tokenizer import ChatTemplate
+from recipe_lib.tokenizers.chat_template import ChatTemplate
 from tests.data.masks_cases import list_trained_texts
 
 

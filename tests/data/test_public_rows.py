@@ -12,7 +12,7 @@ from recipe_lib.data.find_format import find_format
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.data.row_cases import encode, tokenizer_folder
+from tests.data.row_cases import encode, write_tokenizer_folder
 
 ASK, SAY = {"role": "user", "content": "Name a city."}, {"role": "assistant", "content": "Lima."}
 BAD = {"role": "assistant", "content": "A fish."}
@@ -92,7 +92,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
+    return load_tokenizer(write_tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.data.row_cases import encode, tokenizer_folder
+from tests.data.row_cases import encode, write_tokenizer_folder
 
 FUNCTION = {
     "name": "weather",
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[Any], Any, dict[str, Any], list
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokenizer_folder(tmp_path_factory.mktemp("qwen3"))
+    return write_tokenizer_folder(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data.inspect import inspect
 from recipe_lib.tokenizers import load_tokenizer
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 transformers = pytest.importorskip("transformers")
 
@@ -151,7 +151,7 @@ def write_texts(case: Case) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("name", slow_except(["llama3_1", "qwen2_5", "mistral"], ["llama3_1"]))
+@pytest.mark.parametrize("name", mark_slow_except(["llama3_1", "qwen2_5", "mistral"], ["llama3_1"]))
 def test_a_text_is_what_transformers_reads(case_of, rows_file, name):
     case = case_of(name)
     texts = write_texts(case)
@@ -177,7 +177,7 @@ def test_a_text_is_what_transformers_reads(case_of, rows_file, name):
         check_counts(classified, parses, *met)
 
 
-@pytest.mark.parametrize("name", slow_except(["own", "smollm2"], ["own"]))
+@pytest.mark.parametrize("name", mark_slow_except(["own", "smollm2"], ["own"]))
 def test_a_completion_is_what_transformers_reads_from_its_border_on(case_of, rows_file, name):
     case = case_of(name)
     pairs = [(text, " of a cat") for text in write_texts(case)]
@@ -313,7 +313,7 @@ MESSAGE_ROWS = {
 
 
 @pytest.mark.parametrize("format", MESSAGE_ROWS)
-@pytest.mark.parametrize("name", slow_except(CHATS, ["qwen2_5"]))
+@pytest.mark.parametrize("name", mark_slow_except(CHATS, ["qwen2_5"]))
 def test_in_messages_tokens_are_parsed_when_asked_for_alone(case_of, rows_file, name, format):
     case, make = case_of(name), MESSAGE_ROWS[format]
     said = [pair for text in write_texts(case) for pair in ((text, "Yo"), ("Hi", text))]

@@ -18,7 +18,7 @@ from recipe_lib.data.inspect import show_item
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.errors import DataError
-from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.masks_cases import list_trained_texts
 from tests.tokenizers.made import render, write_json

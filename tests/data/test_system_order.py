@@ -16,7 +16,7 @@ from recipe_lib.data.samples import SampleFault
 from recipe_lib.tokenizers import load_tokenizer
 from tests.data.masks_cases import list_trained_texts
 from tests.data.template_cases import BY_NAME, TEMPLATES, read_source, write_tokenizer
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 
 def said(*turns: tuple[str, str]) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def expected_answer(
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(list(BY_NAME), [*WRITES, "gemma3", "gptoss", "R1 Distill Qwen"])
+    "name", mark_slow_except(list(BY_NAME), [*WRITES, "gemma3", "gptoss", "R1 Distill Qwen"])
 )
 def test_as_transformers_renders_it_or_refused(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from recipe_lib.data.samples import Completion, SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
 from tests.data.masks_cases import list_trained_texts
-from tests.selection import slow_but
+from tests.selection import mark_slow_but
 from tests.tokenizers.made import write_json
 
 # tokenizer, template (None: its own), what ends a turn, what the template puts before the answer's
@@ -68,7 +68,7 @@ def answers(encoder: Encoder, sample) -> list[str]:
     return list_trained_texts(encoder, encoder.encode(sample))
 
 
-@pytest.mark.parametrize("name", slow_but(REAL, 1))
+@pytest.mark.parametrize("name", mark_slow_but(REAL, 1))
 def test_real_templates_train_the_answers_and_their_end(name, encoder_of, realdata):
     encoder, (_, _, end, space) = encoder_of(name), REAL[name]
     assert answers(encoder, FOUR_TURNS) == [

@@ -30,7 +30,7 @@ from tests.data.row_cases import (
     encode,
     encode_file,
     format_of,
-    tokenizer_folder,
+    write_tokenizer_folder,
 )
 
 CALL = {
@@ -51,7 +51,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
+    return load_tokenizer(write_tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
 
 
 def outcome(

@@ -74,7 +74,7 @@ def run_ranks(
             process.start()
         timed_out = _wait(processes, timeout)
         failures = [
-            f"--- rank {rank}: {_reason(process, rank, folder, timed_out)}"
+            f"--- rank {rank}: {_explain_end(process, rank, folder, timed_out)}"
             for rank, process in enumerate(processes)
             if process.exitcode != 0
         ]
@@ -85,7 +85,7 @@ def run_ranks(
         ]
 
 
-def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
+def run_in_fork(test: Callable[..., None]) -> Callable[..., None]:
     """A test that compiles runs in a process of its own: code that was compiled, and the compiler's
     threads, are then in no process of which later tests make their ranks.
     """
@@ -216,7 +216,7 @@ def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
     return timed_out
 
 
-def _reason(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> str:
+def _explain_end(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> str:
     """Why a rank failed: its traceback, or how it was ended, and what it printed."""
     report = folder / f"traceback{rank}"
     if report.exists():

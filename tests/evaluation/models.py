@@ -71,7 +71,7 @@ class Sample:
     answer: list[int]
 
 
-def samples(folder: Path) -> list[Sample]:
+def write_samples(folder: Path) -> list[Sample]:
     """The rows as transformers' tokenizer has them: of the whole text, the answer is what follows
     the prompt.
     """
@@ -92,7 +92,7 @@ def samples(folder: Path) -> list[Sample]:
 
 
 @torch.no_grad()
-def likelihood(model: torch.nn.Module, sample: Sample) -> tuple[float, int]:
+def compute_likelihood(model: torch.nn.Module, sample: Sample) -> tuple[float, int]:
     """(log-likelihood of the answer, how many of its tokens are the likeliest ones), by the plain
     forward.
     """

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import tune_forked
-from tests.cli.hub import REPOSITORIES, Hub, running_hub
-from tests.house.documents import blocks
+from tests.cli.hub import REPOSITORIES, Hub, run_hub
+from tests.house.documents import list_blocks
 from tests.house.files import ROOT
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,9 @@ def block() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.split("## Your own JSONL in six lines\n")[1].split("\n## ")[0]
     (found,) = [
-        one for one in blocks(ROOT / "README.md") if one.language == "bash" and one.text in section
+        one
+        for one in list_blocks(ROOT / "README.md")
+        if one.language == "bash" and one.text in section
     ]
     return found.text.splitlines()
 
@@ -34,7 +36,7 @@ def block() -> list[str]:
 def hub(realdata: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     files = {path.name: path.read_bytes() for path in (realdata / "stories260K-hf").iterdir()}
     monkeypatch.setitem(REPOSITORIES, MODEL, files)
-    with running_hub() as server:
+    with run_hub() as server:
         yield server
 
 

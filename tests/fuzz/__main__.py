@@ -21,7 +21,7 @@ os.environ |= {"TUNE_PLAN": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELIS
 
 from tests.distributed.ranks import import_compiler  # noqa: E402
 from tests.fuzz.cases import draw  # noqa: E402
-from tests.fuzz.compare import Outcome, prepare, tried  # noqa: E402
+from tests.fuzz.compare import Outcome, prepare, try_case  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,12 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fuzz: seeds from {chosen.seed} on, {chosen.cases} cases, in {folder}", flush=True)
         seed = chosen.seed
         while sum(outcome.verdict != "refused" for outcome in outcomes) < chosen.cases:
-            outcomes.append(tried(draw(seed), folder))
+            outcomes.append(try_case(draw(seed), folder))
             show(outcomes[-1])
             seed += 1
             if chosen.only is not None:
                 break
-    print(summary(outcomes))
+    print(summarize(outcomes))
     return int(any(outcome.verdict == "wrong" for outcome in outcomes))
 
 
@@ -67,7 +67,7 @@ def show(outcome: Outcome) -> None:
         print(f"    {line}", flush=True)
 
 
-def summary(outcomes: list[Outcome]) -> str:
+def summarize(outcomes: list[Outcome]) -> str:
     """Counts: verdicts, ranks, recipes, and combinations that the validator refused before."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     ran = [outcome.case for outcome in outcomes if outcome.verdict != "refused"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from recipe_lib.adapters.quantized import fake_quantize_weight
-from tests.recipes.watched import rate_of
-from tests.training.formulas import Formula, clipped
+from tests.recipes.watched import compute_rate
+from tests.training.formulas import Formula, clip_gradients
 
 
 class Row(NamedTuple):
@@ -87,9 +87,9 @@ class ByHand:
             gradients = dict(
                 zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)
             )
-            gradients, norm = clipped(gradients, self.cfg.clip_grad_norm)
+            gradients, norm = clip_gradients(gradients, self.cfg.clip_grad_norm)
             for name, formula in self.formulas.items():
-                formula.step(gradients[name], rate_of(self.cfg, number))
+                formula.step(gradients[name], compute_rate(self.cfg, number))
             self.losses.append(loss.item())
             self.norms.append(norm)
             for rows in validation:
@@ -207,7 +207,7 @@ class ByHand:
         """arXiv 2402.01306, equations 7 and 8; arXiv 2408.06266 without the point of reference."""
         dpo, point = self.cfg.dpo, 0.0
         if dpo.loss == "kto":
-            others = [with_answer_of(row, rows[at - 1]) for at, row in enumerate(rows)]
+            others = [mark_answer(row, rows[at - 1]) for at, row in enumerate(rows)]
             with torch.no_grad():
                 point = max(
                     0.0, sum(float(self._ratio(weights, row)) for row in others) / len(rows)
@@ -262,7 +262,7 @@ class ByHand:
         return distill.weight * distill.temperature**2 * apart + (1 - distill.weight) * entropy
 
 
-def with_answer_of(row: Row, other: Row) -> Row:
+def mark_answer(row: Row, other: Row) -> Row:
     """The row's prompt, and the other's answer."""
     first, answer = int((row.labels >= 0).nonzero()[0]), other.labels[other.labels >= 0]
     tokens = torch.cat([row.tokens[: first + 1], answer[:-1]])

@@ -161,22 +161,22 @@ def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
     recipe, model = draw.one(_RECIPES), draw.one(MODELS)
     dtype = draw.one(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
     ranks = draw.one([1, 2, 2, 4, 4])
-    numbers = [f"dtype={dtype}", *_numbers(draw, recipe, model, dtype)]
+    numbers = [f"dtype={dtype}", *_draw_numbers(draw, recipe, model, dtype)]
     if model in MIXTURES and "lora.rank=8" not in numbers:
         return None
     in_backward = draw.maybe(0.2, [["memory.optimizer_in_backward=true"]])
     numbers += ["clip_grad_norm=null"] if in_backward else draw.maybe(0.4, [["clip_grad_norm=0.3"]])
     levers = [*in_backward, "device=auto"]
-    divided = _divided(draw, ranks, bool(in_backward))
+    divided = _draw_mesh(draw, ranks, bool(in_backward))
     if divided is None:
         return None
-    levers += [*divided, *_levers(draw, dtype, ranks)]
+    levers += [*divided, *_draw_levers(draw, dtype, ranks)]
     if draw.count < LEAST:
         return None
     return Case(seed, recipe, model, ranks, tuple(numbers), tuple(levers), draw.count, redrawn)
 
 
-def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
+def _draw_numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
     """What changes the numbers: optimizer, schedule, packing, adapters, the loss of pairs."""
     rate = "optimizer.lr=3e-3"
     optimizers: list[list[str]] = [
@@ -200,7 +200,7 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
     found += draw.maybe(0.35, [["data.packing=true"]])
     section = {DPO: "dpo", REWARD: "reward", DISTILL: "distill"}.get(recipe)
     if section:
-        found += _method(draw, recipe)
+        found += _draw_method(draw, recipe)
         found.append(f"{section}.trainable={draw.one(['adapters', 'all'])}")
     if recipe == LORA or f"{section}.trainable=adapters" in found:
         found += ["lora.rank=8"]
@@ -223,7 +223,7 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
     return found
 
 
-def _method(draw: _Draw, recipe: str) -> list[str]:
+def _draw_method(draw: _Draw, recipe: str) -> list[str]:
     """What is trained for, and on which rows: pairs, answers with labels, classes, or a teacher's
     probabilities.
     """
@@ -254,7 +254,7 @@ def _method(draw: _Draw, recipe: str) -> list[str]:
     )
 
 
-def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
+def _draw_mesh(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
     """How the ranks divide the work; None if they cannot."""
     found: list[str] = []
     tensor = pipeline = 1
@@ -295,7 +295,7 @@ def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
     return found
 
 
-def _levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
+def _draw_levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
     """What must not change the numbers, beside the division."""
     memory: list[tuple[float, list[list[str]]]] = [
         (

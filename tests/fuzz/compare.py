@@ -22,7 +22,7 @@ from recipe_lib.config import parse_arguments
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.fuzz.by_hand import ByHand
 from tests.fuzz.cases import CONFIGS, KEEP_BEST, LENGTH, MIXTURES, MODELS, STEPS, TEACHER, Case
-from tests.recipes.runs import REWARD, ROOT, offload_on_a_cpu, run_here, steps
+from tests.recipes.runs import REWARD, ROOT, offload_on_a_cpu, read_steps, run_here
 from tests.recipes.watched import Watch
 
 SECONDS = 240.0  # of a run
@@ -149,19 +149,19 @@ def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TE
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-def tried(case: Case, folder: Path) -> Outcome:
+def try_case(case: Case, folder: Path) -> Outcome:
     """Runs and compares a case. folder: what `prepare` has written to; the case's own is made in
     it.
     """
     began, own = time.monotonic(), folder / f"seed{case.seed}"
-    outcome = _tried(case, own)
+    outcome = _try_case(case, own)
     outcome.seconds = time.monotonic() - began
     if outcome.verdict == "wrong":
         outcome.said.append(case.command(own))
     return outcome
 
 
-def _tried(case: Case, own: Path) -> Outcome:
+def _try_case(case: Case, own: Path) -> Outcome:
     try:
         plain = run_ranks(_train, 1, case, own, True, timeout=SECONDS)[0]
         found = (
@@ -177,13 +177,13 @@ def _tried(case: Case, own: Path) -> Outcome:
     outcome = Outcome(case, "equal")
     check = _Check(outcome, plain)
     check.compare(
-        "ranks", found[0]["steps"], exported(own / "run"), _limit(case, RANKS[case.dtype])
+        "ranks", found[0]["steps"], read_exported(own / "run"), _limit(case, RANKS[case.dtype])
     )
     check.formula(case)
     if case.dtype != "bf16":
         try:
             losses, norms, weights = run_ranks(
-                _by_hand, 1, case, own, plain, process_group=False, timeout=SECONDS
+                _train_by_hand, 1, case, own, plain, process_group=False, timeout=SECONDS
             )[0]
         except RankFailure as failure:
             return Outcome(case, "wrong", [str(failure)[-3000:]])
@@ -217,7 +217,7 @@ def _train(case: Case, own: Path, plain: bool) -> dict[str, Any]:
     torch.distributed.barrier()
     found: dict[str, Any] = {"code": run.code, "said": run.said[-3:]}
     if run.code == 0:
-        found["steps"] = [list(line) for line in steps(own / ("plain" if plain else "run"))]
+        found["steps"] = [list(line) for line in read_steps(own / ("plain" if plain else "run"))]
     if run.code == 0 and watch:
         data = run.recipe.data
         found |= {
@@ -250,14 +250,14 @@ def _read_rows(dataset: Any, items: Iterable[int]) -> list[tuple[Tensor, Tensor,
     return found
 
 
-def _by_hand(case: Case, own: Path, plain: dict[str, Any]) -> list[Any]:
+def _train_by_hand(case: Case, own: Path, plain: dict[str, Any]) -> list[Any]:
     cfg = parse_arguments(case.arguments(own, plain=True), CONFIGS[case.recipe])
     training = ByHand(cfg, plain["formula"]["start"])
     training.train(plain["rows"], plain["validation"])
     return [training.losses, training.norms, training.weights]
 
 
-def exported(output: Path) -> dict[str, Tensor]:
+def read_exported(output: Path) -> dict[str, Tensor]:
     """Every tensor of the model or adapter that a run wrote, by our names of the parameters."""
     found: dict[str, Tensor] = {}
     for file in sorted(

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_random_combination_is_equal_to_one_process_and_to_training_by_hand(
     folder: Path, seed: int
 ) -> None:
-    outcome = compare.tried(draw(seed), folder)
+    outcome = compare.try_case(draw(seed), folder)
     assert outcome.verdict == "equal", "\n".join([str(outcome.case), *outcome.said])
 
 

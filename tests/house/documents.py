@@ -37,18 +37,18 @@ class Block:
 
 
 @cache
-def documents() -> list[Path]:
+def list_documents() -> list[Path]:
     """README, CONTRIBUTING and everything under docs that people read."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(path: Path) -> list[Block]:
+def list_blocks(path: Path) -> list[Block]:
     """The fenced blocks of a file, in order."""
     found = _BLOCK.findall(path.read_text(encoding="utf-8"))
     return [Block(language, text, mark, name) for mark, name, language, text in found]
 
 
-def links(path: Path) -> list[str]:
+def list_links(path: Path) -> list[str]:
     """Targets of relative links."""
     return [
         target

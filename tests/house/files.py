@@ -10,7 +10,7 @@ CODE_FOLDERS = ("recipe_lib", "recipes", "benchmarks", "examples")
 
 
 @cache
-def python_files(*folders: str) -> list[Path]:
+def list_python_files(*folders: str) -> list[Path]:
     """Every Python file of these folders (default: all code that is no test), sorted."""
     found = [path for folder in folders or CODE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
     assert found, f"no Python file in {folders}"
@@ -18,7 +18,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 @cache
-def tree(path: Path) -> ast.Module:
+def parse_tree(path: Path) -> ast.Module:
     """The parsed file."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -29,9 +29,11 @@ def place(path: Path, node: ast.AST | None = None) -> str:
     return f"{name}:{node.lineno}" if node is not None and hasattr(node, "lineno") else name
 
 
-def functions(path: Path) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
+def list_functions_with_lines(
+    path: Path,
+) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
     """Each function of a file and its length in lines, decorators not counted."""
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(parse_tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             yield node, node.end_lineno - node.lineno + 1

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.house.files import ROOT, python_files, tree
+from tests.house.files import ROOT, list_python_files, parse_tree
 
 VERBS = frozenset((ROOT / "tests" / "house" / "verbs.txt").read_text(encoding="utf-8").split())
 # First words of a docstring that has no subject and no verb.
@@ -35,7 +35,7 @@ def measure(paths: list[Path]) -> Counter[str]:
 
 def list_functions(path: Path) -> Iterator[str]:
     """Yield the names of a file's top-level functions, without leading underscores."""
-    for node in tree(path).body:
+    for node in parse_tree(path).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name.lstrip("_")
 
@@ -58,7 +58,7 @@ def is_tuple_of_unlike(node: ast.AST) -> bool:
 def _measure_file(path: Path) -> Counter[str]:
     counts = Counter[str]()
     code, counts["comments"] = _count_lines(path)
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(parse_tree(path)):
         counts["statements"] += isinstance(node, ast.stmt)
         counts["tuples"] += is_tuple_of_unlike(node)
         counts["positional calls"] += (
@@ -106,7 +106,7 @@ def main() -> None:
         if path.is_dir() and not path.name.startswith("_")
     ]
     for name in [*names, "recipe_lib"]:
-        counts = measure(list(python_files(name)))
+        counts = measure(list(list_python_files(name)))
         thousand = max(counts["code"], 1) / 1000
         functions = max(counts["functions"], 1)
         print(

@@ -37,11 +37,11 @@ def write_menu() -> str:
                 f"{indent}- {_quote(title[:1].upper() + title[1:])}: {page}"
                 for title, page in links
             ]
-    lines += [f"      - {page}" for page in measurements() if page not in listed]
+    lines += [f"      - {page}" for page in list_measurements() if page not in listed]
     return "\n".join(lines) + "\n"
 
 
-def measurements() -> list[str]:
+def list_measurements() -> list[str]:
     """Return the pages of docs/measurements and docs/upstream, in the order of their guide."""
     guide = (DOCS / "measurements" / "README.md").read_text(encoding="utf-8")
     paths = [*DOCS.glob("measurements/*.md"), *DOCS.glob("upstream/*.md")]

@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
-from tests.house.documents import blocks, documents
-from tests.house.files import ROOT, python_files, tree
+from tests.house.documents import list_blocks, list_documents
+from tests.house.files import ROOT, list_python_files, parse_tree
 
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^::: ([\w.]+)$", PAGE, re.MULTILINE)
 
 
 def test_every_name_that_recipes_use_is_on_the_page():
-    used = {name for path in python_files("recipes") for name in names_of(tree(path))}
+    used = {name for path in list_python_files("recipes") for name in names_of(parse_tree(path))}
     pages = [
-        path for path in documents() if path.name != "extending.md"
+        path for path in list_documents() if path.name != "extending.md"
     ]  # whose code is the library's
-    texts = [block.text for path in pages for block in blocks(path) if block.language == "python"]
+    texts = [
+        block.text for path in pages for block in list_blocks(path) if block.language == "python"
+    ]
     used |= {
         name
         for text in texts

@@ -6,21 +6,21 @@ from collections import Counter
 
 import pytest
 
-from tests.house.files import ROOT, place, python_files, tree
+from tests.house.files import ROOT, list_python_files, parse_tree, place
 
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 # Writes the one format that PyTorch's memory viewer reads; it may write pickles and read none.
 # What inductor wrote for a graph of ours, as inductor itself would run it.
 RUNS_WRITTEN_CODE = {"recipe_lib/plan/simulated_world/compiled_code.py"}
-WRITES_PICKLES = {"recipe_lib/plan/allocation/snapshot.py"}
+WRITES_PICKLES = {"recipe_lib/plan/allocation/replay.py"}
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
 @pytest.mark.slow
 def test_nothing_is_executed_or_unpickled():
-    for path in python_files():
-        for node in ast.walk(tree(path)):
+    for path in list_python_files():
+        for node in ast.walk(parse_tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 allowed = (
                     {"exec", "compile"}
@@ -55,8 +55,8 @@ def test_nothing_is_executed_or_unpickled():
 
 @pytest.mark.slow
 def test_no_remote_code():
-    for path in python_files():
-        for node in ast.walk(tree(path)):
+    for path in list_python_files():
+        for node in ast.walk(parse_tree(path)):
             if isinstance(node, ast.keyword):
                 is_false = getattr(node.value, "value", True) is False
                 # False is said where transformers would ask the user on the terminal otherwise.
@@ -68,8 +68,8 @@ def test_no_remote_code():
 
 
 def test_no_bare_except():
-    for path in python_files():
-        for node in ast.walk(tree(path)):
+    for path in list_python_files():
+        for node in ast.walk(parse_tree(path)):
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), (
                 f"{place(path, node)}: bare except"
             )
@@ -79,8 +79,8 @@ def test_no_hidden_defaults():
     """`cfg.get(key, default)` and `getattr(cfg, key, default)` would be defaults that the schema
     does not show.
     """
-    for path in python_files("recipes"):
-        for node in ast.walk(tree(path)):
+    for path in list_python_files("recipes"):
+        for node in ast.walk(parse_tree(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("cfg.get", "self.cfg.get"):
                 raise AssertionError(
                     f"{place(path, node)}: a default that the schema does not show"
@@ -96,11 +96,11 @@ def test_no_hidden_defaults():
 
 
 def test_nothing_is_left_unwritten():
-    for path in python_files():
+    for path in list_python_files():
         text = path.read_text(encoding="utf-8")
         for number, line in enumerate(text.splitlines(), start=1):
             assert not UNFINISHED.search(line), f"{place(path)}:{number}: {line.strip()}"
-        for node in ast.walk(tree(path)):
+        for node in ast.walk(parse_tree(path)):
             raised = node.exc if isinstance(node, ast.Raise) else None
             assert raised is None or "NotImplementedError" not in ast.unparse(raised), place(
                 path, node
@@ -112,8 +112,8 @@ def test_nothing_is_left_unwritten():
 )
 def test_device_is_injected(folder: str):
     """Code of a training step runs on whatever device it is given, a simulated one too."""
-    for path in python_files(folder):
-        for node in ast.walk(tree(path)):
+    for path in list_python_files(folder):
+        for node in ast.walk(parse_tree(path)):
             if isinstance(node, ast.Attribute):
                 text = ast.unparse(node)
                 assert not text.startswith("torch.cuda.") and node.attr != "is_cuda", (
@@ -133,9 +133,11 @@ def test_names_of_files_and_classes_are_not_shared():
     included.
     """
     files, classes = Counter[str](), Counter[str]()
-    for path in python_files("recipe_lib"):
+    for path in list_python_files("recipe_lib"):
         # Each method has its config, its loss and its validation under these names.
         files[path.name] += "recipe_lib/methods/" not in path.as_posix()
-        classes.update(node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+        classes.update(
+            node.name for node in ast.walk(parse_tree(path)) if isinstance(node, ast.ClassDef)
+        )
     assert {name for name, count in files.items() if count > 1} == set(SHARED_FILES)
     assert [name for name, count in classes.items() if count > 1] == []

@@ -34,11 +34,11 @@ from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli import upload as upload_verb
 from recipe_lib.cli.main import main as tune
 from recipe_lib.cli.recipes import check_arguments
-from tests.house.documents import Block, blocks, documents
+from tests.house.documents import Block, list_blocks, list_documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
-from tests.plan.apart import apart
-from tests.selection import slow_except
+from tests.plan.apart import call_in_fork
+from tests.selection import mark_slow_except
 
 # Set where recipe_lib is the one of a wheel, and no clone is around; tests/house/test_package.py
 # does it.
@@ -53,7 +53,9 @@ QUICK = (
     "qat",
 )  # pages whose commands take no time
 WITH_COMMANDS = [
-    path for path in documents() if any(block.language == "bash" for block in blocks(path))
+    path
+    for path in list_documents()
+    if any(block.language == "bash" for block in list_blocks(path))
 ]
 
 
@@ -82,7 +84,7 @@ SECONDS = [ROOT / "docs" / name for name in ("your_data.md", "plan.md")]  # what
 
 @pytest.mark.parametrize(
     "path",
-    slow_except(
+    mark_slow_except(
         WITH_COMMANDS, [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in QUICK)]
     ),
     ids=lambda path: path.relative_to(ROOT).as_posix(),
@@ -90,7 +92,7 @@ SECONDS = [ROOT / "docs" / name for name in ("your_data.md", "plan.md")]  # what
 def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
     if IN_A_WHEEL in os.environ:
         assert Path(recipe_lib.__file__).is_relative_to(os.environ[IN_A_WHEEL])
-    for block in blocks(path):
+    for block in list_blocks(path):
         if block.mark == "file":
             (clone / block.name).write_text(block.text, encoding="utf-8")
         elif block.mark == "recipe":
@@ -193,7 +195,7 @@ def check_tune(words: list[str]) -> None:
         if arguments.receipts:
             assert tune(words) == 0, line
         elif arguments.config[0].startswith("demo/"):
-            assert apart(tune, words) in (
+            assert call_in_fork(tune, words) in (
                 0,
                 plan_verb.NO_ROOM,
             ), line  # the simulated device stays in a process
@@ -277,7 +279,7 @@ def test_edited_recipe_freezes_the_embedding(clone: Path):
     from safetensors.torch import load_file
 
     assert tune(["cp", "full_finetune_distributed", "mine.py"]) == 0
-    for block in blocks(ROOT / "docs" / "your_recipe.md"):
+    for block in list_blocks(ROOT / "docs" / "your_recipe.md"):
         if block.mark == "recipe" and block.name in ("Config", "setup_model"):
             edit_recipe(clone / "mine.py", block)
     sys.modules.pop("recipe_mine", None)
@@ -302,7 +304,7 @@ def test_edited_recipe_freezes_the_embedding(clone: Path):
 def test_edited_recipe_records_its_own_metrics(clone: Path):
     """Every step's line has the number, and the report its chart."""
     assert tune(["cp", "full_finetune_distributed", "mine.py"]) == 0
-    for block in blocks(ROOT / "docs" / "your_recipe.md"):
+    for block in list_blocks(ROOT / "docs" / "your_recipe.md"):
         if block.mark == "recipe" and block.name == "metrics":
             edit_recipe(clone / "mine.py", block)
     sys.modules.pop("recipe_mine", None)
@@ -327,7 +329,7 @@ def test_edited_recipe_adds_a_layer(clone: Path):
     first_loss = []
     for name in ("plain.py", "mine.py"):
         assert tune(["cp", "full_finetune_distributed", name]) == 0
-        for block in blocks(ROOT / "docs" / "your_recipe.md"):
+        for block in list_blocks(ROOT / "docs" / "your_recipe.md"):
             if (
                 name == "mine.py"
                 and block.mark == "recipe"

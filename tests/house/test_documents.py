@@ -14,20 +14,20 @@ from recipe_lib.cli.recipes import read_recipe_name
 from recipe_lib.config import get_registered, load_config
 from recipe_lib.config.paths import list_presets, read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.data.chat_templates import TemplateFields
 from recipe_lib.data.samples import RenamedSample, Sample
-from recipe_lib.data.thinking import TemplateFields
 from recipe_lib.data.unread_names import UnreadNames, collect_texts
 from recipe_lib.methods.distill.config import DistillFinetuneConfig
 from recipe_lib.methods.dpo.config import UNPAIRED, DpoFinetuneConfig
 from recipe_lib.methods.reward.config import RewardFinetuneConfig
 from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.units import convert_to_gib
-from tests.house.documents import blocks, documents, links
-from tests.house.files import ROOT, python_files
+from tests.house.documents import list_blocks, list_documents, list_links
+from tests.house.files import ROOT, list_python_files
 from tests.house.test_configs import NAMES, flatten
 from tests.models.test_configs import WITHOUT_FULL
 
-DOCUMENTS = documents()
+DOCUMENTS = list_documents()
 NAMED = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 KEYS = flatten(DpoFinetuneConfig())
 BASE = "model: {preset: demo/0.5M}\ntokenizer: {path: there}\ndata: {source: rows.jsonl}\n"
@@ -45,13 +45,13 @@ def test_there_are_documents():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
 def test_links_lead_somewhere(path: Path):
-    broken = [target for target in links(path) if not (path.parent / target).exists()]
+    broken = [target for target in list_links(path) if not (path.parent / target).exists()]
     assert not broken
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
 def test_rows_can_be_read(path: Path):
-    for block in blocks(path):
+    for block in list_blocks(path):
         if block.language == "json":
             assert block.mark == "rows", f"say which format this is:\n{block.text}"
             for line in block.text.splitlines():
@@ -71,7 +71,7 @@ def read_whole(form: str, row: dict[str, Any]) -> Sample:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
 def test_configs_are_valid(path: Path, tmp_path: Path):
-    for block in blocks(path):
+    for block in list_blocks(path):
         if block.language == "yaml":
             (tmp_path / "config.yaml").write_text(block.text, encoding="utf-8")
             recipe = read_recipe_name(tmp_path / "config.yaml") or "full_finetune_distributed"
@@ -217,7 +217,7 @@ def test_named_files_exist(path: Path):
     """
     ours = [
         f"/{file.relative_to(ROOT).as_posix()}"
-        for file in [*python_files(), *(ROOT / "tests").rglob("*.py")]
+        for file in [*list_python_files(), *(ROOT / "tests").rglob("*.py")]
     ]
     for name in re.findall(r"`([\w./*-]+\.py)(?:::\w+)?`", path.read_text(encoding="utf-8")):
         is_example = Path(name).name in NOT_OURS or "methods/anchored/" in name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.files import ROOT, place, python_files, tree
+from tests.house.files import ROOT, list_python_files, parse_tree, place
 
 WING = "recipe_lib.external"
 MAY_NAME_IT = ("recipe_lib/external/", "recipe_lib/cli/tp_plan")
@@ -16,7 +16,7 @@ MAY_NAME_IT = ("recipe_lib/external/", "recipe_lib/cli/tp_plan")
 
 def test_one_registry_entry_names_the_wing():
     found = []
-    for path in python_files("recipe_lib", "recipes"):
+    for path in list_python_files("recipe_lib", "recipes"):
         lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if not place(path).startswith(MAY_NAME_IT):
             found += [
@@ -39,7 +39,8 @@ def test_no_import_circle():
 def modules() -> dict[str, Path]:
     """The library's modules by their names; a package is its `__init__`."""
     names = {
-        path: path.relative_to(ROOT).with_suffix("").parts for path in python_files("recipe_lib")
+        path: path.relative_to(ROOT).with_suffix("").parts
+        for path in list_python_files("recipe_lib")
     }
     return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
 
@@ -63,5 +64,5 @@ def own_imports(path: Path) -> set[str]:
             if not isinstance(child, ast.expr):
                 visit(child)
 
-    visit(tree(path))
+    visit(parse_tree(path))
     return found

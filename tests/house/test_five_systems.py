@@ -16,9 +16,9 @@ import pytest
 from benchmarks import five_systems
 from benchmarks.five_systems import KEPT, PAGE, read_cell, run_command, write_page
 from benchmarks.five_systems_rows import FOUR_CARDS, LONG, NEEDS, SYSTEMS, ZERO_1, Row
-from tests.house.files import ROOT, python_files, tree
+from tests.house.files import ROOT, list_python_files, parse_tree
 from tests.house.test_commands import check_python
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 ROWS = [row for system in SYSTEMS for row in system.rows]
 COMMANDS = list(dict.fromkeys(row.command for row in ROWS))
@@ -73,7 +73,9 @@ def test_no_count_of_tests_is_quoted():
 @pytest.mark.parametrize("command", TESTS)
 def test_named_tests_are_there(command: str):
     _, file, *options = shlex.split(command)
-    names = [node.name for node in ast.walk(tree(ROOT / file)) if isinstance(node, ast.FunctionDef)]
+    names = [
+        node.name for node in ast.walk(parse_tree(ROOT / file)) if isinstance(node, ast.FunctionDef)
+    ]
     chosen = options[options.index("-k") + 1].split(" or ") if "-k" in options else ["test_"]
     for word in chosen:
         assert any(name.startswith("test_") and word in name for name in names), word
@@ -104,14 +106,16 @@ def test_scripts_start(command: str):
 # Every benchmark whose first lines name REALDATA_DIR, and their command.
 REAL = {
     path.stem: re.search(
-        r"^    python (-m benchmarks\.\w+)", ast.get_docstring(tree(path), clean=False) or "", re.M
+        r"^    python (-m benchmarks\.\w+)",
+        ast.get_docstring(parse_tree(path), clean=False) or "",
+        re.M,
     )
-    for path in python_files("benchmarks")
-    if "REALDATA_DIR" in (ast.get_docstring(tree(path)) or "") and path.stem != "realdata"
+    for path in list_python_files("benchmarks")
+    if "REALDATA_DIR" in (ast.get_docstring(parse_tree(path)) or "") and path.stem != "realdata"
 }
 
 
-@pytest.mark.parametrize("name", slow_except(sorted(REAL), ["tp_losses"]))
+@pytest.mark.parametrize("name", mark_slow_except(sorted(REAL), ["tp_losses"]))
 def test_a_benchmark_without_its_real_data_says_so(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -130,7 +134,7 @@ def test_a_benchmark_without_its_real_data_says_so(
 def test_all_that_need_real_data_are_known():
     callers = [
         path.stem
-        for path in python_files("benchmarks")
+        for path in list_python_files("benchmarks")
         if "find_real_data(" in path.read_text("utf-8")
     ]
     assert {*callers} - {"realdata", "tp_curve"} | {"tp_trace"} == REAL.keys()

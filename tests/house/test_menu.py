@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.documents import documents, links
+from tests.house.documents import list_documents, list_links
 from tests.house.files import ROOT
-from tests.house.menu import DOCS, SITE, link_in_guide, measurements, write_menu
+from tests.house.menu import DOCS, SITE, link_in_guide, list_measurements, write_menu
 
-PAGES = [path for path in documents() if path.is_relative_to(DOCS)]
+PAGES = [path for path in list_documents() if path.is_relative_to(DOCS)]
 NAMED = [path.relative_to(DOCS).as_posix() for path in PAGES]
 
 
@@ -19,7 +19,7 @@ def test_the_menu_is_made_from_the_index():
 
 
 def test_the_index_lists_every_guide_once():
-    listed = links(DOCS / "index.md")
+    listed = list_links(DOCS / "index.md")
     guides = {name for name in NAMED if "/" not in name or name.startswith("design/")} - {
         "index.md"
     }
@@ -33,8 +33,8 @@ def test_the_menu_has_every_page_once():
 
 
 def test_every_measurement_is_described():
-    guide = links(DOCS / "measurements" / "README.md")
-    assert [page for page in measurements() if link_in_guide(page) not in guide] == [
+    guide = list_links(DOCS / "measurements" / "README.md")
+    assert [page for page in list_measurements() if link_in_guide(page) not in guide] == [
         "measurements/README.md"
     ]
 
@@ -44,7 +44,7 @@ def test_pages_link_to_pages_of_the_site(path: Path):
     """A file of the repository outside of docs is named, and not linked: the site has it not."""
     outside = [
         target
-        for target in links(path)
+        for target in list_links(path)
         if not (path.parent / target).resolve().is_relative_to(DOCS)
     ]
     assert not outside

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipe_lib.config.paths import read_recipe_configs
-from tests.house.files import ROOT, python_files, tree
+from tests.house.files import ROOT, list_python_files, parse_tree
 
 FOLDERS = sorted(path.parent.name for path in (ROOT / "recipe_lib/methods").glob("*/config.py"))
 NAMES = re.compile(rf"(?<![a-z])({'|'.join([*FOLDERS, 'kto', 'teacher'])})", re.IGNORECASE)
@@ -44,9 +44,9 @@ ALLOWED = {
 def find_names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, word) of each name of a method in a file's code: neither comments nor docstrings."""
     docstrings = {  # of fields, too
-        id(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Expr)
+        id(node.value) for node in ast.walk(parse_tree(path)) if isinstance(node, ast.Expr)
     }
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(parse_tree(path)):
         words = [
             getattr(node, "id", None),
             getattr(node, "attr", None),
@@ -64,7 +64,7 @@ def find_names(path: Path) -> Iterator[tuple[int, str]]:
 def test_no_file_below_the_methods_knows_one_by_name() -> None:
     found = {
         path.relative_to(ROOT).as_posix()
-        for path in python_files("recipe_lib")
+        for path in list_python_files("recipe_lib")
         if path.relative_to(ROOT).parts[1] not in ABOVE and any(find_names(path))
     }
     assert found == set(ALLOWED)

@@ -7,9 +7,9 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.cli.plan import NO_ROOM
-from tests.house.documents import blocks
+from tests.house.documents import list_blocks
 from tests.house.files import ROOT
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 
 DOCS = ROOT / "docs"
 # Row of the table -> what the report's line has.
@@ -29,7 +29,7 @@ def read_plans(page: str) -> list[list[str]]:
     """Return the words behind `tune` of the page's commands that plan."""
     commands = [
         words
-        for block in blocks(DOCS / page)
+        for block in list_blocks(DOCS / page)
         if block.language == "bash"
         for words in block.commands()
     ]
@@ -56,7 +56,7 @@ def print_plan(
 
     def plan(words: list[str]) -> str:
         capfd.readouterr()
-        code = apart(main, words)
+        code = call_in_fork(main, words)
         report, said = capfd.readouterr()
         assert code in (0, NO_ROOM), said
         return " ".join(report.split())

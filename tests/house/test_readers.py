@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.files import place, python_files, tree
+from tests.house.files import list_python_files, parse_tree, place
 
 READING = "recipe_lib/reading.py"
 # What reads a file, as it is written in the code; `open` counts unless its mode only writes.
@@ -24,7 +24,7 @@ _HEADER = "read_header has opened the file before, and found it regular"
 # file -> what is read there in another way -> why.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/checkpoint/adapter_files.py": {"safe_open": _HEADER},
-    "recipe_lib/checkpoint/adapter_loading.py": {"safe_open": _HEADER},
+    "recipe_lib/checkpoint/peft_folders.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/safetensors_files.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/gguf/gguf_adapter.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/resumable_state.py": {
@@ -33,7 +33,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/checkpoint/adapter_base_weights.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/weight_loading.py": {"safe_open": _HEADER},
     "recipe_lib/cli/doctor.py": {"read_text": _PIPE},
-    "recipe_lib/checkpoint/quantized_export.py": {"open": "flushes what the function has written"},
+    "recipe_lib/checkpoint/open_exports.py": {"open": "flushes what the function has written"},
     "recipe_lib/cli/ls.py": {"read_text": _PACKAGE},
     "recipe_lib/config/optimizer_facts.py": {"read_text": _PACKAGE},
     "recipe_lib/config/paths.py": {"read_text": _PACKAGE},
@@ -57,8 +57,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "read_text": _PACKAGE,
         "yaml.safe_load": _PACKAGE,
     },
-    "recipe_lib/tokenizers/tokenizer.py": {"json.loads": _PIPE},
-    "recipe_lib/checkpoint/tokenizer_export.py": {"json.loads": "a text of the tokenizers library"},
+    "recipe_lib/tokenizers/chat_template.py": {"json.loads": _PIPE},
+    "recipe_lib/checkpoint/side_files.py": {"json.loads": "a text of the tokenizers library"},
     "recipe_lib/tokenizers/template_process.py": {"json.loads": _PIPE},
     "recipe_lib/training/metrics.py": {"json.loads": "a text that the function itself has written"},
 }
@@ -92,8 +92,8 @@ def find_reads(text: ast.AST) -> Iterator[tuple[ast.Call, str]]:
 def test_files_are_read_by_one_module():
     found: dict[str, set[str]] = {}
     faults = []
-    for path in python_files("recipe_lib", "recipes"):
-        for node, way in find_reads(tree(path)):
+    for path in list_python_files("recipe_lib", "recipes"):
+        for node, way in find_reads(parse_tree(path)):
             known = ELSEWHERE.get(place(path), {})
             if place(path) != READING and way not in known:
                 faults.append(f"{place(path, node)}: {way}")

@@ -28,11 +28,11 @@ from recipe_lib.parallel.context import check_context
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.units import GIB, convert_to_gib
-from tests.house.documents import blocks
+from tests.house.documents import list_blocks
 from tests.house.files import ROOT
-from tests.parallel.small_models import small_spec
-from tests.plan.apart import apart
-from tests.selection import slow_except
+from tests.parallel.small_models import build_small_spec
+from tests.plan.apart import call_in_fork
+from tests.selection import mark_slow_except
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -171,7 +171,10 @@ def one_card() -> None:
 def command(piece: str) -> list[str]:
     """The `tune plan` of the README that has all these words."""
     found = [
-        words for block in blocks(README) if block.language == "bash" for words in block.commands()
+        words
+        for block in list_blocks(README)
+        if block.language == "bash"
+        for words in block.commands()
     ]
     return next(
         words[2:]
@@ -182,7 +185,7 @@ def command(piece: str) -> list[str]:
 
 def plan_of(words: list[str]) -> tuple[Plan, bool]:
     """(the plan, whether it fits)."""
-    text, fits = apart(_planned, words)
+    text, fits = call_in_fork(_planned, words)
     return Plan.from_json(json.loads(text)), fits
 
 
@@ -262,10 +265,12 @@ def methods() -> None:
 
 def no_ring_attention() -> None:
     assert not {name for name in KEYS if "ring" in name.split("_")} and "parallel.context" in KEYS
-    check_context(replace(small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=8))
+    check_context(
+        replace(build_small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=8)
+    )
     with pytest.raises(ConfigError, match="8 attention heads"):
         check_context(
-            replace(small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=16)
+            replace(build_small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=16)
         )
 
 
@@ -470,7 +475,7 @@ CHECKS = sorted({check for check in TIES.values() if callable(check)}, key=lambd
 
 @pytest.mark.parametrize(
     "check",
-    slow_except(CHECKS, [check for check in CHECKS if check not in (one_card, four_cards)]),
+    mark_slow_except(CHECKS, [check for check in CHECKS if check not in (one_card, four_cards)]),
     ids=lambda one: one.__name__,
 )
 def test_claims(check: Callable[[], None]):

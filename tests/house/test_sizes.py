@@ -5,7 +5,7 @@ grow by itself.
 import ast
 from pathlib import Path
 
-from tests.house.files import ROOT, functions, place, python_files, tree
+from tests.house.files import ROOT, list_functions_with_lines, list_python_files, parse_tree, place
 
 FILE_LINES = 800
 LIBRARY_FILES = 400
@@ -21,14 +21,18 @@ def lines(path: Path) -> int:
 
 def test_files_are_short():
     long = [
-        f"{place(path)}: {lines(path)} lines" for path in python_files() if lines(path) > FILE_LINES
+        f"{place(path)}: {lines(path)} lines"
+        for path in list_python_files()
+        if lines(path) > FILE_LINES
     ]
     assert not long, f"over {FILE_LINES} lines; split them"
 
 
 def test_the_library_does_not_grow():
-    files = python_files("recipe_lib")
-    statements = sum(isinstance(node, ast.stmt) for path in files for node in ast.walk(tree(path)))
+    files = list_python_files("recipe_lib")
+    statements = sum(
+        isinstance(node, ast.stmt) for path in files for node in ast.walk(parse_tree(path))
+    )
     assert len(files) <= LIBRARY_FILES and statements <= LIBRARY_STATEMENTS, (
         len(files),
         statements,
@@ -38,7 +42,7 @@ def test_the_library_does_not_grow():
 def test_recipes_are_short():
     long = [
         f"{place(path)}: {lines(path)} lines"
-        for path in python_files("recipes")
+        for path in list_python_files("recipes")
         if lines(path) > RECIPE_LINES
     ]
     assert not long, f"over {RECIPE_LINES} lines; move mechanism into recipe_lib"
@@ -47,8 +51,8 @@ def test_recipes_are_short():
 def test_functions_are_short():
     sizes = [
         (size, f"{place(path, node)} {node.name}")
-        for path in python_files()
-        for node, size in functions(path)
+        for path in list_python_files()
+        for node, size in list_functions_with_lines(path)
     ]
     over = sorted(((size, where) for size, where in sizes if size > FUNCTION_LINES), reverse=True)
     assert not [found for found in over if found[0] > FUNCTION_LIMIT]
@@ -69,7 +73,7 @@ def test_configs_are_short():
 def test_tests_are_short():
     long = [
         f"{place(path)}: {lines(path)} lines"
-        for path in python_files("tests")
+        for path in list_python_files("tests")
         if lines(path) > FILE_LINES
     ]
     assert not long

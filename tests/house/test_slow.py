@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from tests.house.files import ROOT, functions, python_files
+from tests.house.files import ROOT, list_functions_with_lines, list_python_files
 
 HEADING = "## What `make test` leaves out"
 MARKS = ("pytest.mark.slow", "pytest.mark.benchmark", "slow_except")
@@ -21,7 +21,7 @@ def is_left_out(node: ast.AST) -> bool:
 def files_left_out() -> dict[str, list[str]]:
     """Names of the files with a mark, by folder."""
     found: dict[str, list[str]] = defaultdict(list)
-    for path in python_files("tests"):
+    for path in list_python_files("tests"):
         text = (
             path.read_text(encoding="utf-8")
             if path.name.startswith("test_") and path != Path(__file__)
@@ -59,6 +59,6 @@ def test_every_goal_keeps_a_test():
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", section())
     assert len(named) >= 10
     for file, name in named:
-        found = [node for node, _ in functions(ROOT / file) if node.name == name]
+        found = [node for node, _ in list_functions_with_lines(ROOT / file) if node.name == name]
         assert found and not is_left_out(found[0]), f"{file}::{name}"
         assert "pytestmark" not in (ROOT / file).read_text(encoding="utf-8"), file

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from tests.house.files import place, python_files, tree
+from tests.house.files import list_python_files, parse_tree, place
 
 # What a variable that holds a module, a parameter or an optimizer is called.
 HOLDERS = {
@@ -44,8 +44,8 @@ NAMING += ("recipe_lib/methods/",)
 
 
 def classes() -> Iterator[ast.ClassDef]:
-    for path in python_files("recipe_lib"):
-        yield from (node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    for path in list_python_files("recipe_lib"):
+        yield from (node for node in ast.walk(parse_tree(path)) if isinstance(node, ast.ClassDef))
 
 
 def declared() -> set[str]:
@@ -111,13 +111,16 @@ def found_in(paths: Iterable, known: set[str]) -> list[str]:
     found = []
     for path in paths:
         more = TRANSFORMERS if "external" in path.parts else set()
-        found += [f"{place(path, node)}: {name}" for node, name in wires(tree(path), known | more)]
+        found += [
+            f"{place(path, node)}: {name}" for node, name in wires(parse_tree(path), known | more)
+        ]
     return found
 
 
 def test_nothing_is_hung_on_models_parameters_and_optimizers():
     assert (
-        found_in(python_files("recipe_lib", "recipes"), TORCH | DUCKS | FORWARDS | declared()) == []
+        found_in(list_python_files("recipe_lib", "recipes"), TORCH | DUCKS | FORWARDS | declared())
+        == []
     )
 
 
@@ -140,8 +143,8 @@ def test_a_wire_would_be_found():
 
 
 def test_no_part_of_the_library_asks_which_recipe_runs():
-    for path in python_files("recipe_lib"):
-        for node in ast.walk(tree(path)):
+    for path in list_python_files("recipe_lib"):
+        for node in ast.walk(parse_tree(path)):
             name = (
                 node.id
                 if isinstance(node, ast.Name)

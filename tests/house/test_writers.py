@@ -13,7 +13,7 @@ from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.training.output import _NOT_READ
 from tests.cli.writers import NOT_IN_THE_TABLE, WRITERS
-from tests.house.files import ROOT, python_files, tree
+from tests.house.files import ROOT, list_python_files, parse_tree
 
 FILES = "recipe_lib/files.py"
 # Elsewhere: file and call -> how often and why. No file that a user names is among them.
@@ -30,7 +30,7 @@ ALLOWED = {
     ),
     ("recipe_lib/data/cache.py", "rename"): (1, "a folder of the cache gets its name"),
     ("recipe_lib/data/sources.py", "open"): (1, "the temporary name of `write_aside`"),
-    ("recipe_lib/checkpoint/quantized_export.py", "save_pretrained"): (
+    ("recipe_lib/checkpoint/open_exports.py", "save_pretrained"): (
         1,
         "a temporary folder; the format is torchao's",
     ),
@@ -97,10 +97,10 @@ def calls_that_write(path: ast.Module) -> Iterator[str]:
 
 def test_files_are_written_by_one_module() -> None:
     found: Counter[tuple[str, str]] = Counter()
-    for path in python_files("recipe_lib", "recipes"):
+    for path in list_python_files("recipe_lib", "recipes"):
         name = path.relative_to(ROOT).as_posix()
         if name != FILES:
-            found.update((name, call) for call in calls_that_write(tree(path)))
+            found.update((name, call) for call in calls_that_write(parse_tree(path)))
     assert found == {place: count for place, (count, _) in ALLOWED.items()}
 
 

@@ -33,9 +33,9 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
         given = {
-            storage._cdata for storage in _storages_of((args, kwargs))
+            storage._cdata for storage in _list_storages((args, kwargs))
         }  # views and in-place results make nothing
-        for storage in _storages_of(result):
+        for storage in _list_storages(result):
             if storage._cdata not in given:
                 self._storages[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
         self.peak = max(self.peak, self.now() + self._also())
@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
-def _storages_of(values: Any) -> list[torch.UntypedStorage]:
+def _list_storages(values: Any) -> list[torch.UntypedStorage]:
     return [
         leaf.untyped_storage()
         for leaf in tree_leaves(values)

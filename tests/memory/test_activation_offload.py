@@ -23,8 +23,15 @@ from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.memory.late_copies import LateCopies
 from tests.memory.live_bytes import LiveBytes
-from tests.parallel.small_models import LENGTH, ROWS, WIDTH, gradients, small_batch, small_spec
-from tests.selection import slow_but
+from tests.parallel.small_models import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    build_small_spec,
+    make_small_batch,
+    read_gradients,
+)
+from tests.selection import mark_slow_but
 
 LAYERS = 5
 CPU = torch.device("cpu")
@@ -43,7 +50,7 @@ def decoder(
     is_stage: bool = False,
 ) -> tuple[nn.Module, OffloadedActivations]:
     """A small model and its window; ahead None: without the lever."""
-    spec = small_spec(layers=layers)
+    spec = build_small_spec(layers=layers)
     model = build_meta(spec, torch.float32)
     apply_activation_checkpointing(model, mode)
     change(model)
@@ -57,7 +64,7 @@ def decoder(
 
 
 def loss_of(model: nn.Module, rows: int = ROWS) -> Tensor:
-    tokens, labels = small_batch(rows)
+    tokens, labels = make_small_batch(rows)
     return model(tokens, labels=labels, head_loss=CrossEntropy(4))
 
 
@@ -67,7 +74,7 @@ def two_micro_batches(model: nn.Module) -> list[Tensor]:
     for rows in (ROWS, ROWS // 2):
         losses.append(loss_of(model, rows))
         losses[-1].backward()
-    return [*losses, *gradients(model).values()]
+    return [*losses, *read_gradients(model).values()]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -168,7 +175,7 @@ def bang(*_: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ends", slow_but(["no backward", "in forward", "in backward", "no gradients"], 1)
+    "ends", mark_slow_but(["no backward", "in forward", "in backward", "no gradients"], 1)
 )
 def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
     layers = 3
@@ -217,10 +224,10 @@ def test_backward_twice_through_one_graph() -> None:
     losses = []
     for ahead in (None, 1):
         model, _ = decoder("none", ahead)
-        loss = model(small_batch()[0]).square().sum()
+        loss = model(make_small_batch()[0]).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        losses.append([*gradients(model).values()])
+        losses.append([*read_gradients(model).values()])
     assert same(losses[1], losses[0])
 
 
@@ -235,7 +242,7 @@ def test_micro_batches_that_wait_for_each_other() -> None:
             losses = [loss_of(model, rows) for rows in (8, 4, 2)]
             for loss in losses:
                 loss.backward()
-        found.append([*losses, *gradients(model).values()])
+        found.append([*losses, *read_gradients(model).values()])
     assert window.host_bytes.keys() == set(range(LAYERS))
     assert same(found[1], found[0])
 
@@ -249,7 +256,7 @@ def test_compiled_layers_are_compiled_as_often_and_send_what_they_keep() -> None
         model, window = decoder("none", 1, 3, change=change)
         loss = loss_of(model)
         loss.backward()
-        found.append([loss, *gradients(model).values()])
+        found.append([loss, *read_gradients(model).values()])
     assert len(found[0]) == len(found[1]) > 10
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*found, strict=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # alike layers share it

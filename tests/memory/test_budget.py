@@ -32,10 +32,16 @@ from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.memory.test_mlp_tiles import LORA, assert_close, backward, filled
-from tests.parallel.pipeline.formulas import in_flight
-from tests.parallel.small_models import LENGTH, ROWS, gradients, small_batch, small_spec
+from tests.parallel.pipeline.formulas import compute_in_flight
+from tests.parallel.small_models import (
+    LENGTH,
+    ROWS,
+    build_small_spec,
+    make_small_batch,
+    read_gradients,
+)
 from tests.parallel.test_tensor import BIASES, GEMMA
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 CHOSEN: list[str | None] = []  # what each call of `decoder` said that layers keep
 LAYERS, TOKENS, WIDTH, MLP_WIDTH, KV_WIDTH = 4, ROWS * LENGTH, 32, 64, 16
@@ -52,7 +58,7 @@ def config(budget: float | None, **memory: Any) -> FullFinetuneConfig:
 
 
 def decoder(cfg: FullFinetuneConfig, lora: LoraConfig | None = None, **changes: Any) -> nn.Module:
-    spec = replace(small_spec(layers=LAYERS), **{"windows": (None,) * LAYERS} | changes)
+    spec = replace(build_small_spec(layers=LAYERS), **{"windows": (None,) * LAYERS} | changes)
     model = build_meta(spec, torch.float64)
     if lora is not None:
         add_adapters(model, lora, torch.float64)
@@ -63,7 +69,7 @@ def decoder(cfg: FullFinetuneConfig, lora: LoraConfig | None = None, **changes: 
 
 def kept(model: nn.Module) -> int:
     """Bytes alive between forward and backward that were not there before forward."""
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     # The collection looks through what forward makes, and not through all that is imported
     gc.freeze()
     with LiveBytes() as live:
@@ -77,7 +83,8 @@ def kept(model: nn.Module) -> int:
 
 def costs(lora: LoraConfig | None = None, chunks: int = 1, **changes: Any) -> list[LayerCost]:
     model = build_meta(
-        replace(small_spec(layers=LAYERS), **{"windows": (None,) * LAYERS} | changes), torch.float64
+        replace(build_small_spec(layers=LAYERS), **{"windows": (None,) * LAYERS} | changes),
+        torch.float64,
     )
     if lora is not None:
         add_adapters(model, lora, torch.float64)
@@ -135,7 +142,7 @@ KINDS = [
 
 @pytest.mark.parametrize(
     "kind",
-    slow_except(KINDS, [KINDS[2]]),
+    mark_slow_except(KINDS, [KINDS[2]]),
     ids=["biases, lora", "gemma, chunks", "experts", "gpt-oss"],
 )
 def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict[str, Any]) -> None:
@@ -258,7 +265,7 @@ def test_what_a_pipeline_may_keep_at_once(schedule: str) -> None:
         moments = Pipeline.list_in_flight(
             SimpleNamespace(layers=layers, _parallel=parallel, _place=rank), count
         )  # type: ignore[arg-type]
-        assert max(sum(one.values()) for one in moments) == in_flight(
+        assert max(sum(one.values()) for one in moments) == compute_in_flight(
             schedule, ranks, rank, count, per_rank
         )
         assert all(set(one) == set(layers) for one in moments) and {} not in moments
@@ -288,7 +295,7 @@ def ranks() -> list[Any]:
     """
     cfg = config(1.0)
     cfg.device, cfg.parallel = "cpu", ParallelConfig(tensor=2)
-    spec, found = replace(small_spec(layers=LAYERS), num_kv_heads=4), []
+    spec, found = replace(build_small_spec(layers=LAYERS), num_kv_heads=4), []
     with start_world(cfg) as world:
 
         def shared(budget: float | None) -> nn.Module:
@@ -315,7 +322,7 @@ def ranks() -> list[Any]:
                     sum(len(chosen or ()) for chosen in choice.kept.values()),
                 )
             )
-            pairs = zip(gradients(one).values(), gradients(plain).values(), strict=True)
+            pairs = zip(read_gradients(one).values(), read_gradients(plain).values(), strict=True)
             found.append(max(float((a - b).abs().max()) for a, b in pairs))
     return found
 

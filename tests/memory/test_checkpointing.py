@@ -15,9 +15,9 @@ from tests.parallel.small_models import (
     MLP_WIDTH,
     ROWS,
     WIDTH,
-    gradients,
-    small_batch,
-    small_spec,
+    build_small_spec,
+    make_small_batch,
+    read_gradients,
 )
 
 HEADS, KV_WIDTH = 4, 16
@@ -34,20 +34,20 @@ def decoder(spec: DecoderSpec, mode: str, dtype: torch.dtype = torch.float32) ->
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     return model(tokens, labels=labels, head_loss=CrossEntropy(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_gradients_are_those_without_checkpointing(mode: str, dtype: torch.dtype) -> None:
-    spec = small_spec()
+    spec = build_small_spec()
     plain, checkpointed = decoder(spec, "none", dtype), decoder(spec, mode, dtype)
     losses = [loss_of(model) for model in (plain, checkpointed)]
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
-    expected, found = gradients(plain), gradients(checkpointed)
+    expected, found = read_gradients(plain), read_gradients(checkpointed)
     assert expected.keys() == found.keys() and len(expected) == 3 * 9 + 3
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
@@ -64,7 +64,9 @@ def bytes_kept(spec: DecoderSpec, mode: str) -> int:
 
 def bytes_of_a_layer(mode: str) -> int:
     """What one layer more keeps."""
-    return bytes_kept(small_spec(layers=4), mode) - bytes_kept(small_spec(layers=3), mode)
+    return bytes_kept(build_small_spec(layers=4), mode) - bytes_kept(
+        build_small_spec(layers=3), mode
+    )
 
 
 def test_a_layer_keeps_its_input_alone() -> None:
@@ -86,7 +88,7 @@ def test_less_is_kept_from_none_over_selective_to_full() -> None:
 
 def test_backward_holds_one_layer_at_a_time() -> None:
     def peak(mode: str, layers: int) -> int:
-        model = decoder(small_spec(layers=layers), mode)
+        model = decoder(build_small_spec(layers=layers), mode)
         for parameter in model.parameters():
             parameter.requires_grad_(
                 parameter is model.model.embed_tokens.weight
@@ -138,12 +140,12 @@ def test_dropout_keywords_none_and_nested_inputs(mode: str) -> None:
         hidden = torch.randn(4, 8, requires_grad=True)
         model(hidden).backward()
         assert hidden.grad is not None
-        found.append({"input": hidden.grad, **gradients(model)})
+        found.append({"input": hidden.grad, **read_gradients(model)})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_without_gradients_nothing_is_kept() -> None:
-    model = decoder(small_spec(), "selective")
+    model = decoder(build_small_spec(), "selective")
     with LiveBytes() as live, torch.no_grad():
         loss = loss_of(model)
         assert live.now() <= 16 < live.peak
@@ -152,7 +154,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 def test_two_backward_passes_in_a_row_accumulate() -> None:
-    spec = small_spec()
+    spec = build_small_spec()
     plain, checkpointed = (
         decoder(spec, "none", torch.float64),
         decoder(spec, "selective", torch.float64),
@@ -160,5 +162,5 @@ def test_two_backward_passes_in_a_row_accumulate() -> None:
     for model in (plain, checkpointed):
         loss_of(model).backward()
         loss_of(model).backward()
-    expected, found = gradients(plain), gradients(checkpointed)
+    expected, found = read_gradients(plain), read_gradients(checkpointed)
     assert all(torch.equal(expected[name], found[name]) for name in expected)

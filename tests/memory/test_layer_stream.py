@@ -20,7 +20,7 @@ from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize
 from tests.memory.late_memory import LateMemory
-from tests.parallel.small_models import ROWS, gradients, small_batch, small_spec
+from tests.parallel.small_models import ROWS, build_small_spec, make_small_batch, read_gradients
 
 LAYERS = 5
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def adapted(
     kind: str, mode: str, memory: MemoryConfig, spec: Any = None
 ) -> tuple[Any, LayerStream | None]:
     """A model with adapters, and what streams its frozen weights."""
-    spec = spec or small_spec(layers=LAYERS)
+    spec = spec or build_small_spec(layers=LAYERS)
     model = build_meta(spec, torch.float32)
     add_adapters(model, LoraConfig(rank=4, quantize_base=kind), torch.float32)
     apply_activation_checkpointing(model, mode)
@@ -69,7 +69,7 @@ def trained(mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, Lay
     """A model of which every parameter is stepped as soon as it has a gradient, by plain
     descent.
     """
-    spec = spec or small_spec(layers=LAYERS)
+    spec = spec or build_small_spec(layers=LAYERS)
     model = build_meta(spec, torch.float32)
     apply_activation_checkpointing(model, mode)
     stream = stream_layers(model, memory, CPU)
@@ -92,7 +92,7 @@ def trained(mode: str, memory: MemoryConfig, spec: Any = None) -> tuple[Any, Lay
 
 
 def loss_of(model: nn.Module, rows: int = ROWS, head_loss: Any = None) -> Tensor:
-    tokens, labels = small_batch(rows)
+    tokens, labels = make_small_batch(rows)
     return model(tokens, labels=labels, head_loss=head_loss or CrossEntropy(4)).sum()
 
 
@@ -108,7 +108,7 @@ def two_micro_batches(model: nn.Module, head_loss: Any = None) -> dict[str, Tens
         del loss
         with torch.no_grad():
             found[f"evaluation {rows}"] = loss_of(model, 3)
-    return found | {f"{name} gradient": one for name, one in gradients(model).items()}
+    return found | {f"{name} gradient": one for name, one in read_gradients(model).items()}
 
 
 def three_steps(model: nn.Module, head_loss: Any = None) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ def test_a_graph_that_is_dropped_and_half_a_backward_leave_the_next_as_it_was() 
 
 
 def test_a_tied_matrix_is_used_twice() -> None:
-    spec = small_spec(tied=True, layers=LAYERS)
+    spec = build_small_spec(tied=True, layers=LAYERS)
     expected = two_micro_batches(adapted("none", "full", MemoryConfig(), spec)[0])
     model, stream = adapted("none", "full", FROZEN, spec)
     assert stream is not None and model.lm_head.weight is model.model.embed_tokens.weight
@@ -250,7 +250,7 @@ def test_what_fails_in_forward_leaves_nothing_there() -> None:
 
 
 def test_trained_layers_of_several_data_ranks_are_refused() -> None:
-    model = build_meta(small_spec(), torch.float32)
+    model = build_meta(build_small_spec(), torch.float32)
     with pytest.raises(
         ConfigError,
         match=r"^memory.stream_layers: found 2 ranks with tokens .* memory.cpu_offload, or start",
@@ -373,10 +373,10 @@ def test_frozen_layers_above_200_mib_give_the_same_bits() -> None:
         if unit.is_layer
     ]
     assert min(sizes) > 200 * 2**20
-    found = {"loss": backward_once(model)} | gradients(model)
+    found = {"loss": backward_once(model)} | read_gradients(model)
     del model, stream
     model, _ = adapted("none", "full", MemoryConfig(), spec)
-    expected = {"loss": backward_once(model)} | gradients(model)
+    expected = {"loss": backward_once(model)} | read_gradients(model)
     assert same(found, expected)
 
 

@@ -20,7 +20,7 @@ from recipe_lib.memory import (
 from recipe_lib.models import build_meta
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.ops.test_low_precision import has_fp8_on_a_cpu
-from tests.parallel.small_models import gradients, small_batch, small_spec
+from tests.parallel.small_models import build_small_spec, make_small_batch, read_gradients
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def model_of(
     dtype: torch.dtype = torch.float32, lora: bool = False, quantize: str = "none"
 ) -> nn.Module:
-    model = build_meta(small_spec(layers=2), dtype)
+    model = build_meta(build_small_spec(layers=2), dtype)
     if lora or quantize != "none":
         add_adapters(model, LoraConfig(rank=4, alpha=2.0, quantize_base=quantize), dtype)
     return model
@@ -48,10 +48,10 @@ def trained(
             parameter.copy_(
                 torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
             )
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
     loss.backward()
-    return float(loss.detach()), gradients(model)
+    return float(loss.detach()), read_gradients(model)
 
 
 def distance(found: dict[str, Any], wanted: dict[str, Any]) -> float:

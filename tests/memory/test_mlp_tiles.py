@@ -21,7 +21,7 @@ from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
-from tests.parallel.small_models import ROWS, gradients, small_batch, small_spec
+from tests.parallel.small_models import ROWS, build_small_spec, make_small_batch, read_gradients
 from tests.parallel.test_tensor import BIASES, GEMMA, Case, compare
 
 CHUNKS = 5  # does not divide 96 tokens
@@ -31,7 +31,7 @@ TOKENS, D, F = 64, 32, 256
 def decoder(
     chunks: int, mode: str = "none", lora: LoraConfig | None = None, **changes: Any
 ) -> nn.Module:
-    spec = replace(small_spec(), **changes)
+    spec = replace(build_small_spec(), **changes)
     dtype = (
         torch.float64 if lora is None or lora.quantize_base == "none" else torch.float32
     )  # what 4 bits are turned into
@@ -55,10 +55,10 @@ def filled(model: nn.Module, spec: DecoderSpec, lora: LoraConfig | None) -> nn.M
 
 
 def backward(model: nn.Module) -> dict[str, Tensor]:
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
     loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return {"loss": loss.detach(), **read_gradients(model)}
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -144,21 +144,21 @@ def test_weight_gradients_of_pieces_are_not_deferred() -> None:
     """They would hold every piece's inner tensors until they are made."""
     wanted = backward(decoder(1))
     model = decoder(CHUNKS)
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     with enable_split_backward():
         loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
         with defer_weight_gradients() as later:
             loss.backward()
     for entry in later:
         entry.run()
-    assert_close({"loss": loss.detach(), **gradients(model)}, wanted)
+    assert_close({"loss": loss.detach(), **read_gradients(model)}, wanted)
 
 
 def peaks(chunks: int, trained: bool) -> tuple[int, int, int]:
     """Elements: the most in forward, those kept, the most in backward; of an MLP, with its output
     and gradients.
     """
-    holder = nn.ModuleList([MLP(replace(small_spec(), width=D, mlp_width=F))])
+    holder = nn.ModuleList([MLP(replace(build_small_spec(), width=D, mlp_width=F))])
     chunk_mlps(holder.requires_grad_(trained), chunks)
     hidden = torch.randn(1, TOKENS, D, requires_grad=True)
     with LiveBytes() as live:
@@ -187,7 +187,7 @@ def test_the_inner_width_exists_for_a_piece_at_a_time(chunks: int) -> None:
 def test_selective_checkpointing_keeps_nothing_of_pieces() -> None:
     def kept(layers: int) -> int:
         model = decoder(CHUNKS, "selective", num_layers=layers, windows=(None,) * layers)
-        tokens, labels = small_batch()
+        tokens, labels = make_small_batch()
         with LiveBytes() as live:
             loss = model(tokens, labels=labels)
             found = live.now()
@@ -221,18 +221,20 @@ def ranks() -> list[str]:
     for wrapping in ("layers", ["model.layers.*", "model.layers.*.mlp"]):
         parallel, memory = ParallelConfig(fsdp_wrap_policy=wrapping), MemoryConfig()
         with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
-            spec = small_spec()
+            spec = build_small_spec()
             model = build_meta(spec, torch.float64)
             chunk_mlps(model, 3)
             apply_activation_checkpointing(model, "full")
             shard_model(model, parallel, memory, world)
             materialize(model, memory, world.device)
             init_weights(model, 3, spec)
-            tokens, labels = small_batch()
+            tokens, labels = make_small_batch()
             mine = slice(world.rank * ROWS // 2, (world.rank + 1) * ROWS // 2)
             loss = model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3))
             loss.backward()
-            assert_close({"loss": world.all_reduce_sum(loss.detach()), **gradients(model)}, wanted)
+            assert_close(
+                {"loss": world.all_reduce_sum(loss.detach()), **read_gradients(model)}, wanted
+            )
     return faults
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from recipe_lib.memory import activation_offload
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import FULL, LORA, arguments, done, run_here, steps
-from tests.selection import slow_but
+from tests.recipes.runs import FULL, LORA, build_arguments, expect_done, read_steps, run_here
+from tests.selection import mark_slow_but
 
 CASES: dict[str, tuple[str, ...]] = {
     "fsdp": (FULL, "gradient_accumulation_steps=2"),
@@ -43,7 +43,7 @@ def losses_of_each(folder: Path) -> dict[str, Any]:
         activation_offload.OffloadedActivations = made  # type: ignore[misc, assignment]
         for lever in ("false", "true"):
             output = folder / f"{number}{lever}"
-            argv = arguments(output, "demo/lora" if recipe == LORA else "demo/full")
+            argv = build_arguments(output, "demo/lora" if recipe == LORA else "demo/full")
             argv += [
                 f"model.preset={folder / 'model.json'}",
                 "device=auto",
@@ -52,8 +52,8 @@ def losses_of_each(folder: Path) -> dict[str, Any]:
             ]
             argv += [*overrides, f"memory.activation_offload={lever}"]
             argv += [] if lever == "true" else ["~memory.activation_offload_prefetch_layers"]
-            done(run_here(argv, recipe=recipe))
-            found[f"{name} {lever}"] = steps(output)
+            expect_done(run_here(argv, recipe=recipe))
+            found[f"{name} {lever}"] = read_steps(output)
         activation_offload.OffloadedActivations = make  # type: ignore[misc]
         found[f"{name} sent"] = [sum(window.host_bytes.values()) for window in windows]
     return found
@@ -68,7 +68,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(CASES, 1))
+@pytest.mark.parametrize("name", mark_slow_but(CASES, 1))
 def test_losses_are_those_of_the_same_ranks_without_it(
     name: str, results: list[dict[str, Any]]
 ) -> None:

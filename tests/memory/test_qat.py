@@ -21,8 +21,13 @@ from recipe_lib.models import build_meta
 from recipe_lib.ops.deferred import enable_split_backward
 from tests import torchao_oracle
 from tests.memory.test_matmul_dtype import CPU, distance, model_of, trained
-from tests.parallel.small_models import VOCABULARY, gradients, small_batch, small_spec
-from tests.selection import slow_except
+from tests.parallel.small_models import (
+    VOCABULARY,
+    build_small_spec,
+    make_small_batch,
+    read_gradients,
+)
+from tests.selection import mark_slow_except
 
 GROUP = 16
 STEPS_OF = {
@@ -93,7 +98,7 @@ def linear_of(
 def test_loss_and_gradients_are_those_of_torchaos_linears_in_transformers(kind: str):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    spec = small_spec(layers=2)
+    spec = build_small_spec(layers=2)
     model = build_meta(spec, torch.float32)
     assert fake_quantize_linears(model, kind, GROUP, 0)
     loss, found = trained(model)
@@ -106,12 +111,12 @@ def test_loss_and_gradients_are_those_of_torchaos_linears_in_transformers(kind: 
     theirs.load_state_dict(model.state_dict())
     torchao_oracle.prepare_linears(theirs, kind, GROUP)
     assert sum(type(module).__name__ == "FakeQuantizedLinear" for module in theirs.modules()) == 14
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     logits = theirs(tokens).logits.flatten(0, 1)
     wanted = F.cross_entropy(logits.float(), labels.flatten(), ignore_index=-100)
     wanted.backward()
     assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
-    expected = gradients(theirs)
+    expected = read_gradients(theirs)
     if (
         not clamp_hands_on_at_its_bounds()
     ):  # the codes at the ends of the range were not clipped: ours get theirs
@@ -146,8 +151,8 @@ def test_a_weight_is_rounded_as_the_formula_says_and_as_the_export_is(
 def test_fp8_rounds_weights_as_the_export_and_inputs_by_token():
     layer, _ = linear_of("fp8")
     hidden = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    weight = torchao_oracle.fp8_rows(layer.weight.detach())
-    inputs = torchao_oracle.fp8_rows(hidden.detach().flatten(0, 1)).view(3, 5, 64)
+    weight = torchao_oracle.compute_fp8_rows(layer.weight.detach())
+    inputs = torchao_oracle.compute_fp8_rows(hidden.detach().flatten(0, 1)).view(3, 5, 64)
     assert not torch.equal(weight, layer.weight) and not torch.equal(inputs, hidden)
     out = layer(hidden)
     assert torch.equal(out, F.linear(inputs, weight) + layer.bias)
@@ -230,7 +235,9 @@ def test_steps_before_the_start_are_not_rounded(lora: bool):
 
 @pytest.mark.parametrize(
     "case",
-    slow_except([("int4", True), ("fp8", False), ("int8", True)], [("int4", True), ("fp8", False)]),
+    mark_slow_except(
+        [("int4", True), ("fp8", False), ("int8", True)], [("int4", True), ("fp8", False)]
+    ),
     ids=str,
 )
 def test_checkpointed_and_compiled_layers_find_the_same_numbers(case: tuple[str, bool]):
@@ -302,7 +309,7 @@ def test_what_cannot_be_is_refused_in_a_line():
         fake_quantize_linears(model_of(), "int4", 24, 0)
     with pytest.raises(ConfigError, match="^qat: found int8 for weights that are kept in nf4"):
         fake_quantize_linears(model_of(torch.bfloat16, quantize="nf4"), "int8", 32, 0)
-    adapted = build_meta(small_spec(layers=1), torch.float32)
+    adapted = build_meta(build_small_spec(layers=1), torch.float32)
     add_adapters(
         adapted, LoraConfig(rank=4, alpha=8.0, target_modules=["embedding"]), torch.float32
     )

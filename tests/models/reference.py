@@ -193,7 +193,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference_model(
+def build_reference_model(
     case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> transformers.PreTrainedModel:
     """A transformers model of the case, every parameter random, norms and biases included. changes:

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from recipe_lib.errors import CheckpointError
-from tests.models.reference import load_ours, reference_model
-from tests.selection import slow_except
+from tests.models.reference import build_reference_model, load_ours
+from tests.selection import mark_slow_except
 
 _CASES = ("mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "olmoe", "gpt-oss")
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -64,10 +64,10 @@ def _read_theirs(folder: Path, tokens: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-@pytest.mark.parametrize("case", slow_except(_CASES, ("mistral-window", "gemma3", "qwen3")))
+@pytest.mark.parametrize("case", mark_slow_except(_CASES, ("mistral-window", "gemma3", "qwen3")))
 @torch.no_grad()
 def test_a_key_is_read_as_transformers_reads_it_or_refused(case: str, tmp_path: Path) -> None:
-    reference_model(case).save_pretrained(tmp_path)
+    build_reference_model(case).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     tokens = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(5))

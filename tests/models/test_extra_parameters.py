@@ -24,7 +24,7 @@ from recipe_lib.models.meta_init import (
 )
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.parallel import materialize, shard_model, start_world
-from tests.checkpoint.tiny import tiny_spec
+from tests.checkpoint.tiny import build_tiny_spec
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ class Zero(nn.Module):
 
 
 def model_with(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Decoder:
-    model = build_meta(tiny_spec(), dtype)
+    model = build_meta(build_tiny_spec(), dtype)
     with torch.device("meta"):
         model.model.layers[1].mlp.extra = make().to(dtype)
     return model
@@ -122,10 +122,10 @@ def test_the_start_is_that_of_fp32_rounded_and_differs_between_layers_and_seeds(
 
 
 def test_a_random_start_takes_the_same_rule() -> None:
-    model, plain = model_with(KINDS["norm"]), build_meta(tiny_spec(), torch.float32)
+    model, plain = model_with(KINDS["norm"]), build_meta(build_tiny_spec(), torch.float32)
     for each in (model, plain):
         materialize(each, MemoryConfig(), CPU)
-        init_weights(each, 4, tiny_spec())
+        init_weights(each, 4, build_tiny_spec())
         check_written(each)
     assert (model.model.layers[1].mlp.extra.weight == 1).all()
     own = dict(plain.named_parameters())
@@ -152,7 +152,7 @@ def test_what_is_extra() -> None:
     assert list(find_extra_tensors(model)) == names
     assert list(find_extra_tensors(model, saved=True)) == names[:2]
     assert find_extra_modules(model) == ["model.layers.1.mlp.extra"]
-    assert not find_extra_tensors(build_meta(tiny_spec(), torch.float32))
+    assert not find_extra_tensors(build_meta(build_tiny_spec(), torch.float32))
 
 
 class Bare(nn.Module):
@@ -174,7 +174,7 @@ def test_what_nothing_starts_is_refused_before_there_is_memory() -> None:
     )
     with pytest.raises(SetupError, match=line):
         check_extra(model_with(Bare))
-    model = build_meta(tiny_spec(), torch.float32)
+    model = build_meta(build_tiny_spec(), torch.float32)
     model.model.layers[0].self_attn.q_proj.scale = nn.Parameter(torch.empty(2, device="meta"))
     check_extra(model)  # a linear has the method
     with pytest.raises(
@@ -199,24 +199,24 @@ def test_a_method_that_leaves_numbers_out_is_refused() -> None:
 
 
 def test_values_before_load_weights_are_refused_but_computed_buffers_stay() -> None:
-    model = build_meta(tiny_spec(), torch.float32)
+    model = build_meta(build_tiny_spec(), torch.float32)
     model.model.layers[0].mlp.extra = nn.Linear(6, 6)
     with pytest.raises(
         SetupError,
         match=r"mlp.extra.weight: found values on cpu .*; make the module on the meta device",
     ):
         materialize(model, MemoryConfig(), CPU)
-    model = build_meta(tiny_spec(), torch.float32)
+    model = build_meta(build_tiny_spec(), torch.float32)
     model.model.layers[0].turns = nn.Module()
     model.model.layers[0].turns.register_buffer("angles", torch.arange(4.0))
     materialize(model, MemoryConfig(), CPU)
-    init_weights(model, 4, tiny_spec())
+    init_weights(model, 4, build_tiny_spec())
     check_written(model)
     assert model.model.layers[0].turns.angles.tolist() == [0, 1, 2, 3]
 
 
 def test_a_parameter_that_was_never_written_is_found() -> None:
-    model = build_meta(tiny_spec(), torch.float32)
+    model = build_meta(build_tiny_spec(), torch.float32)
     add_adapters(model, LoraConfig(rank=2, target_modules=["q"]), torch.float32)
     materialize(model, MemoryConfig(), CPU)
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_every_rank_has_its_part_of_the_same_start() -> None:
             model = model_with(KINDS["linear"])
             shard_model(model, parallel, memory, world)
             materialize(model, memory, world.device)
-            init_weights(model, 4, tiny_spec())
+            init_weights(model, 4, build_tiny_spec())
             check_written(model)
             extra = model.model.layers[1].mlp.extra
             assert isinstance(extra.weight, DTensor) and extra.weight.to_local().shape[0] < 7

@@ -14,10 +14,14 @@ import transformers
 from recipe_lib.generation.sample import generate
 from recipe_lib.models import Decoder
 from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
-from recipe_lib.ops.attention import AttentionInfo, compute_document_positions, make_attention_info
+from recipe_lib.ops.attention import (
+    AttentionInfo,
+    RealTokens,
+    compute_document_positions,
+    make_attention_info,
+)
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.ops.real_tokens import RealTokens
-from tests.models.reference import CASES, load_ours, reference_model
+from tests.models.reference import CASES, build_reference_model, load_ours
 
 MIXTURES = [case for case in CASES if case.startswith(("mixtral", "qwen3-moe", "olmoe", "gpt-oss"))]
 LENGTH = 33
@@ -29,7 +33,7 @@ FP32 = torch.float32
 def pair(
     case: str, folder: Path, dtype: torch.dtype = FP32
 ) -> tuple[Decoder, transformers.PreTrainedModel]:
-    model = reference_model(case, dtype=dtype)
+    model = build_reference_model(case, dtype=dtype)
     model.set_experts_implementation("eager")
     model.save_pretrained(folder)
     return load_ours(folder, dtype), model
@@ -208,7 +212,7 @@ def test_gpt_oss_without_a_rope_object_has_its_classs_own(
     changed: dict[str, None], tmp_path: Path
 ) -> None:
     """YaRN, of which transformers keeps the numbers in the class."""
-    reference_model("gpt-oss").save_pretrained(tmp_path)
+    build_reference_model("gpt-oss").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config.pop("rope_parameters")

@@ -10,8 +10,8 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import KVCache, build_spec
 from recipe_lib.ops.attention import compute_document_positions, make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
-from tests.models.reference import CASES, load_ours, reference_model, save_ours
-from tests.selection import slow_except
+from tests.models.reference import CASES, build_reference_model, load_ours, save_ours
+from tests.selection import mark_slow_except
 
 LENGTH = (
     40  # longer than every window and than the original context of the stretched rotary embeddings
@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def saved(case: str, folders: dict[str, Path]) -> Path:
     if case not in folders:
         folders[case] = folders["root"] / case
-        reference_model(case).save_pretrained(folders[case])
+        build_reference_model(case).save_pretrained(folders[case])
     return folders[case]
 
 
@@ -45,7 +45,7 @@ def tokens(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_equal_those_of_transformers(case: str, folders: dict[str, Path]) -> None:
-    ours, theirs = load_ours(saved(case, folders)), reference_model(case)
+    ours, theirs = load_ours(saved(case, folders)), build_reference_model(case)
     expected = theirs(tokens()).logits
     assert expected.std() > 0.05
     assert_close(ours(tokens()), expected)
@@ -74,7 +74,7 @@ def test_transformers_loads_our_names(case: str, folders: dict[str, Path], tmp_p
 @pytest.mark.parametrize("case", ["llama3.1", "mistral-window", "gemma2", "gemma3", "phi3"])
 @torch.no_grad()
 def test_right_padding_changes_nothing_before_it(case: str, folders: dict[str, Path]) -> None:
-    ours, theirs = load_ours(saved(case, folders)), reference_model(case)
+    ours, theirs = load_ours(saved(case, folders)), build_reference_model(case)
     rows, mask = tokens(3), torch.ones(3, LENGTH, dtype=torch.long)
     for row, length in enumerate((LENGTH, 23, 11)):
         rows[row, length:], mask[row, length:] = 0, 0
@@ -112,7 +112,7 @@ def test_documents_in_one_row_equal_separate_rows(case: str, folders: dict[str, 
 @torch.no_grad()
 def test_decoding_with_a_cache_equals_one_pass(case: str, folders: dict[str, Path]) -> None:
     ours = load_ours(saved(case, folders))
-    spec = build_spec(reference_model(case).config.to_dict(), case)
+    spec = build_spec(build_reference_model(case).config.to_dict(), case)
     whole = ours(tokens())
     cache = KVCache(spec, 2, LENGTH, torch.float32, "cpu")
     pieces, start = [], 0
@@ -129,7 +129,7 @@ def test_decoding_with_a_cache_equals_one_pass(case: str, folders: dict[str, Pat
 def test_gradients_and_loss_equal_those_of_transformers(
     case: str, folders: dict[str, Path]
 ) -> None:
-    ours, theirs = load_ours(saved(case, folders)), reference_model(case)
+    ours, theirs = load_ours(saved(case, folders)), build_reference_model(case)
     inputs, labels = tokens(), tokens().roll(-1, dims=1)
     labels[:, :4], labels[:, -1] = -100, -100
     loss = ours(inputs, labels=labels, head_loss=CrossEntropy(3))
@@ -154,10 +154,10 @@ def test_a_real_checkpoint(realdata: Path) -> None:
     assert_close(load_ours(folder)(inputs), theirs(inputs).logits)
 
 
-@pytest.mark.parametrize("case", slow_except(["llama3.1", "gpt-oss"], ["llama3.1"]))
+@pytest.mark.parametrize("case", mark_slow_except(["llama3.1", "gpt-oss"], ["llama3.1"]))
 def test_a_compiled_layer_is_one_graph(case: str, tmp_path: Path) -> None:
     torch.compiler.reset()  # graphs of other cases count among those of this one
-    reference_model(case, num_hidden_layers=2).save_pretrained(tmp_path)
+    build_reference_model(case, num_hidden_layers=2).save_pretrained(tmp_path)
     plain = load_ours(tmp_path)
     compiled = load_ours(tmp_path)
     apply_activation_checkpointing(

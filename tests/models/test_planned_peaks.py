@@ -27,8 +27,8 @@ from benchmarks.planned_peaks import (
 from recipe_lib.config.paths import get_configs_folder
 from recipe_lib.units import GIB, MIB
 from tests.house.files import ROOT
-from tests.plan.apart import apart, settings
-from tests.selection import selected, slow_except
+from tests.plan.apart import build_settings, call_in_fork
+from tests.selection import mark_slow_except, select_cases
 
 PLANS, FASTEST = read_plans(), read_fastest()
 DRIFT = 0.005
@@ -48,7 +48,7 @@ def plan_active(name):
 
     text = (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     try:
-        recipe_class, cfg, wanted = settings(name, int(PEAK.search(text)[5]), device=DEVICE)
+        recipe_class, cfg, wanted = build_settings(name, int(PEAK.search(text)[5]), device=DEVICE)
         return (
             name,
             make_plan(recipe_class, cfg, replace(wanted, timed=False))[0].heaviest.peak.active,
@@ -65,7 +65,7 @@ def planned_now(request):
     import recipe_lib.plan.build_plan  # noqa: F401  (its imports last, and the parent keeps them)
 
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return dict(pool.imap(plan_active, selected(request, "config"), chunksize=20))
+        return dict(pool.imap(plan_active, select_cases(request, "config"), chunksize=20))
 
 
 @pytest.mark.parametrize("name", list_names())
@@ -76,7 +76,7 @@ def test_a_header_says_a_peak(name):
     )
 
 
-@pytest.mark.parametrize("config", slow_except(PLANNED_NOW, PLANNED_NOW[:2]))
+@pytest.mark.parametrize("config", mark_slow_except(PLANNED_NOW, PLANNED_NOW[:2]))
 def test_the_peak_in_the_header_is_the_planned_one(planned_now, config):
     """The plan that is kept is the one of today; that the header is made of it is the next
     tests'.
@@ -132,7 +132,7 @@ def test_no_fewer_cards_would_do(name):
 def test_the_speeds_in_a_header_are_those_found_now():
     name = "smollm2/135M_full"
     size, ranks = find_meant_cards(PLANS[name])
-    found, kept = apart(find_fastest, name, size, ranks), FASTEST[name]
+    found, kept = call_in_fork(find_fastest, name, size, ranks), FASTEST[name]
     assert (found.cards, found.settings) == (kept["cards"], kept["settings"])
     speeds = {key: pytest.approx(kept[key], rel=0.01) for key in ("tokens_per_second", "shipped")}
     assert {"tokens_per_second": found.tokens_per_second, "shipped": found.shipped} == speeds

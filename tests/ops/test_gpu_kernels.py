@@ -10,13 +10,13 @@ from torch import Tensor
 from benchmarks import gpu_kernels
 from benchmarks.gpu_check import main
 from benchmarks.triton_code import count_bytes, count_kernels, generate_triton_code
-from tests.distributed.ranks import in_a_fork
+from tests.distributed.ranks import run_in_fork
 from tests.ops.test_fused_kernels import CALLS
 
 pytestmark = pytest.mark.benchmark
 
 
-@in_a_fork
+@run_in_fork
 def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_kernels, "KERNELS", gpu_kernels.KERNELS[:1])
     monkeypatch.setattr(gpu_kernels, "CALLS", 3)
@@ -32,7 +32,7 @@ def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs"
 )
 @pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
-@in_a_fork
+@run_in_fork
 def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
     """NF4 has a second one, for the scales of blocks."""
     name, function, _, arguments = call
@@ -48,7 +48,7 @@ def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
     find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs"
 )
 @pytest.mark.parametrize("name", ["capped_shares", "capped_score_gradients"])
-@in_a_fork
+@run_in_fork
 def test_long_rows_of_scores_are_computed_again_and_not_written(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

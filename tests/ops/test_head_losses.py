@@ -17,7 +17,7 @@ from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import small_batch, small_spec
+from tests.parallel.small_models import build_small_spec, make_small_batch
 
 TEMPERATURE = 2.0
 
@@ -47,7 +47,7 @@ def by_hand(spec: DecoderSpec) -> tuple[Tensor, dict[str, Tensor]]:
     """The same of a model's logits, all at once."""
     model = build_meta(spec, torch.float64).to_empty(device="cpu")
     init_weights(model, 3, spec)
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     logs = torch.log_softmax(model(tokens) / TEMPERATURE, dim=-1)
     wanted = teacher(labels, spec.vocab_size)
     loss = ((wanted * (wanted.log() - logs)).sum(-1) * (labels != -100)).sum()
@@ -63,7 +63,7 @@ def sharded(spec: DecoderSpec) -> dict[str, Any]:
         shard_model(model, parallel, memory, world)
         materialize(model, memory, world.device)
         init_weights(model, 3, spec)
-        tokens, labels = small_batch()
+        tokens, labels = make_small_batch()
         rows = len(tokens) // world.size
         mine = slice(world.rank * rows, (world.rank + 1) * rows)
         loss = model(tokens[mine], labels=labels[mine], head_loss=distillation)
@@ -75,11 +75,11 @@ def sharded(spec: DecoderSpec) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_function_of_ones_own_on_one_and_on_two_ranks(tied: bool) -> None:
-    spec = small_spec(tied=tied)
+    spec = build_small_spec(tied=tied)
     wanted, gradients = by_hand(spec)
     model = build_meta(spec, torch.float64).to_empty(device="cpu")
     init_weights(model, 3, spec)
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     loss = model(tokens, labels=labels, head_loss=distillation)
     loss.backward()
     torch.testing.assert_close(loss.detach(), wanted, rtol=1e-12, atol=0)
@@ -96,10 +96,10 @@ def test_a_head_that_is_more_than_a_weight_says_so() -> None:
     """Rather than that a function computes with a part of it; the wrapper takes a loss of
     logits.
     """
-    capped = replace(small_spec(), logit_softcap=30.0)
-    adapted = build_meta(small_spec(), torch.float64)
+    capped = replace(build_small_spec(), logit_softcap=30.0)
+    adapted = build_meta(build_small_spec(), torch.float64)
     add_adapters(adapted, LoraConfig(target_modules=["head"]), torch.float64)
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     for model, named in ((build_meta(capped, torch.float64), "softcap"), (adapted, "adapter")):
         model.to_empty(device="cpu")
         with pytest.raises(
@@ -135,7 +135,7 @@ def test_a_head_that_is_more_than_a_weight_says_so() -> None:
 
 def test_labels_and_head_loss_have_names() -> None:
     """So that no hook has to count arguments."""
-    model: nn.Module = build_meta(small_spec(), torch.float64).to_empty(device="cpu")
-    tokens, labels = small_batch()
+    model: nn.Module = build_meta(build_small_spec(), torch.float64).to_empty(device="cpu")
+    tokens, labels = make_small_batch()
     with pytest.raises(TypeError):
         model(tokens, None, None, labels)

@@ -14,7 +14,7 @@ from recipe_lib.memory import low_precision
 from recipe_lib.memory.low_precision import KINDS, quantize_rows, scaled_linear, scaled_mm
 from recipe_lib.ops import fused_kernels
 from recipe_lib.ops.deferred import defer_weight_gradients, enable_split_backward
-from tests.torchao_oracle import convert, rounded_rows
+from tests.torchao_oracle import convert, round_rows
 
 TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
 
@@ -179,7 +179,7 @@ def test_codes_are_torchaos(kind: str, dtype: torch.dtype):
         ]
     )
     codes, scales = quantize_rows(matrix, kind)
-    expected, others = rounded_rows(matrix, kind)
+    expected, others = round_rows(matrix, kind)
     differ = (codes[: len(matrix), :IN].float() != expected.float()).double().mean()
     assert differ == 0 if kind == "int8" else differ < 1e-3
     torch.testing.assert_close(scales, others, rtol=0 if kind == "int8" else 2**-22, atol=0)

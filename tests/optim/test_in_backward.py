@@ -25,8 +25,8 @@ from recipe_lib.optim.offloaded_states import OffloadedStates, step_parameter
 from recipe_lib.optim.optimizers import build_optimizer, clip_grad_norm
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import ROWS, small_batch, small_spec
-from tests.training.cut import Cut, own_part, placed
+from tests.parallel.small_models import ROWS, build_small_spec, make_small_batch
+from tests.training.cut import Cut, own_part, place_model
 
 CPU = torch.device("cpu")
 ALONE = SimpleNamespace(device=CPU, pipeline=None)
@@ -60,7 +60,7 @@ def train(
 
     optimizer.register_step_pre_hook(note)
     levers = optimizers.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     count, norms = (labels != -100).sum(), []
     for _ in range(STEPS):
         (model(tokens[rows], labels=labels[rows], head_loss=CrossEntropy(3)) / count).backward()
@@ -84,7 +84,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[bool, list[float], dict[str, 
     """Whether embedding and head are one, and norms and weights of plain training in one
     process.
     """
-    model = made(small_spec(tied=request.param))
+    model = made(build_small_spec(tied=request.param))
     norms, _ = train(model, PLAIN, ALONE, slice(None))
     return request.param, norms, weights(model)
 
@@ -97,7 +97,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_one_process(alone: Any) -> None:
     tied, norms, expected = alone
-    model = made(small_spec(tied=tied))
+    model = made(build_small_spec(tied=tied))
     found, most = train(model, IN_BACKWARD, ALONE, slice(None))
     assert found == pytest.approx(norms, rel=1e-12)
     same(weights(model), expected)
@@ -111,7 +111,7 @@ def test_two_ranks(alone: Any) -> None:
     def work() -> tuple[list[float], dict[str, Tensor], int, int]:
         cfg = ParallelConfig(fsdp_wrap_policy="memory_efficient")
         with start_world(FullFinetuneConfig(device="cpu", parallel=cfg)) as world:
-            spec = small_spec(tied=tied)
+            spec = build_small_spec(tied=tied)
             model = build_meta(spec, torch.float64)
             shard_model(model, cfg, PLAIN, world)
             materialize(model, PLAIN, CPU)
@@ -136,7 +136,7 @@ def test_offloaded_states_come_to_the_device_and_return() -> None:
     """On a CPU both places are the same memory, but the copies are made: one that is not sent back
     is lost.
     """
-    first = made(small_spec())
+    first = made(build_small_spec())
     second = deepcopy(first)
     plain, moving = (
         torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second)
@@ -144,7 +144,7 @@ def test_offloaded_states_come_to_the_device_and_return() -> None:
     offloaded = OffloadedStates(moving, CPU)
     sent, places = [], []
     moving.register_step_post_hook(lambda *_: sent.append(len(offloaded._copies._sent)))
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     for _ in range(STEPS):
         for model, optimizer in ((first, plain), (second, moving)):
             model(tokens, labels=labels, head_loss=CrossEntropy(3)).backward()
@@ -291,7 +291,7 @@ def test_sharded_states_come_from_the_host(cut: Cut) -> None:
 
     def work() -> list[list[str]]:
         offload = lambda optimizer: OffloadedStates(optimizer, CPU).step_one  # noqa: E731
-        found = [stepped(cfg, placed(copy(), cut), offload) for cfg in cfgs]
+        found = [stepped(cfg, place_model(copy(), cut), offload) for cfg in cfgs]
         return [alike(one, expected) for one, expected in zip(found, plain, strict=True)]
 
     assert run_ranks(work, cut.ranks) == [[[]] * len(cfgs)] * cut.ranks
@@ -311,7 +311,7 @@ def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
 USES: dict[str, Any] = {
     "two": lambda loss, model: loss(0) + loss(1),
     "logits": lambda loss, model: (
-        loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100
+        loss(0) + model(make_small_batch()[0][:1]).logsumexp(-1).square().sum() / 100
     ),
     "per token": lambda loss, model: loss(0) - loss(1, TokenLogProbs(2)).sum(),
     "weights": lambda loss, model: loss(0) + model.lm_head.weight.square().sum(),
@@ -321,10 +321,10 @@ USES: dict[str, Any] = {
 @pytest.mark.parametrize("case", USES)
 def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str) -> None:
     """As by plain training."""
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
 
     def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
-        model, norms = made(small_spec()), []
+        model, norms = made(build_small_spec()), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
         levers = optimizers.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
 

@@ -20,7 +20,7 @@ from recipe_lib.optim.optimizers import (
     set_hyperparameters,
 )
 from tests.distributed.ranks import run_ranks
-from tests.training.cut import Cut, own_part, placed
+from tests.training.cut import Cut, own_part, place_model
 
 CPU = torch.device("cpu")
 CFG = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1)
@@ -163,7 +163,7 @@ def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
 
     def work() -> tuple[list[int], list[str]]:
         whole = muon.orthogonalize
-        params = placed(weights(), Cut("rows", 2))
+        params = place_model(weights(), Cut("rows", 2))
         optimizer = build_optimizer(CFG, params.items(), CPU)
         computed, differ = [], []
         for step in range(2):
@@ -221,7 +221,7 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
         for cut in CUTS[ranks]:
             for case, options in CASES.items():
                 params = {name: weights(dtype_of(case))[name] for name in names}
-                params = placed(params, Cut(cut, ranks))
+                params = place_model(params, Cut(cut, ranks))
                 optimizer = trained(replace(CFG, **options), params)
                 for name, parameter in params.items():
                     if not torch.equal(

@@ -29,7 +29,7 @@ from benchmarks.optimizer_states import (
     make_gradients,
     run_steps,
 )
-from tests.training.formulas import dynamic_levels
+from tests.training.formulas import compute_dynamic_levels
 
 FEW = 50  # steps
 MANY = 1100  # in which a gradient of `100 x` has changed
@@ -167,7 +167,7 @@ def test_small_gradients_beside_an_outlier_take_the_steps_of_their_levels(
     in 4 bits, without a level under 1/16, there are next to none.
     """
     cfg, bits = replace(BASE, betas=betas, **kind.settings), kind.settings["state_bits"]
-    signed, unsigned = dynamic_levels(bits, True), dynamic_levels(bits, False)
+    signed, unsigned = compute_dynamic_levels(bits, True), compute_dynamic_levels(bits, False)
     unsigned = unsigned[unsigned > 0]
     for found in run_steps(cfg, DTYPES[kind.dtype], steps, 25):
         first, second = ((1 - beta) / (1 - beta ** (found.step + 1)) for beta in betas)

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def groups(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP's parameter groups, one for each unit and one for the root; a unit of several modules
+def list_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP's parameter groups, one for each unit and one for the root; a unit of several modules
     comes once.
     """
     seen = set()
@@ -24,20 +24,20 @@ def groups(model: nn.Module) -> Iterator[Any]:
                 yield group
 
 
-def gathered_bytes(model: nn.Module) -> int:
-    """Return the bytes of whole parameters in memory."""
+def count_gathered_bytes(model: nn.Module) -> int:
+    """Bytes of whole parameters in memory."""
     return sum(
         tensor.untyped_storage().nbytes()
-        for group in groups(model)
+        for group in list_groups(model)
         for parameter in group.fsdp_params
         for tensor in getattr(parameter, "all_gather_outputs", [])
     )
 
 
-def unreduced_bytes(model: nn.Module) -> int:
-    """Return the bytes of whole gradients in memory that the ranks have not summed yet."""
+def count_unreduced_bytes(model: nn.Module) -> int:
+    """Bytes of whole gradients in memory that the ranks have not summed yet."""
     total = 0
-    for group in groups(model):
+    for group in list_groups(model):
         for parameter in group.fsdp_params:
             grad = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
             total += grad.untyped_storage().nbytes() if grad is not None else 0
@@ -63,6 +63,6 @@ class GatheredPeak(TorchDispatchMode):
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
         with torch._C._DisableTorchDispatch():
-            self.gathered = max(self.gathered, gathered_bytes(self.model))
-            self.unreduced = max(self.unreduced, unreduced_bytes(self.model))
+            self.gathered = max(self.gathered, count_gathered_bytes(self.model))
+            self.unreduced = max(self.unreduced, count_unreduced_bytes(self.model))
         return result

@@ -17,8 +17,10 @@ VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
 ROWS, LENGTH = 8, 12
 
 
-def small_spec(*, tied: bool = False, layers: int = 3, vocabulary: int = VOCABULARY) -> DecoderSpec:
-    """Return a Llama whose embedding is larger than a layer: 512 x 32 against about 10 x 32 x 32."""
+def build_small_spec(
+    *, tied: bool = False, layers: int = 3, vocabulary: int = VOCABULARY
+) -> DecoderSpec:
+    """A Llama whose embedding is larger than a layer: 512 x 32 against about 10 x 32 x 32."""
     spec = build_spec(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -40,8 +42,8 @@ def small_spec(*, tied: bool = False, layers: int = 3, vocabulary: int = VOCABUL
     return replace(spec, init_std=0.2)
 
 
-def small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels `[rows, LENGTH]`, some of them ignored, not equally many in each row."""
+def make_small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Tokens and labels `[rows, LENGTH]`, some of them ignored, not equally many in each row."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
     labels = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
@@ -50,7 +52,7 @@ def small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def plain_gradients(
+def compute_plain_gradients(
     spec: DecoderSpec, dtype: torch.dtype = torch.float64
 ) -> tuple[float, dict[str, Tensor]]:
     """Mean loss of the small batch and gradients by name, of a model that is neither sharded nor
@@ -58,10 +60,10 @@ def plain_gradients(
     """
     model = build_meta(spec, dtype).to_empty(device="cpu")
     init_weights(model, 3, spec)
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
     loss.backward()
-    return float(loss.detach()), gradients(model)
+    return float(loss.detach()), read_gradients(model)
 
 
 def start_adapters(model: nn.Module) -> None:
@@ -72,8 +74,8 @@ def start_adapters(model: nn.Module) -> None:
             get_detached_local(parameter).fill_(0.01)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return whole gradients by name; sharded ones are gathered (a collective)."""
+def read_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name; sharded ones are gathered (a collective)."""
     found = {
         name: parameter.grad
         for name, parameter in model.named_parameters()
@@ -85,7 +87,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
+def compute_gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
     """The largest difference of this rank's parts of the gradients from the whole ones, each
     relative to the largest number of its gradient. AssertionError where other parameters have
     gradients.

@@ -12,11 +12,11 @@ from torch import nn
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.ops import capped_attention
+from recipe_lib.ops import special_attention
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.units import GIB
 from tests.distributed.ranks import import_compiler
-from tests.parallel.small_models import VOCABULARY, gradients, small_spec
+from tests.parallel.small_models import VOCABULARY, build_small_spec, read_gradients
 
 LENGTHS = (12, 7, 30, 8, 64, 5, 33, 3, 48, 2)
 ROWS = 2
@@ -27,7 +27,9 @@ BUDGET = MemoryConfig(
 
 
 def build(backend: Any = None) -> nn.Module:
-    spec = replace(small_spec(layers=2), windows=(9, 9), attention_softcap=20.0, post_norms=True)
+    spec = replace(
+        build_small_spec(layers=2), windows=(9, 9), attention_softcap=20.0, post_norms=True
+    )
     model = build_meta(spec, torch.float32)
     cfg = FullFinetuneConfig(batch_size=ROWS, max_seq_len=max(LENGTHS), memory=BUDGET)
     apply_activation_checkpointing(model, BUDGET.activation_checkpointing, cfg)
@@ -61,18 +63,22 @@ def test_rows_of_many_lengths() -> None:
             loss.backward()
         torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-6, atol=0)
     assert compiled_for == [LENGTHS[0]] * 2 + [LENGTHS[1]] * 2
-    for one, other in zip(gradients(compiled).values(), gradients(plain).values(), strict=True):
+    for one, other in zip(
+        read_gradients(compiled).values(), read_gradients(plain).values(), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
 def test_pieces_of_capped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two, the fewest that hold no more scores than allowed; a query is never divided."""
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 1000)
-    assert [capped_attention._count_pieces(10, queries) for queries in (1, 100, 101, 201, 900)] == [
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", 1000)
+    assert [
+        special_attention._count_pieces(10, queries) for queries in (1, 100, 101, 201, 900)
+    ] == [
         1,
         1,
         2,
         4,
         16,
     ]
-    assert capped_attention._count_pieces(5000, 3) == 3
+    assert special_attention._count_pieces(5000, 3) == 3

@@ -42,7 +42,7 @@ from recipe_lib.parallel.context import check_context
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.house.files import ROOT
 from tests.models.reference import CASES, SMALL
-from tests.parallel.small_models import small_spec, start_adapters
+from tests.parallel.small_models import build_small_spec, start_adapters
 
 LENGTH = 32
 # Of documents in rows, where these are packed; some cross the borders between ranks.
@@ -312,7 +312,7 @@ def test_compiled_layers_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_that_cannot_be_shared_are_refused_with_the_sizes_that_fit() -> None:
-    spec = replace(small_spec(), num_heads=12, num_kv_heads=2)
+    spec = replace(build_small_spec(), num_heads=12, num_kv_heads=2)
     for size in (1, 2, 4, 6, 12):
         check_context(spec, ParallelConfig(context=size))
     with pytest.raises(ConfigError) as refused:

@@ -22,16 +22,16 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
-    done,
-    furthest,
-    metrics,
+    expect_done,
+    find_largest_difference,
+    gather_whole,
     probe,
+    read_metrics,
+    read_steps,
     run_here,
-    steps,
-    stories,
-    whole,
+    write_stories,
 )
-from tests.selection import selected
+from tests.selection import select_cases
 
 SIZES = [
     (3,),
@@ -176,7 +176,7 @@ class Runs:
         (folder / "text.txt").write_text(text[:6_000])
 
     def run(self, name: str, data_ranks: int, *overrides: str, recipe: str = FULL) -> Any:
-        argv = stories(
+        argv = write_stories(
             self.realdata,
             self.folder / name,
             f"data.source={self.folder / 'text.txt'}",
@@ -192,7 +192,7 @@ class Runs:
         )
         if recipe == LORA:
             argv[1] = str(ROOT / "tests" / "recipes" / "adapters.yaml")
-        return done(run_here(argv, recipe=recipe))
+        return expect_done(run_here(argv, recipe=recipe))
 
     def state(self, name: str) -> str:
         return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
@@ -224,7 +224,7 @@ def of_two(runs: Runs, bits: list[int], everything: bool) -> dict[str, Any]:
     runs.run("fsdp to ddp", 2, DDP, runs.state("full fsdp"))
     resumed = runs.run("ddp to fsdp", 2, runs.state("full ddp"))
     with torch.no_grad():
-        return {"logits": logits, "resumed": whole(resumed.recipe.model(probe()))} | marked
+        return {"logits": logits, "resumed": gather_whole(resumed.recipe.model(probe()))} | marked
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +233,8 @@ def runs(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of the runs, and what the two ranks found."""
     found = Runs(realdata, tmp_path_factory.mktemp("replicas"))
-    bits = selected(request, "bits")
-    everything = not bits or bool(selected(request, "name"))
+    bits = select_cases(request, "bits")
+    everything = not bits or bool(select_cases(request, "name"))
     run_ranks(alone, 1, found, everything)
     two = run_ranks(of_two, 2, found, bits, everything)
     return found.folder, two
@@ -250,11 +250,15 @@ def runs(
     ],
 )
 def test_losses_and_norms_are_those_of_one_process(runs: Any, name: str, reference: str):
-    many, one = steps(runs[0] / name), steps(runs[0] / reference)
+    many, one = read_steps(runs[0] / name), read_steps(runs[0] / reference)
     one = one[SAVED:] if len(many) < STEPS else one
     assert [step for step, _, _ in many] == [step for step, _, _ in one]
-    assert furthest([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
-    assert furthest([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
+    assert (
+        find_largest_difference([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
+    )
+    assert (
+        find_largest_difference([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
+    )
     assert all(norm > 0.5 for _, _, norm in one)  # all are clipped
 
 
@@ -265,11 +269,14 @@ def test_matmuls_of_few_bits_find_the_same_whether_weights_are_gathered(runs: An
     of full precision.
     """
     shards, copies, plain = (
-        steps(runs[0] / name) for name in (f"int{bits} fsdp", f"int{bits} ddp", "full 1")
+        read_steps(runs[0] / name) for name in (f"int{bits} fsdp", f"int{bits} ddp", "full 1")
     )
-    assert furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in shards]) <= 1e-3
+    assert (
+        find_largest_difference([loss for _, loss, _ in copies], [loss for _, loss, _ in shards])
+        <= 1e-3
+    )
     assert copies[0][1] == shards[0][1]
-    off = furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in plain])
+    off = find_largest_difference([loss for _, loss, _ in copies], [loss for _, loss, _ in plain])
     assert 1e-6 < off < 0.02
 
 
@@ -279,4 +286,4 @@ def test_every_rank_has_the_whole_trained_model(runs: Any):
     assert torch.equal(first["logits"], second["logits"])
     assert torch.allclose(first["resumed"], first["logits"], atol=1e-4)
     assert first["units"][0].startswith("FSDP: off (ddp): 2 ranks have the same parameters")
-    assert len(metrics(runs[0] / "full ddp")) == STEPS
+    assert len(read_metrics(runs[0] / "full ddp")) == STEPS

@@ -21,19 +21,19 @@ from recipe_lib.parallel import Unit, World, materialize, shard_model, start_wor
 from recipe_lib.parallel import fsdp as apply
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.memory.live_bytes import LiveBytes
-from tests.parallel.gathered import GatheredPeak, gathered_bytes
+from tests.parallel.gathered import GatheredPeak, count_gathered_bytes
 from tests.parallel.small_models import (
     MLP_WIDTH,
     ROWS,
     VOCABULARY,
     WIDTH,
-    gradient_difference,
-    gradients,
-    plain_gradients,
-    small_batch,
-    small_spec,
+    build_small_spec,
+    compute_gradient_difference,
+    compute_plain_gradients,
+    make_small_batch,
+    read_gradients,
 )
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 NESTED = ["model.layers.*.mlp", "model.layers.*"]
 POLICIES: list[Any] = ["layers", "memory_efficient", NESTED]
@@ -71,7 +71,7 @@ def loss_of_part(model: nn.Module, world: World, part: int = 0, parts: int = 1) 
     """This rank's share of the small batch, or one of its parts, over the trained tokens of the
     whole batch.
     """
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     rows = ROWS // (world.size * parts)
     first = (world.rank * parts + part) * rows
     mine = slice(first, first + rows)
@@ -88,8 +88,8 @@ def worst_gradients(
     """
     worst = []
     for tied, parallel, memory in cases:
-        spec = small_spec(tied=tied)
-        loss, expected = plain_gradients(spec)
+        spec = build_small_spec(tied=tied)
+        loss, expected = compute_plain_gradients(spec)
         cfg = config(parallel, memory)
         with start_world(cfg) as world:
             model, _ = sharded(spec, cfg, world, torch.float64, compiler)
@@ -102,7 +102,7 @@ def worst_gradients(
                     total += partial_loss.detach()
                 assert abs(float(world.all_reduce_sum(total)) - loss) < 1e-12
                 assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
-            worst.append(gradient_difference(model, expected))
+            worst.append(compute_gradient_difference(model, expected))
     return worst
 
 
@@ -115,7 +115,7 @@ MEMORY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wrapping", slow_except(POLICIES, POLICIES[:1]))
+@pytest.mark.parametrize("wrapping", mark_slow_except(POLICIES, POLICIES[:1]))
 def test_gradients_are_sums_and_equal_the_plain_models(wrapping: Any) -> None:
     """With each policy every parallel, and two kinds of memory."""
     cases = [
@@ -189,12 +189,12 @@ def test_gathered_bytes_of_each_policy() -> None:
                 {"activation_checkpointing": "full"},
             )
             with start_world(cfg) as world:
-                model, _ = sharded(small_spec(tied=tied), cfg, world, torch.float32)
+                model, _ = sharded(build_small_spec(tied=tied), cfg, world, torch.float32)
                 with GatheredPeak(model) as peak:
                     loss = loss_of_part(model, world)
-                    after_forward = gathered_bytes(model)
+                    after_forward = count_gathered_bytes(model)
                     loss.backward()
-                assert gathered_bytes(model) == 0
+                assert count_gathered_bytes(model) == 0
                 found.append([after_forward, peak.gathered, peak.unreduced])
         return found
 
@@ -221,8 +221,10 @@ def test_peak_of_all_bytes_of_a_step() -> None:
         for wrapping in expected:
             cfg = config({"fsdp_wrap_policy": wrapping}, {"activation_checkpointing": "full"})
             with start_world(cfg) as world:
-                model, _ = sharded(small_spec(vocabulary=vocabulary), cfg, world, torch.float32)
-                tokens, labels = small_batch(1)
+                model, _ = sharded(
+                    build_small_spec(vocabulary=vocabulary), cfg, world, torch.float32
+                )
+                tokens, labels = make_small_batch(1)
                 peaks = []
                 for _ in range(
                     4
@@ -230,7 +232,7 @@ def test_peak_of_all_bytes_of_a_step() -> None:
                     # counts
                 ):
                     model.zero_grad(set_to_none=True)
-                    with LiveBytes(also=lambda model=model: gathered_bytes(model)) as live:
+                    with LiveBytes(also=lambda model=model: count_gathered_bytes(model)) as live:
                         model(tokens, labels=labels, head_loss=CrossEntropy(12)).backward()
                     peaks.append(live.peak)
                     late = live.peak > expected[wrapping] + matrix // 100
@@ -256,12 +258,12 @@ def test_evaluation_leaves_nothing_gathered_and_all_parameters_sharded() -> None
             for tied in (False, True):
                 cfg = config(parallel, {})
                 with start_world(cfg) as world:
-                    model, _ = sharded(small_spec(tied=tied), cfg, world, torch.float64)
+                    model, _ = sharded(build_small_spec(tied=tied), cfg, world, torch.float64)
                     with torch.no_grad():
                         losses = [float(loss_of_part(model, world)) for _ in range(2)]
                     assert losses[0] == losses[1]
                     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-                    found.append([gathered_bytes(model), len(dict(model.named_parameters()))])
+                    found.append([count_gathered_bytes(model), len(dict(model.named_parameters()))])
         return found
 
     for found in run_ranks(work, 2):
@@ -274,12 +276,12 @@ def test_logits_can_be_trained_on_too() -> None:
     def work() -> list[float]:
         worst = []
         for tied in (False, True):
-            spec = small_spec(tied=tied)
+            spec = build_small_spec(tied=tied)
             plain = build_meta(spec, torch.float64).to_empty(device="cpu")
             init_weights(plain, 3, spec)
-            tokens, _ = small_batch()
+            tokens, _ = make_small_batch()
             plain(tokens).square().sum().backward()
-            expected = gradients(plain)
+            expected = read_gradients(plain)
             cfg = config({"fsdp_wrap_policy": "memory_efficient"}, {})
             with start_world(cfg) as world:
                 model, _ = sharded(spec, cfg, world, torch.float64)
@@ -289,7 +291,7 @@ def test_logits_can_be_trained_on_too() -> None:
                 model.zero_grad(set_to_none=True)
                 rows = ROWS // world.size
                 model(tokens[world.rank * rows : (world.rank + 1) * rows]).square().sum().backward()
-                found = gradients(model)
+                found = read_gradients(model)
             worst += [
                 float((found[name] - grad).abs().max() / grad.abs().max())
                 for name, grad in expected.items()
@@ -307,7 +309,7 @@ def test_training_keeps_tied_weights_one_parameter() -> None:
         for wrapping in ("layers", "memory_efficient"):
             cfg = config({"fsdp_wrap_policy": wrapping}, {})
             with start_world(cfg) as world:
-                model, _ = sharded(small_spec(tied=True), cfg, world, torch.float64)
+                model, _ = sharded(build_small_spec(tied=True), cfg, world, torch.float64)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
                 losses = []
                 for _ in range(3):
@@ -356,7 +358,7 @@ def test_dtype_of_the_reduction(reduce_dtype: str | None, expected: str) -> None
     def work() -> list[str]:
         cfg = config({"reduce_dtype": reduce_dtype}, {})
         with start_world(cfg) as world:
-            model, _ = sharded(small_spec(), cfg, world, torch.bfloat16)
+            model, _ = sharded(build_small_spec(), cfg, world, torch.bfloat16)
             with ReducedDtypes() as reduced:
                 loss_of_part(model, world).backward()
             tensors = list(model.parameters())
@@ -371,7 +373,7 @@ def test_frozen_parameters_keep_their_dtype_and_get_no_gradient() -> None:
     def work() -> list[str]:
         cfg = config({"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "full"})
         with start_world(cfg) as world:
-            model = build_meta(small_spec(), torch.bfloat16)
+            model = build_meta(build_small_spec(), torch.bfloat16)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("q_proj" in name)
             model.model.layers.to(torch.bfloat16)
@@ -392,7 +394,7 @@ def test_frozen_parameters_keep_their_dtype_and_get_no_gradient() -> None:
             apply_activation_checkpointing(model, "full")
             shard_model(model, cfg.parallel, cfg.memory, world)
             materialize(model, cfg.memory, world.device)
-            init_weights(model, 3, small_spec())
+            init_weights(model, 3, build_small_spec())
             loss_of_part(model, world).backward()
             grads = {name: parameter.grad for name, parameter in model.named_parameters()}
             assert all((grad is not None) == ("q_proj" in name) for name, grad in grads.items())
@@ -404,12 +406,14 @@ def test_frozen_parameters_keep_their_dtype_and_get_no_gradient() -> None:
 def test_a_world_of_one_is_left_alone_and_stays_tied() -> None:
     cfg = config({"fsdp_wrap_policy": "memory_efficient"}, {})
     with start_world(cfg) as world:
-        model, units = sharded(small_spec(tied=True), cfg, world, torch.float64)
+        model, units = sharded(build_small_spec(tied=True), cfg, world, torch.float64)
         assert units == [] and not any(isinstance(module, FSDPModule) for module in model.modules())
         assert model.lm_head.weight is model.model.embed_tokens.weight
         cfg.parallel.fsdp_wrap_policy = ["nothing.*"]
         with pytest.raises(ConfigError, match=r"pattern 'nothing\.\*' matches no unit"):
-            shard_model(build_meta(small_spec(), torch.float32), cfg.parallel, cfg.memory, world)
+            shard_model(
+                build_meta(build_small_spec(), torch.float32), cfg.parallel, cfg.memory, world
+            )
 
 
 def test_materialize_keeps_ties_of_any_model() -> None:

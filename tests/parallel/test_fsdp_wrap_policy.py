@@ -32,7 +32,7 @@ from recipe_lib.parallel import (
 from recipe_lib.parallel.fsdp import count_parameter_bytes, resolve_wrapping
 from recipe_lib.units import MIB, format_bytes
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec
+from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, build_small_spec
 from tests.recipes.mixtures import write_mixture
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
@@ -41,7 +41,7 @@ LAYER = (2 * WIDTH * WIDTH + 2 * 16 * WIDTH + 3 * MLP_WIDTH * WIDTH + 2 * WIDTH)
 
 
 def small(tied: bool = False, vocabulary: int = VOCABULARY) -> nn.Module:
-    return build_meta(small_spec(tied=tied, vocabulary=vocabulary), torch.float32)
+    return build_meta(build_small_spec(tied=tied, vocabulary=vocabulary), torch.float32)
 
 
 def names(model: nn.Module, wrapping: str | list[str]) -> list[tuple[str, ...]]:
@@ -213,7 +213,7 @@ def test_what_stays_gathered_under_tensor_parallel(tied: bool) -> None:
     def line() -> str:
         parallel = ParallelConfig(tensor=2, fsdp_wrap_policy="layers")
         with start_world(FullFinetuneConfig(parallel=parallel, device="cpu")) as world:
-            model = build_meta(small_spec(tied=tied), torch.float32)
+            model = build_meta(build_small_spec(tied=tied), torch.float32)
             shard_tensors(model, parallel, MemoryConfig(), world)
             return describe_units(
                 model, Parallel(units=shard_model(model, parallel, MemoryConfig(), world))

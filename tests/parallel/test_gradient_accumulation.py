@@ -30,10 +30,10 @@ from recipe_lib.parallel import (
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import (
     ROWS,
-    gradient_difference,
-    plain_gradients,
-    small_batch,
-    small_spec,
+    build_small_spec,
+    compute_gradient_difference,
+    compute_plain_gradients,
+    make_small_batch,
 )
 
 PARTS = 4  # micro-batches of a data rank, at most
@@ -64,7 +64,7 @@ FOUR: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def made(cfg: FullFinetuneConfig, world: World, *, tied: bool) -> tuple[nn.Module, Parallel]:
-    spec = small_spec(tied=tied, layers=4 if cfg.parallel.pipeline > 1 else 3)
+    spec = build_small_spec(tied=tied, layers=4 if cfg.parallel.pipeline > 1 else 3)
     model = build_meta(spec, torch.float64)
     divided = parallelize(model, cfg, world)
     materialize(model, cfg.memory, world.device)
@@ -84,7 +84,7 @@ def config(parallel: dict[str, Any], memory: dict[str, Any]) -> FullFinetuneConf
 
 def step_batches(world: World) -> StepBatches:
     """This rank's micro-batches of the small batch."""
-    tokens, labels = small_batch()
+    tokens, labels = make_small_batch()
     rows = ROWS // world.data_ranks
     mine = slice(world.data_rank * rows, (world.data_rank + 1) * rows)
     parts = zip(
@@ -118,8 +118,8 @@ def worst_gradients(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[
         cfg = config(parallel, memory)
         with start_world(cfg) as world:
             model, divided = made(cfg, world, tied=tied)
-            whole = plain_gradients(
-                small_spec(tied=tied, layers=4 if cfg.parallel.pipeline > 1 else 3)
+            whole = compute_plain_gradients(
+                build_small_spec(tied=tied, layers=4 if cfg.parallel.pipeline > 1 else 3)
             )[1]
             expected = {
                 name: whole[name] for name, _ in model.named_parameters()
@@ -127,7 +127,7 @@ def worst_gradients(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[
             errors = []
             for _ in range(2):
                 step(model, divided, world)
-                errors.append(gradient_difference(model, expected))
+                errors.append(compute_gradient_difference(model, expected))
             worst.append(max(errors))
     return worst
 
@@ -261,7 +261,7 @@ def sum_of_small(cases: list[dict[str, Any]], count: int) -> list[float]:
     then SMALL each.
     """
     found = []
-    tokens, labels = small_batch(1)
+    tokens, labels = make_small_batch(1)
     for parallel in cases:
         cfg = FullFinetuneConfig(
             device="cpu",
@@ -270,10 +270,10 @@ def sum_of_small(cases: list[dict[str, Any]], count: int) -> list[float]:
             parallel=ParallelConfig(**parallel),
         )
         with start_world(cfg) as world:
-            model = build_meta(small_spec(), torch.bfloat16)
+            model = build_meta(build_small_spec(), torch.bfloat16)
             divided = parallelize(model, cfg, world)
             materialize(model, cfg.memory, world.device)
-            init_weights(model, 3, small_spec())
+            init_weights(model, 3, build_small_spec())
             batches = StepBatches([Batch(tokens, labels)] * (count + 1), 1, 1, 1)
 
             factors = iter([1.0] + [SMALL] * count)

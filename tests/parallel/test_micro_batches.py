@@ -20,7 +20,7 @@ from recipe_lib.parallel import (
     start_world,
 )
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec
+from tests.parallel.small_models import LENGTH, VOCABULARY, build_small_spec
 
 STEPS = StepBatches(
     [Batch(row, row) for row in torch.arange(4 * LENGTH).view(4, 1, LENGTH) % VOCABULARY],
@@ -77,7 +77,7 @@ FAULTS: dict[Any, str] = {
 
 
 def make(world: World, cfg: FullFinetuneConfig) -> tuple[nn.Module, Parallel]:
-    spec = small_spec(layers=2)
+    spec = build_small_spec(layers=2)
     model = build_meta(spec, torch.float32)
     parallel = parallelize(model, cfg, world)
     materialize(model, cfg.memory, world.device)

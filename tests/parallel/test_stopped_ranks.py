@@ -20,7 +20,7 @@ from recipe_lib.parallel import heartbeat
 from recipe_lib.parallel.heartbeat import find_stopped_ranks
 from recipe_lib.parallel.world import meet_ranks
 from tests.distributed.launched import ROOT, START, Ended, Ranks, start_ranks
-from tests.recipes.runs import arguments, latest
+from tests.recipes.runs import build_arguments, keep_latest
 
 TIMEOUT = 2  # seconds, of the key
 KEY = f"parallel.heartbeat_timeout_seconds={TIMEOUT}"
@@ -54,8 +54,8 @@ def train(
     ranks: Ranks, folder: Path, stopped: int | None = None, at: str = "", *overrides: str
 ) -> Ended:
     """Train two steps, with a validation and a state after each."""
-    words = latest(
-        *arguments(folder / "run"), "validation.source=examples/demo/heldout.jsonl", "validation.every_n_steps=1",
+    words = keep_latest(
+        *build_arguments(folder / "run"), "validation.source=examples/demo/heldout.jsonl", "validation.every_n_steps=1",
         "checkpoint.save_every_n_steps=1", "checkpoint.keep_best=true", "max_steps=2", "data.max_samples=16", KEY,
         *overrides,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from recipe_lib.parallel import (
     start_world,
 )
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec, start_adapters
+from tests.parallel.small_models import LENGTH, VOCABULARY, build_small_spec, start_adapters
 
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 GEMMA = {
@@ -53,7 +53,7 @@ class Case:
 
     def shape(self) -> DecoderSpec:
         return replace(
-            small_spec(tied=self.spec.get("tied", False)), **{"num_kv_heads": 4} | self.spec
+            build_small_spec(tied=self.spec.get("tied", False)), **{"num_kv_heads": 4} | self.spec
         )
 
 
@@ -254,7 +254,7 @@ def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> 
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
-    spec = replace(small_spec(), num_kv_heads=2)
+    spec = replace(build_small_spec(), num_kv_heads=2)
     with pytest.raises(ConfigError) as refused:
         check_tensor(spec, ParallelConfig(tensor=3))
     assert len(refused.value.faults) == 4
@@ -270,7 +270,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
 def test_sizes_that_fit_where_kv_heads_are_copied_are_divisors_and_multiples_of_their_number() -> (
     None
 ):
-    spec = replace(small_spec(), num_heads=12, num_kv_heads=4, mlp_width=96, vocab_size=528)
+    spec = replace(build_small_spec(), num_heads=12, num_kv_heads=4, mlp_width=96, vocab_size=528)
     for size in (
         6,
         8,

@@ -37,9 +37,9 @@ from recipe_lib.parallel import (
     start_world,
 )
 from tests.distributed.ranks import run_ranks
-from tests.parallel.small_models import LENGTH, WIDTH, small_spec
+from tests.parallel.small_models import LENGTH, WIDTH, build_small_spec
 from tests.parallel.test_tensor import BIASES, Case, backward, batch, build
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 
 pytestmark = pytest.mark.slow  # test_tensor has losses and gradients
 
@@ -62,7 +62,7 @@ def measured() -> dict[str, Any]:
     """(bytes kept, collectives) of a layer, by what was run; and how many graphs torch compiled for
     alike layers.
     """
-    return apart(measure_all)
+    return call_in_fork(measure_all)
 
 
 def measure_all() -> dict[str, Any]:
@@ -154,7 +154,7 @@ def train(
     dtype: torch.dtype, rows: int, norms: bool, stock: bool, world: World
 ) -> tuple[list[float], list[Tensor]]:
     """Losses of steps of AdamW on two layers, and the weights of this rank at the end."""
-    spec = replace(small_spec(layers=2), num_kv_heads=4)
+    spec = replace(build_small_spec(layers=2), num_kv_heads=4)
     model = build_meta(spec, dtype)
     parallel, memory = ParallelConfig(tensor=2), MemoryConfig()
     if stock:

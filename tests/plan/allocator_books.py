@@ -9,13 +9,13 @@ def check_books(allocator: CachingAllocator) -> None:
     """Raise AssertionError if they are wrong."""
     mapped = allocator.list_blocks()
     active = [block for block in mapped if not block.idle]
-    assert sum(block.size for block in mapped) == allocator.reserved <= allocator.peak_reserved
-    assert sum(block.size for block in active) == allocator.active <= allocator.peak_active
+    assert sum(block.size for block in mapped) == allocator.reserved <= allocator.peaks.reserved
+    assert sum(block.size for block in active) == allocator.active <= allocator.peaks.active
     assert (
-        sum(block.requested for block in active) == allocator.requested <= allocator.peak_requested
+        sum(block.requested for block in active) == allocator.requested <= allocator.peaks.requested
     )
     handed_out = sum(block.size for block in mapped if block.allocated)
-    assert handed_out == allocator.allocated <= allocator.peak_allocated
+    assert handed_out == allocator.allocated <= allocator.peaks.allocated
     settings = allocator.settings
     if settings.cap is not None and not (settings.by_fraction and settings.expandable):
         assert allocator.reserved <= settings.cap

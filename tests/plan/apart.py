@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def apart(work: Callable[..., Any], *args: Any) -> Any:
+def call_in_fork(work: Callable[..., Any], *args: Any) -> Any:
     """`work(*args)` in a fork, which may fork on; what it raises is raised here."""
     context = multiprocessing.get_context("fork")
     mine, other = context.Pipe(duplex=False)
@@ -29,7 +29,9 @@ def _answer(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
         pipe.send((False, "".join(traceback.format_exception(error))))
 
 
-def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tuple[type, Any, Any]:
+def build_settings(
+    name: str, ranks: int, *overrides: str, device: str = "24GB"
+) -> tuple[type, Any, Any]:
     """(recipe class, plannable config, plan settings) for a shipped config, with rows of
     max_seq_len.
     """
@@ -38,7 +40,7 @@ def settings(name: str, ranks: int, *overrides: str, device: str = "24GB") -> tu
     from recipe_lib.config import load_config
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+    from recipe_lib.plan.simulated_world.planned_data import choose_sequence
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     recipe = find_config_recipe(name)

@@ -22,7 +22,7 @@ def load(name: str, *overrides: str) -> Any:
     return load_config(name, overrides, find_config_recipe(name).schema())
 
 
-def wide_model(folder: Path, *more: str) -> tuple[str, ...]:
+def build_wide_model(folder: Path, *more: str) -> tuple[str, ...]:
     """Overrides that make a config one of the wide model, whose shape is written to the folder."""
     (folder / "wide.json").write_text(json.dumps(WIDE))
     model = (f"model.preset={folder / 'wide.json'}", "~model.path", "tokenizer.path=unread")

@@ -6,7 +6,7 @@ from recipe_lib.plan.measured.receipts import FORMAT, Receipt, ReceiptRun
 from recipe_lib.units import GIB
 
 
-def made_run(settings: dict[str, str] | None = None, **changed: Any) -> ReceiptRun:
+def build_run(settings: dict[str, str] | None = None, **changed: Any) -> ReceiptRun:
     """Llama 3 8B with LoRA on one RTX 4090. settings: added to its own. changed: fields to
     replace.
     """
@@ -30,7 +30,7 @@ def made_run(settings: dict[str, str] | None = None, **changed: Any) -> ReceiptR
     return ReceiptRun(**(fields | changed))
 
 
-def made_receipt(
+def build_receipt(
     planned: float = 15.21,
     measured: float = 15.43,
     time: str = "2026-11-20T09:15:00+01:00",
@@ -47,16 +47,18 @@ def made_receipt(
         if rate is not None:
             figures[-1]["tokens_per_second"] = rate
     versions = {"tune-recipes": "0.1.0", "torch": "2.13.0"}
-    return Receipt(FORMAT, time, versions, made_run(**changed), *figures)
+    return Receipt(FORMAT, time, versions, build_run(**changed), *figures)
 
 
-def left_by_a_run(**changed: Any) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+def write_receipt_of_run(
+    **changed: Any,
+) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """(figures of its plan, summary, lines of metrics.jsonl) of a run on a GPU of 4 steps. changed:
     of the figures.
     """
     figures: dict[str, Any] = {
         "active": 11 * GIB, "allocated": 12 * GIB, "reserved": 13 * GIB, "first": None, "seconds": 2.0,
-        "tokens_per_second": 2048.0, "own_device": True, "run": vars(made_run()),
+        "tokens_per_second": 2048.0, "own_device": True, "run": vars(build_run()),
     }  # fmt: skip
     peaks = {
         f"peak_memory_{kind}_gib": 10.0 + at

@@ -31,7 +31,7 @@ class Writer:
         self.trace.events.append((OP, len(self.trace.ops) - 1))
 
 
-def steps_of_training(layers: int = 6, steps: int = 2, seed: int = 0) -> Trace:
+def build_training_steps(layers: int = 6, steps: int = 2, seed: int = 0) -> Trace:
     """Weights for good; in each step activations that pile up and are freed in reverse, gathers on
     a second stream, temporaries of odd sizes; gradients and optimizer states from the first step
     on.

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tests.recipes.runs import FULL, recipe_class, recipe_module
+from tests.recipes.runs import FULL, get_recipe_class, import_recipe_module
 
 
 def made(step: Callable[[Any, Any], None]) -> type:
     """A recipe whose training step is `step(recipe, batches)`, and then the optimizer's."""
 
-    class Own(recipe_class(recipe_module(FULL))):  # type: ignore[misc]
+    class Own(get_recipe_class(import_recipe_module(FULL))):  # type: ignore[misc]
         def train_step(self, batches: Any) -> None:
             step(self, batches)
             self.optimizer.step()

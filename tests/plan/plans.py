@@ -28,7 +28,7 @@ def hand_made(**changed: object) -> Plan:
     """A plan of 4 ranks whose figures are odd enough to show rounding; `changed`: fields to
     replace.
     """
-    alive = alive_storages()
+    alive = list_alive_storages()
     active = sum(found.bytes for found in alive)
     peaks = [
         PhasePeak(
@@ -71,8 +71,8 @@ def hand_made(**changed: object) -> Plan:
         "margin": usable - rank.reserved,
         "rank_plans": [rank],
         "outside": outside,
-        "layers": layer_rows(),
-        "communication": communication_rows(),
+        "layers": list_layer_rows(),
+        "communication": list_communication_rows(),
         "time": TimePlan(
             1.25,
             3.5,
@@ -120,7 +120,7 @@ def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
     return PipelinePlan("gpipe", 1, micro_batches, 4, places, end, bubble, bubble, spans)
 
 
-def alive_storages() -> list[Alive]:
+def list_alive_storages() -> list[Alive]:
     """Sharded parameters and gradients of 32 layers alike; activations of which layer 31 has
     more.
     """
@@ -143,7 +143,7 @@ def alive_storages() -> list[Alive]:
     return sorted(found, key=lambda alive: -alive.bytes)
 
 
-def layer_rows() -> list[LayerRow]:
+def list_layer_rows() -> list[LayerRow]:
     """The model, its layers and one module inside each."""
     rows = [
         LayerRow("model.embed_tokens", "Embedding", VOCABULARY // 2, 0, VOCABULARY, VOCABULARY // 4)
@@ -160,7 +160,7 @@ def layer_rows() -> list[LayerRow]:
     return rows
 
 
-def communication_rows() -> list[CommunicationRow]:
+def list_communication_rows() -> list[CommunicationRow]:
     """Gathers and scatters of each layer, and one tiny all-reduce over all ranks."""
     rows = []
     for layer in range(LAYERS):

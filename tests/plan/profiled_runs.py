@@ -14,13 +14,13 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from recipe_lib.parallel import World, start_world
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from tests.plan.test_real_runs import collectives_let_go, collectives_within
 
 STEPS = 3
 
 
-def profiled_peak(recipe: type, cfg: Any, shape: Any) -> int:
+def profile_peak(recipe: type, cfg: Any, shape: Any) -> int:
     """The most bytes alive at once on this rank, in the last of some steps.
 
     Without what gloo takes for itself: NCCL has its own buffers, and the plan another line for
@@ -28,10 +28,10 @@ def profiled_peak(recipe: type, cfg: Any, shape: Any) -> int:
     does not follow.
     """
     collectives: list[tuple[int, int]] = []
-    with start_world(cfg) as world, collectives_let_go(), noting_collectives(collectives):
+    with start_world(cfg) as world, collectives_let_go(), note_collectives(collectives):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             begun = train(recipe, cfg, world, shape)
-    events = allocations(profiler.profiler.kineto_results.experimental_event_tree())
+    events = list_allocations(profiler.profiler.kineto_results.experimental_event_tree())
     alive: dict[int, int] = {}
     total = peak = 0
     for event in events:
@@ -47,7 +47,7 @@ def profiled_peak(recipe: type, cfg: Any, shape: Any) -> int:
     return peak
 
 
-def noting_collectives(found: list[tuple[int, int]]) -> AbstractContextManager[None]:
+def note_collectives(found: list[tuple[int, int]]) -> AbstractContextManager[None]:
     """When each collective of torch.distributed began and ended."""
 
     def noted(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def noting_collectives(found: list[tuple[int, int]]) -> AbstractContextManager[N
     return collectives_within(noted)
 
 
-def allocations(roots: list[Any]) -> list[Any]:
+def list_allocations(roots: list[Any]) -> list[Any]:
     """The profiler's events of the allocator, in order."""
     found, left = [], list(roots)
     while left:

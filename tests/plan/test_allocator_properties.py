@@ -74,7 +74,7 @@ def test_the_books_are_right_after_every_step(how, steps):
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
         assert allocator.allocated == sum(block.size for block in live)
         peak = max(peak, allocator.allocated)
-        assert allocator.peak_allocated == peak
+        assert allocator.peaks.allocated == peak
     for block in live:
         allocator.free(block)
     allocator.empty_cache()

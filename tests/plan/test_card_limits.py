@@ -16,7 +16,7 @@ from recipe_lib.parallel import World
 from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.training.run import check_card
 from tests.house.files import ROOT
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 ARCHITECTURES = ("sm70", "sm75", "sm80", "sm86", "sm89", "sm90", "sm120")
 PAGE = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
 
 def operators(architecture: str, *overrides: str) -> list[str] | str:
     """Names of a step's operators, or the line that refuses it."""
-    recipe, cfg, wanted = settings(
+    recipe, cfg, wanted = build_settings(
         "demo/full", 1, "device=auto", "batch_size=2", "max_seq_len=64", *overrides
     )
     wanted = replace(wanted, hardware=replace(wanted.hardware, architecture=architecture))
@@ -53,7 +53,7 @@ def each(limit: tuple[int, int], *overrides: str) -> dict[str, list[str] | str]:
 def test_each_limit_is_refused_below_it_and_planned_from_it_on(limit: Any) -> None:
     override = f"{limit.key}={limit.value}"
     more = ("dtype=bf16",) if limit.value == "fp8" else ()
-    found = apart(each, limit.capability, override, *more)
+    found = call_in_fork(each, limit.capability, override, *more)
     least = f"{limit.capability[0]}.{limit.capability[1]}"
     assert f"| `{override}` | {least} |" in PAGE
     for architecture, result in found.items():
@@ -70,8 +70,8 @@ def test_each_limit_is_refused_below_it_and_planned_from_it_on(limit: Any) -> No
 @pytest.mark.slow
 def test_packed_rows_take_a_mask_where_the_flash_kernel_is_missing() -> None:
     assert "packing and sliding windows through the varlen flash kernel | 8.0, in bf16 |" in PAGE
-    flash = apart(operators, "sm80", "dtype=bf16", "data.packing=true")
-    mask = apart(operators, "sm75", "data.packing=true")
+    flash = call_in_fork(operators, "sm80", "dtype=bf16", "data.packing=true")
+    mask = call_in_fork(operators, "sm75", "data.packing=true")
     assert "torch_attn::_varlen_attn" in flash
     assert "torch_attn::_varlen_attn" not in mask
     assert "aten::_scaled_dot_product_efficient_attention" in mask

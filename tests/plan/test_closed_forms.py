@@ -19,8 +19,8 @@ from recipe_lib.config import load_config
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
-from tests.selection import slow_but, slow_except
+from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, get_recipe_class, import_recipe_module
+from tests.selection import mark_slow_but, mark_slow_except
 
 WIDTH, MLP_WIDTH, VOCABULARY, LAYERS = 4096, 14336, 128256, 2
 QUERIES, KEYS = 32 * 128, 8 * 128  # heads x head width
@@ -154,11 +154,13 @@ def trace(case: tuple[Any, ...], folder: Path) -> Found:
     overrides += ["tokenizer.path=unread", "data.source=unread", "max_seq_len=128"]
     overrides += ["memory.activation_checkpointing=full"]
     overrides += [f"lora.rank={ADAPTER_RANK}"] if name == LORA else []
-    module = recipe_module(name)
+    module = import_recipe_module(name)
     cfg = load_config(PLAIN, overrides, module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
     return read(
-        simulate(recipe_class(module), cfg, shape, rank=rank, ranks=ranks, phases=("save",)).trace
+        simulate(
+            get_recipe_class(module), cfg, shape, rank=rank, ranks=ranks, phases=("save",)
+        ).trace
     )
 
 
@@ -252,7 +254,7 @@ def test_a_rank_holds_its_part_of_parameters_gradients_and_states(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "layer_gathers"),
-    slow_but([("two", 2, 1, 2), ("kept", 4, 1, 1)], 1),
+    mark_slow_but([("two", 2, 1, 2), ("kept", 4, 1, 1)], 1),
 )
 def test_memory_efficient_units_are_gathered_and_reduced(
     found: dict[str, Found], name: str, ranks: int, micro_batches: int, layer_gathers: int
@@ -302,7 +304,7 @@ def test_layer_units_are_gathered_and_reduced(
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "gathers"), slow_but([("once", BF16, 6), ("zero-1", 4, 1)], 1)
+    ("name", "size", "gathers"), mark_slow_but([("once", BF16, 6), ("zero-1", 4, 1)], 1)
 )
 def test_gradients_are_whole_until_they_are_reduced_once_a_step(
     found: dict[str, Found], name: str, size: int, gathers: int
@@ -435,7 +437,7 @@ def test_a_base_in_four_bits_has_codes_scales_and_factors(found: dict[str, Found
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(["two", "odd, last", "lora", "nf4", "copies"], ["two", "lora"])
+    "name", mark_slow_except(["two", "odd, last", "lora", "nf4", "copies"], ["two", "lora"])
 )
 def test_tensors_by_which_shapes_are_found_out_are_no_memory(
     found: dict[str, Found], name: str

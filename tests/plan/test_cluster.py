@@ -15,7 +15,7 @@ from recipe_lib.plan.views.tables import (
     build_volume_table,
 )
 from recipe_lib.units import GIB
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.plans import hand_made, hand_made_pipeline
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 
@@ -43,7 +43,7 @@ CASES = {
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     folder = tmp_path_factory.mktemp("shape")
     (folder / "shape.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": LAYERS}))
-    return apart(measure, f"model.preset={folder / 'shape.json'}")
+    return call_in_fork(measure, f"model.preset={folder / 'shape.json'}")
 
 
 def measure(preset: str) -> dict[str, Plan]:
@@ -53,7 +53,7 @@ def measure(preset: str) -> dict[str, Plan]:
     more = (*TYPED, preset, f"gradient_accumulation_steps={COUNT}")
     found = {}
     for name, (ranks, *overrides) in CASES.items():
-        recipe_class, cfg, wanted = settings("demo/full", ranks, *more, *overrides)
+        recipe_class, cfg, wanted = build_settings("demo/full", ranks, *more, *overrides)
         found[name] = make_plan(recipe_class, cfg, wanted)[0]
         if name in ("sixteen", "ddp"):
             add_alone(found[name], recipe_class, cfg, wanted)

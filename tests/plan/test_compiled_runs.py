@@ -16,7 +16,7 @@ import torch._inductor.config
 
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
-from tests.plan.profiled_runs import profiled_peak
+from tests.plan.profiled_runs import profile_peak
 from tests.plan.test_real_runs import PAIRS, TIED, config_of
 from tests.recipes.runs import DPO, FULL, LORA
 
@@ -79,7 +79,7 @@ def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
 
 def measured_peak(case: tuple[Any, ...], folder: Path) -> int:
     """The same as torch's profiler counts it in a real run on this rank."""
-    return profiled_peak(*config(case, folder))
+    return profile_peak(*config(case, folder))
 
 
 def compared(name: str, folder: Path) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from recipe_lib.plan.allocation.untraced_memory import (
 )
 from recipe_lib.units import MIB
 from tests.plan.allocation.test_snapshot import snapshot_of
-from tests.plan.made_traces import steps_of_training
+from tests.plan.made_traces import build_training_steps
 
 RECORDED = sorted((Path(__file__).parent / "fixtures").glob("*.json.gz"))
 MISSING = pytest.param(
@@ -82,7 +82,7 @@ def test_attention_of_unpacked_rows_is_cudnns_on_hopper(path):
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("share", [None, 0.9])
 def test_a_snapshot_comes_back_exactly(tmp_path, expandable, share):
-    trace = steps_of_training()
+    trace = build_training_steps()
     how = AllocatorSettings(expandable=expandable)
     if share:
         how.cap, how.by_fraction = int(share * replay(trace, how).reserved), True
@@ -143,8 +143,11 @@ def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactl
             allocator.empty_cache()
     found = replay_events(read_snapshot_events(recorded_by(allocator), cap=cap))
     assert found.first_difference is None
-    assert (found.reserved, found.retries) == (allocator.peak_reserved, allocator.num_alloc_retries)
-    assert (found.allocated, found.active) == (allocator.peak_allocated, allocator.peak_active)
+    assert (found.reserved, found.retries) == (
+        allocator.peaks.reserved,
+        allocator.num_alloc_retries,
+    )
+    assert (found.allocated, found.active) == (allocator.peaks.allocated, allocator.peaks.active)
 
 
 @pytest.mark.parametrize("neighbor", [None, 8 * MIB])
@@ -171,7 +174,7 @@ def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbor):
 
 
 def test_a_wrong_stream_is_noticed(tmp_path):
-    stream = read_snapshot_events(snapshot_of(steps_of_training(), tmp_path))
+    stream = read_snapshot_events(snapshot_of(build_training_steps(), tmp_path))
     number = next(
         at
         for at, event in enumerate(stream["events"])
@@ -185,7 +188,7 @@ def test_a_wrong_stream_is_noticed(tmp_path):
 
 
 def test_a_history_that_is_not_whole_is_refused(tmp_path):
-    snapshot = snapshot_of(steps_of_training(), tmp_path)
+    snapshot = snapshot_of(build_training_steps(), tmp_path)
     with pytest.raises(ValueError, match="bytes at most, 5 were measured"):
         read_snapshot_events(snapshot, measured={"reserved": 5})
     entries = snapshot["device_traces"][0]
@@ -199,7 +202,7 @@ def test_a_history_that_is_not_whole_is_refused(tmp_path):
 
 
 def test_settings_are_read_from_the_snapshot(tmp_path):
-    snapshot = snapshot_of(steps_of_training(), tmp_path, expandable=True)
+    snapshot = snapshot_of(build_training_steps(), tmp_path, expandable=True)
     stream = read_snapshot_events(snapshot, cap=10**9)
     assert AllocatorSettings(**stream["settings"]) == AllocatorSettings(
         expandable=True, cap=10**9, by_fraction=True
@@ -213,7 +216,7 @@ def test_settings_are_read_from_the_snapshot(tmp_path):
 
 
 def test_streams_are_stored_small_and_the_same_each_time(tmp_path):
-    stream = read_snapshot_events(snapshot_of(steps_of_training(layers=30), tmp_path))
+    stream = read_snapshot_events(snapshot_of(build_training_steps(layers=30), tmp_path))
     write_fixture(stream, tmp_path / "a.json.gz")
     write_fixture(stream, tmp_path / "b.json.gz")
     stored = (tmp_path / "a.json.gz").read_bytes()

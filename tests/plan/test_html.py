@@ -21,7 +21,7 @@ from recipe_lib.plan.views.report import (
     sample_points,
 )
 from recipe_lib.units import GIB, MIB, format_bytes
-from tests.plan.made_receipts import made_receipt
+from tests.plan.made_receipts import build_receipt
 from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace
 
 EVIL = "<script>alert('a') & \"b\"</script>"
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 
 def test_a_receipt_is_quoted_on_the_page():
-    quote = quote_line(made_receipt(config=EVIL))
+    quote = quote_line(build_receipt(config=EVIL))
     assert f"receipt{quote}" in re.sub(
         r"\n\s*", "", Page(render_html(hand_made(receipt=quote))).text
     )

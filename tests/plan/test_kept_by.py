@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.plan.plan_schema import LayerRow
-from recipe_lib.plan.tracing.activation_owners import give_to_children
-from recipe_lib.plan.tracing.trace import ALLOC, OP, Op, Storage, Trace
-from tests.plan.apart import apart, settings
+from recipe_lib.plan.tracing.trace import ALLOC, OP, Op, Storage, Trace, give_to_children
+from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 
 LAYERS = 2
@@ -50,7 +49,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Laye
         """Each case is planned when a test asks for it."""
 
         def __missing__(self, name: str) -> dict[str, LayerRow]:
-            self[name] = apart(measure, folder, name)
+            self[name] = call_in_fork(measure, folder, name)
             return self[name]
 
     return Planned()
@@ -75,7 +74,7 @@ def measure(folder: Path, name: str) -> dict[str, LayerRow]:
         "gradient_accumulation_steps=1",
     ]
     more += [override for override in overrides if override != "qwen"]
-    recipe_class, cfg, wanted = settings("demo/full", ranks, *more)
+    recipe_class, cfg, wanted = build_settings("demo/full", ranks, *more)
     return {row.module: row for row in make_plan(recipe_class, cfg, wanted)[0].layers}
 
 

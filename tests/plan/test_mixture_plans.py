@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.plan.plan_schema import Plan
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.mixtures import CHOICES, EXPERTS, write_mixture
 
 TOKENS, ROWS, LAYERS, WIDTH, INNER = 64, 2, 2, 32, 32
@@ -34,11 +34,11 @@ def planned(
 
         model = write_mixture(folder, "qwen3_moe", **changed)
         typed = (*TYPED, f"model.preset={model}", *(more or ("gradient_accumulation_steps=1",)))
-        recipe, cfg, wanted = settings("demo/full", ranks, *typed, device=device)
+        recipe, cfg, wanted = build_settings("demo/full", ranks, *typed, device=device)
         plan, trace = make_plan(recipe, cfg, wanted)
         return plan, count_model_flops(trace, STEADY)
 
-    found: tuple[Plan, int] = apart(work)
+    found: tuple[Plan, int] = call_in_fork(work)
     return found
 
 
@@ -101,7 +101,7 @@ def test_a_plan_without_a_mixture_says_nothing_of_routers(tmp_path: Path) -> Non
     def work() -> Plan:
         from recipe_lib.plan.build_plan import make_plan
 
-        return make_plan(*settings("demo/full", 1, *TYPED))[0]
+        return make_plan(*build_settings("demo/full", 1, *TYPED))[0]
 
-    plan = apart(work)
+    plan = call_in_fork(work)
     assert not lines_of(plan) and plan.time.same_experts is None

@@ -9,10 +9,10 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.measured.receipts import ReceiptRun, describe_run, find_nearest, quote_line
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.views.report import render
-from tests.plan.made_receipts import made_receipt, made_run
+from tests.plan.made_receipts import build_receipt, build_run
 from tests.plan.plans import hand_made
 
 CARD = find_hardware("rtx4090")
@@ -22,15 +22,15 @@ SETTINGS = PlanSettings(
 
 
 def test_only_the_same_card_and_recipe_count():
-    fits = made_receipt()
+    fits = build_receipt()
     others = [
-        made_receipt(card="rtx3090"),
-        made_receipt(card_memory=fits.run.card_memory // 2),  # a slice of the card
-        made_receipt(recipe="full_finetune_distributed"),
+        build_receipt(card="rtx3090"),
+        build_receipt(card_memory=fits.run.card_memory // 2),  # a slice of the card
+        build_receipt(recipe="full_finetune_distributed"),
     ]
-    found = find_nearest([others[0], fits, *others[1:]], made_run({"dtype": "fp32"}))
+    found = find_nearest([others[0], fits, *others[1:]], build_run({"dtype": "fp32"}))
     assert found is fits
-    assert find_nearest(others, made_run()) is None and find_nearest([], made_run()) is None
+    assert find_nearest(others, build_run()) is None and find_nearest([], build_run()) is None
 
 
 SMALL = {"model": "llama3_2/1B"}
@@ -47,14 +47,14 @@ FOUR = {"mesh": "data_shard 4"}
     ],
 )
 def test_the_nearest_has_the_fewest_differences(nearer: dict[str, str], farther: dict[str, str]):
-    near, far = made_receipt(settings=nearer), made_receipt(settings=farther)
+    near, far = build_receipt(settings=nearer), build_receipt(settings=farther)
     for order in ([near, far], [far, near]):
-        assert find_nearest(order, made_run()) is near
+        assert find_nearest(order, build_run()) is near
 
 
 def test_of_equal_ones_the_last():
-    receipts = [made_receipt(planned=size, settings={"dtype": "fp32"}) for size in (1.0, 2.0, 3.0)]
-    assert find_nearest(receipts, made_run()) is receipts[2]
+    receipts = [build_receipt(planned=size, settings={"dtype": "fp32"}) for size in (1.0, 2.0, 3.0)]
+    assert find_nearest(receipts, build_run()) is receipts[2]
 
 
 def test_the_quote():
@@ -63,15 +63,15 @@ def test_the_quote():
         " measured "
     )
     assert (
-        quote_line(made_receipt())
+        quote_line(build_receipt())
         == f"{run}15.43 GiB (-1.4%); 1.7 K tokens/s planned, 1.9 K measured"
     )
-    assert quote_line(made_receipt(rates=(1700.0, None))) == f"{run}15.43 GiB (-1.4%)"
+    assert quote_line(build_receipt(rates=(1700.0, None))) == f"{run}15.43 GiB (-1.4%)"
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_report_quotes_it_above_the_verdict(full: bool):
-    quote = quote_line(made_receipt())
+    quote = quote_line(build_receipt())
     above = render(hand_made(receipt=quote), width=120, full=full).rstrip().split("\n\n")[-2]
     assert " ".join(above.split()).endswith(f" receipt: {quote}")
     assert "receipt" not in render(hand_made(), width=120, full=full)

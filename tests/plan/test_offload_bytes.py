@@ -19,7 +19,7 @@ from recipe_lib.plan.tracing.trace import ALLOC, FREE, HOST, OP, PHASE, WAIT, Op
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_closed_forms import BF16, KEYS, MLP_WIDTH, QUERIES, WIDTH
-from tests.recipes.runs import FULL, PLAIN, ROOT, recipe_class, recipe_module
+from tests.recipes.runs import FULL, PLAIN, ROOT, get_recipe_class, import_recipe_module
 
 LAYERS = 4
 TOKENS = 192
@@ -74,7 +74,7 @@ def read(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     begins. host: the most there. copied: by way, stream and part. copying: seconds of that on a
     4090, and those that no kernel hides.
     """
-    module = recipe_module(FULL)
+    module = import_recipe_module(FULL)
     settings = [
         f"model.preset={folder / 'model.json'}",
         f"output_dir={folder / 'none'}",
@@ -83,7 +83,7 @@ def read(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     settings += ["tokenizer.path=unread", "data.source=unread", f"max_seq_len={TOKENS}", *overrides]
     cfg = load_config(PLAIN, settings, module.Config)
     shape = SimpleNamespace(tokens=TOKENS, documents=1)
-    simulated = simulate(recipe_class(module), cfg, shape, ranks=2, phases=())
+    simulated = simulate(get_recipe_class(module), cfg, shape, ranks=2, phases=())
     trace = simulated.trace
     time = schedule(trace, STEADY, RTX4090)
     return {

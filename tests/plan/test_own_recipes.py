@@ -18,8 +18,8 @@ from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_re
 from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import STEPS, alike, made
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
-from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
-from tests.selection import selected, slow_except
+from tests.recipes.runs import DPO, FULL, LORA, PLAIN, get_recipe_class, import_recipe_module
+from tests.selection import mark_slow_except, select_cases
 
 SHAPE = SimpleNamespace(tokens=64, documents=1)
 STEP = {step.__name__: step for step in (*STEPS, alike)}
@@ -35,7 +35,7 @@ def config(count: int, *overrides: str) -> Any:
         "output_dir=none",
         *overrides,
     ]
-    return load_config(PLAIN, words, recipe_module(FULL).Config)
+    return load_config(PLAIN, words, import_recipe_module(FULL).Config)
 
 
 def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
@@ -67,7 +67,7 @@ TWO_RANKS = [("keeps_from_the_third", 4)]
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
     """(planned, real) peaks of every selected case."""
-    cases = list(dict.fromkeys([*selected(request, "case"), *selected(request, "kept")]))
+    cases = list(dict.fromkeys([*select_cases(request, "case"), *select_cases(request, "kept")]))
     planned = run_ranks(peaks, 1, True, 1, cases, process_group=False, timeout=600)[0]
     return planned, run_ranks(peaks, 1, False, 1, cases, timeout=600)[0]
 
@@ -75,7 +75,9 @@ def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]
 QUICK = [("sums_losses", 3), ("keeps_each", 8)]
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.mark.parametrize(
+    "case", mark_slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{case[1]}"
+)
 def test_peaks_are_those_of_the_real_run(
     runs: tuple[dict[str, Any], dict[str, Any]], case: tuple[str, int]
 ) -> None:
@@ -103,15 +105,15 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
             one.estimate,
             one.trace.find_active_peaks()[STEADY],
         ]
-    text = Path(recipe_module(FULL).__file__ or "").read_text(encoding="utf-8")
+    text = Path(import_recipe_module(FULL).__file__ or "").read_text(encoding="utf-8")
     changed = text.replace("treats_all_alike = True", "treats_all_alike = False") + "# mine\n"
     for name, copy in (("copy", text + "# mine\n"), ("changed copy", changed)):
         recipe_file.write_text(copy, encoding="utf-8")
         planned = load_module(recipe_file)
-        one = simulate(recipe_class(planned), config(4), SHAPE, phases=(), like_cpu=True)
+        one = simulate(get_recipe_class(planned), config(4), SHAPE, phases=(), like_cpu=True)
         found[name] = [one.traced, len(one.trace.events)]
         del sys.modules[planned.__name__]
-    shipped = recipe_class(recipe_module(FULL))
+    shipped = get_recipe_class(import_recipe_module(FULL))
     one = simulate(shipped, config(4), SHAPE, phases=(), like_cpu=True)
     found["shipped"] = [one.traced, len(one.trace.events)]
     return found
@@ -148,7 +150,7 @@ def test_micro_batches_of_shipped_recipes_stand_for_each_other() -> None:
     def traced() -> list[int]:
         found = []
         for name, overrides in SHIPPED:
-            module = recipe_module(name)
+            module = import_recipe_module(name)
             words = [
                 *BASE,
                 *overrides,
@@ -157,7 +159,7 @@ def test_micro_batches_of_shipped_recipes_stand_for_each_other() -> None:
                 "gradient_accumulation_steps=4",
             ]
             cfg = load_config(PLAIN, words, module.Config)
-            found.append(simulate(recipe_class(module), cfg, SHAPE, ranks=2, phases=()).traced)
+            found.append(simulate(get_recipe_class(module), cfg, SHAPE, ranks=2, phases=()).traced)
         return found
 
     assert run_ranks(traced, 1, process_group=False)[0] == [2] * len(SHIPPED)

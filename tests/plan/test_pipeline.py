@@ -14,14 +14,14 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 from recipe_lib.parallel.pipeline.simulation import add_transfers
 from recipe_lib.plan.plan_schema import Plan
-from recipe_lib.plan.tracing.pipeline_actions import (
+from recipe_lib.plan.tracing.simulated_micro_batches import (
     count_pipeline_micro_batches,
     find_stand_ins,
     get_orders,
     list_peers,
 )
-from tests.plan.apart import apart, settings
-from tests.selection import selected
+from tests.plan.apart import build_settings, call_in_fork
+from tests.selection import select_cases
 
 LAYERS = 6
 WIDTH = 64
@@ -75,13 +75,13 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
             total[op.name, op.part] += op.repeats
         return total
 
-    recipe_class, cfg, wanted = settings("demo/full", 1, *typed(folder))
+    recipe_class, cfg, wanted = build_settings("demo/full", 1, *typed(folder))
     found: dict[str, Any] = {
         "flops": count_model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)
     }
     for schedule in schedules:
         more = (f"parallel.pipeline={PLACES}", f"parallel.pipeline_schedule={schedule}")
-        recipe_class, cfg, wanted = settings("demo/full", PLACES, *typed(folder, *more))
+        recipe_class, cfg, wanted = build_settings("demo/full", PLACES, *typed(folder, *more))
         short = [simulate_rank(recipe_class, cfg, wanted, rank) for rank in range(PLACES)]
         whole = [
             simulate_rank(recipe_class, cfg, wanted, rank, traced=COUNT) for rank in range(PLACES)
@@ -100,10 +100,10 @@ def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    return apart(
+    return call_in_fork(
         measure,
         tmp_path_factory.mktemp("shape"),
-        list(dict.fromkeys(["zbv", *selected(request, "schedule")])),
+        list(dict.fromkeys(["zbv", *select_cases(request, "schedule")])),
     )
 
 
@@ -253,7 +253,7 @@ def test_who_exchanges_with_whom():
 @pytest.mark.slow
 def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """All places are planned without being named, and the page shows the schedule."""
-    code = apart(command, typed(tmp_path), str(tmp_path / "plan.html"))
+    code = call_in_fork(command, typed(tmp_path), str(tmp_path / "plan.html"))
     text = capfd.readouterr().out
     assert code == 0
     assert "stages of the pipeline" in text and f"heaviest of {PLACES} planned" in text

@@ -15,8 +15,8 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
-from tests.recipes.runs import DPO, FULL, PLAIN, recipe_class, recipe_module
-from tests.selection import selected, slow_but
+from tests.recipes.runs import DPO, FULL, PLAIN, get_recipe_class, import_recipe_module
+from tests.selection import mark_slow_but, select_cases
 
 ZBV = "parallel.pipeline_schedule=zbv"
 ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
@@ -38,7 +38,7 @@ def runs(
     deep = {"tie_word_embeddings": False, "num_hidden_layers": 4}
     (folder / "deep.json").write_text(json.dumps(json.loads(Path(TIED).read_text()) | deep))
 
-    names = selected(request, "name")
+    names = select_cases(request, "name")
 
     def simulated() -> list[dict[str, Any]]:
         return [
@@ -71,12 +71,12 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
         f"recipe={name}",
         "parallel.pipeline=2",
     ]
-    module = recipe_module(name)
+    module = import_recipe_module(name)
     cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
     if rank is not None:
         found = simulate(
-            recipe_class(module),
+            get_recipe_class(module),
             cfg,
             shape,
             rank=rank,
@@ -87,12 +87,12 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
     else:
         with start_world(cfg) as world, collectives_let_go():
             assert dist.get_world_size() == ranks_of(case)
-            found = trace_real_run(recipe_class(module), cfg, world, shape)
+            found = trace_real_run(get_recipe_class(module), cfg, world, shape)
     return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}
 
 
 @pytest.mark.parametrize("rank", range(2))
-@pytest.mark.parametrize("name", slow_but(CASES, 0))
+@pytest.mark.parametrize("name", mark_slow_but(CASES, 0))
 def test_peaks_of_both_ranks_are_those_of_the_real_run(
     runs: tuple[list[dict[str, Any]], list[dict[str, Any]]], name: str, rank: int
 ) -> None:

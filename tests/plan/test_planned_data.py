@@ -7,7 +7,7 @@ import torch
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData
+from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from recipe_lib.plan.tracing.simulated_micro_batches import MicroBatchMarks, repeat_last_micro_batch
 from recipe_lib.plan.tracing.trace import OP, PHASE, Op, Trace
 

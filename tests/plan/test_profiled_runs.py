@@ -13,11 +13,11 @@ import pytest
 
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
-from tests.plan.profiled_runs import profiled_peak
+from tests.plan.profiled_runs import profile_peak
 from tests.plan.test_real_runs import CASES as CASES_TRACED
 from tests.plan.test_real_runs import TIED, config_of
 from tests.recipes.runs import FULL
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 SMALL = ("batch_size=1", "max_seq_len=16", "memory.loss_chunks=1", "optimizer.name=sgd")
 CASES: dict[str, tuple[int, *tuple[str, ...]]] = {
@@ -46,7 +46,7 @@ def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
 
 def measured_peak(case: tuple[Any, ...], folder: Path) -> int:
     """The same as torch's profiler counts it in a real run on this rank."""
-    return profiled_peak(*config_of(case, folder))
+    return profile_peak(*config_of(case, folder))
 
 
 def both_peaks(case: tuple[Any, ...], folder: Path) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def both_peaks(case: tuple[Any, ...], folder: Path) -> tuple[int, int]:
     return planned, run_ranks(measured_peak, case[0], case, folder, timeout=300)[0]
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, ["fsdp"]))
+@pytest.mark.parametrize("name", mark_slow_except(CASES, ["fsdp"]))
 def test_gradients_are_summed_as_a_run_sums_them(name: str, tmp_path: Path) -> None:
     planned, measured = both_peaks(wide(CASES[name], tmp_path), tmp_path)
     recomputes = "memory.activation_checkpointing=full" in CASES[name]

@@ -5,13 +5,16 @@ simulated whole.
 from typing import Any
 
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY
-from recipe_lib.plan.summary.fit_verdict import estimate_not_simulated, lower_verdict
-from recipe_lib.plan.summary.rank_memory import build_rank_plan
+from recipe_lib.plan.summary.rank_memory import (
+    build_rank_plan,
+    estimate_not_simulated,
+    lower_verdict,
+)
 from recipe_lib.plan.tracing.trace import ALLOC, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import Simulated
 from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.plans import hand_made
 
 
@@ -64,10 +67,10 @@ def left_over() -> tuple[int, int, str]:
     from recipe_lib.plan import build_plan
 
     build_plan.estimate_not_simulated = lambda found, steps: (GIB, "a GiB is left out")
-    plan: Any = build_plan.make_plan(*settings("demo/full", 1, "device=auto"))[0]
+    plan: Any = build_plan.make_plan(*build_settings("demo/full", 1, "device=auto"))[0]
     return plan.margin, plan.device.usable - plan.heaviest.reserved, plan.verdict
 
 
 def test_what_is_not_simulated_is_taken_off_the_margin():
-    margin, left, verdict = apart(left_over)
+    margin, left, verdict = call_in_fork(left_over)
     assert (margin, verdict) == (left - GIB, RISKY)

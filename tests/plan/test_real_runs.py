@@ -36,10 +36,10 @@ from tests.recipes.runs import (
     PLAIN,
     REWARD,
     ROOT,
-    recipe_class,
-    recipe_module,
+    get_recipe_class,
+    import_recipe_module,
 )
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 TIED = str(ROOT / "tests" / "recipes" / "tiny.json")
 PACKED_DOCUMENTS = 3
@@ -190,7 +190,7 @@ def runs(
 
     for name in MIXTURES:
         write_mixture(folder, name)
-    cases = {name: CASES[name] for name in selected(request, "name")}
+    cases = {name: CASES[name] for name in select_cases(request, "name")}
 
     def trace(simulated: bool, ranks: int | None = None) -> dict[str, Any]:
         return {
@@ -212,10 +212,10 @@ def config_of(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
         f"output_dir={folder / 'none'}",
         f"recipe={name}",
     ]
-    module = recipe_module(name)
+    module = import_recipe_module(name)
     cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
     return (
-        recipe_class(module),
+        get_recipe_class(module),
         cfg,
         SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS),
     )
@@ -310,7 +310,7 @@ def holders(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor._use_count(), sys.getrefcount(tensor), held, sys.getrefcount(storage)
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, QUICK))
+@pytest.mark.parametrize("name", mark_slow_except(CASES, QUICK))
 def test_peaks_are_those_of_the_real_run(
     runs: tuple[dict[str, Any], dict[str, Any]], name: str
 ) -> None:
@@ -320,7 +320,7 @@ def test_peaks_are_those_of_the_real_run(
     assert found == {phase: real["peaks"][phase] for phase in (FIRST, STEADY)}
 
 
-@pytest.mark.parametrize("name", slow_except(COMPARED, set(COMPARED) & set(QUICK)))
+@pytest.mark.parametrize("name", mark_slow_except(COMPARED, set(COMPARED) & set(QUICK)))
 def test_every_allocation_and_release_is_that_of_the_real_run(
     runs: tuple[dict[str, Any], dict[str, Any]], name: str
 ) -> None:

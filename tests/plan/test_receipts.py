@@ -19,7 +19,7 @@ from recipe_lib.plan.measured.receipts import (
     read_receipts,
 )
 from recipe_lib.units import GIB
-from tests.plan.made_receipts import left_by_a_run, made_receipt
+from tests.plan.made_receipts import build_receipt, write_receipt_of_run
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_line_is_read_back_and_is_for_this_user_alone(file: Path):
     receipts = [
-        made_receipt(),
-        made_receipt(planned=20.0, settings={}, time="2026-11-21T10:00:00+00:00"),
+        build_receipt(),
+        build_receipt(planned=20.0, settings={}, time="2026-11-21T10:00:00+00:00"),
     ]
     assert [append_receipt(file, receipt) for receipt in receipts] == [True, False]
     assert read_receipts(file) == (receipts, 0)
@@ -42,13 +42,13 @@ def test_the_newest_is_last_in_whatever_order_they_were_written(file: Path):
     """By the moment, not by the clock on the wall."""
     times = ["2026-11-20T09:00:00+01:00", "2026-11-20T08:30:00+00:00", "2026-11-20T03:10:00-05:00"]
     for time in times:
-        append_receipt(file, made_receipt(time=time))
+        append_receipt(file, build_receipt(time=time))
     assert [receipt.time for receipt in read_receipts(file)[0]] == [times[0], times[2], times[1]]
 
 
 def append_many(file: Path, config: str) -> None:
     for number in range(50):
-        append_receipt(file, made_receipt(config=config, settings={"text": f"{number} " * 1000}))
+        append_receipt(file, build_receipt(config=config, settings={"text": f"{number} " * 1000}))
 
 
 def test_runs_that_end_at_once_do_not_mix_their_lines(file: Path):
@@ -74,7 +74,7 @@ def test_a_line_is_one_write(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         os, "write", lambda descriptor, data: written.append(data) or write(descriptor, data)
     )
-    append_receipt(file, made_receipt())
+    append_receipt(file, build_receipt())
     assert written == [file.read_bytes()]
 
 
@@ -82,7 +82,7 @@ def test_a_line_that_a_full_disk_cuts_off_is_an_error(file: Path, monkeypatch: p
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
     with pytest.raises(OSError, match="No space left on device"):
-        append_receipt(file, made_receipt())
+        append_receipt(file, build_receipt())
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_a_line_that_a_full_disk_cuts_off_is_an_error(file: Path, monkeypatch: p
     ],
 )
 def test_a_line_of_something_else_is_passed_over(change, file: Path):
-    append_receipt(file, made_receipt())
+    append_receipt(file, build_receipt())
     line = json.loads(file.read_text())
     change(line)
     with open(file, "a") as other:
         other.write(f"{json.dumps(line)}\n")
-    append_receipt(file, made_receipt(config="later"))
+    append_receipt(file, build_receipt(config="later"))
     receipts, unreadable = read_receipts(file)
     assert [receipt.run.config for receipt in receipts] == ["llama3/8B_lora", "later"]
     assert unreadable == 1
@@ -119,25 +119,25 @@ def test_a_line_of_something_else_is_passed_over(change, file: Path):
     "left", [b'{"format": 1, "ti', b"\xff\xfe", b"[" * 100_000, b"[]", b"3", b"\n\n  \n\x00"]
 )
 def test_a_line_that_was_cut_off_costs_no_other(left: bytes, file: Path):
-    append_receipt(file, made_receipt())
+    append_receipt(file, build_receipt())
     with open(file, "ab") as other:
         other.write(left)
-    append_receipt(file, made_receipt(config="later"))
+    append_receipt(file, build_receipt(config="later"))
     receipts, unreadable = read_receipts(file)
     assert [receipt.run.config for receipt in receipts] == ["llama3/8B_lora", "later"]
     assert unreadable == 1
 
 
 def test_new_keys_are_passed_over(file: Path):
-    append_receipt(file, made_receipt())
+    append_receipt(file, build_receipt())
     line = json.loads(file.read_text())
     line["tomorrow"] = line["run"]["tomorrow"] = 1
     file.write_text(json.dumps(line))
-    assert read_receipts(file) == ([made_receipt()], 0)
+    assert read_receipts(file) == ([build_receipt()], 0)
 
 
 def test_errors_are_those_of_the_figures(file: Path):
-    receipt = made_receipt(planned=15.0, measured=20.0, rates=(1000.0, None))
+    receipt = build_receipt(planned=15.0, measured=20.0, rates=(1000.0, None))
     assert receipt.errors["reserved"] == pytest.approx(-0.25)
     assert "tokens_per_second" not in receipt.errors
     append_receipt(file, receipt)
@@ -152,7 +152,7 @@ def test_no_secret_is_written(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_TOKEN", "correct-horse-battery-staple")
     append_receipt(
         file,
-        made_receipt(config=f"{token}.yaml", settings={"loss": "correct-horse-battery-staple"}),
+        build_receipt(config=f"{token}.yaml", settings={"loss": "correct-horse-battery-staple"}),
     )
     text = file.read_text()
     assert token not in text and "battery" not in text and text.count("[secret]") == 2
@@ -180,7 +180,7 @@ def test_without_a_home_nothing_is_written_to_the_working_folder(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match="no home folder"):
-        append_receipt(Path("~/.local/state/tune-recipes/receipts.jsonl"), made_receipt())
+        append_receipt(Path("~/.local/state/tune-recipes/receipts.jsonl"), build_receipt())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,7 +188,7 @@ def test_the_receipt_of_a_run():
     """Of its first rank; a step's time is typical, which the first one's is not; of versions those
     that matter.
     """
-    figures, summary, steps = left_by_a_run(
+    figures, summary, steps = write_receipt_of_run(
         first={"active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB}
     )
     receipt = make_receipt(figures, summary, steps)
@@ -218,7 +218,7 @@ def test_a_figure_that_a_summary_lacks(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("TUNE_RECEIPTS", raising=False)
     (tmp_path / "metrics.jsonl").touch()
-    figures, summary, _ = left_by_a_run(output_dir=str(tmp_path))
+    figures, summary, _ = write_receipt_of_run(output_dir=str(tmp_path))
     summary[lost] = None
     if is_absent:
         del summary[lost]
@@ -227,7 +227,7 @@ def test_a_figure_that_a_summary_lacks(
 
 
 def test_of_one_step_no_time_is_known():
-    figures, summary, steps = left_by_a_run()
+    figures, summary, steps = write_receipt_of_run()
     assert set(make_receipt(figures, summary, steps[:2]).errors) == {
         "active",
         "allocated",
@@ -236,8 +236,8 @@ def test_of_one_step_no_time_is_known():
 
 
 def test_the_list(file: Path):
-    receipts = [made_receipt(planned=15.0, measured=20.0, rates=(1000.0, None)),
-                made_receipt(planned=11.0, measured=10.0, ranks=4, time="2026-11-21T10:00:00+00:00")]  # fmt: skip
+    receipts = [build_receipt(planned=15.0, measured=20.0, rates=(1000.0, None)),
+                build_receipt(planned=11.0, measured=10.0, ranks=4, time="2026-11-21T10:00:00+00:00")]  # fmt: skip
     text = render_receipts(receipts, 3, file, width=120)
     header, *rows = [line.split() for line in text.split("\n\n")[0].splitlines()]
     assert header == [
@@ -277,10 +277,10 @@ def test_a_list_of_none_is_a_line_that_says_where_they_would_be(file: Path):
 def test_a_long_file_is_read_from_its_newest_end(
     file: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ):
-    append_receipt(file, made_receipt(config="old"))
+    append_receipt(file, build_receipt(config="old"))
     with open(file, "a") as out:
         out.write(f"{line}\n" * 2**13)
-    append_receipt(file, made_receipt(config="new"))
+    append_receipt(file, build_receipt(config="new"))
     monkeypatch.setattr("recipe_lib.plan.measured.receipts._NEWEST_BYTES", 2**13)
     receipts, unreadable = read_receipts(file)
     assert [receipt.run.config for receipt in receipts] == ["new"] and unreadable <= 2**13
@@ -288,7 +288,7 @@ def test_a_long_file_is_read_from_its_newest_end(
 
 def test_a_whole_file_is_read_to_its_first_line(file: Path, monkeypatch: pytest.MonkeyPatch):
     for config in ("a", "b"):
-        append_receipt(file, made_receipt(config=config))
+        append_receipt(file, build_receipt(config=config))
     monkeypatch.setattr("recipe_lib.plan.measured.receipts._NEWEST_BYTES", file.stat().st_size + 1)
     assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["a", "b"]
     monkeypatch.setattr("recipe_lib.plan.measured.receipts._NEWEST_BYTES", file.stat().st_size - 2)

@@ -17,8 +17,8 @@ from recipe_lib.parallel import DTYPES
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from recipe_lib.units import GIB
-from tests.plan.apart import apart
-from tests.recipes.runs import FULL, LORA, PLAIN, recipe_class, recipe_module
+from tests.plan.apart import call_in_fork
+from tests.recipes.runs import FULL, LORA, PLAIN, get_recipe_class, import_recipe_module
 
 LAYERS, TOKENS, WIDTH, MLP_WIDTH, VOCABULARY = 3, 2048, 4096, 14336, 128256
 BF16, FP32 = 2, 4
@@ -48,14 +48,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
     """Of each case: bytes that layers keep; the most beyond those in an MLP, and in the head."""
     folder = tmp_path_factory.mktemp("recompute")
     (folder / "few.json").write_text(json.dumps(MODEL))
-    return apart(
+    return call_in_fork(
         lambda: {name: read(trace(folder, *overrides)) for name, overrides in CASES.items()}
     )
 
 
 def trace(folder: Path, *overrides: str) -> Trace:
     name = LORA if "lora.target_modules=[q]" in overrides else FULL  # the MLPs' weights are frozen
-    module = recipe_module(name)
+    module = import_recipe_module(name)
     common = [
         f"model.preset={folder / 'few.json'}",
         f"output_dir={folder / 'none'}",
@@ -70,7 +70,7 @@ def trace(folder: Path, *overrides: str) -> Trace:
     ]
     cfg = load_config(PLAIN, [*common, *overrides], module.Config)
     shape = SimpleNamespace(tokens=TOKENS, documents=1)
-    return simulate(recipe_class(module), cfg, shape, phases=()).trace
+    return simulate(get_recipe_class(module), cfg, shape, phases=()).trace
 
 
 def read(trace: Trace) -> dict[str, int]:

@@ -12,7 +12,7 @@ import pytest
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
 from recipe_lib.plan.views.report import render as render_report
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_duration
-from tests.plan.plans import LAYER, LAYERS, VOCABULARY, alive_storages, hand_made
+from tests.plan.plans import LAYER, LAYERS, VOCABULARY, hand_made, list_alive_storages
 
 
 def render(plan: Plan, **options: int | bool) -> str:
@@ -439,7 +439,7 @@ def test_lines_fit(width: int, length: int):
         row.module = row.module.replace("model", "m" * length)
     alive = [
         dataclasses.replace(found, label=f"{'m' * length}.{found.label}")
-        for found in alive_storages()
+        for found in list_alive_storages()
     ]
     plan.heaviest.alive = alive
     plan.heaviest.peak.module = "m" * length

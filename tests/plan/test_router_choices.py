@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import CHOICES, EXPERTS, MIXTURES, write_mixture
 from tests.plan.test_real_runs import collectives_let_go, config_of
 from tests.recipes.runs import FULL, LORA
-from tests.selection import slow_but
+from tests.selection import mark_slow_but
 
 # Ranks, recipe, model, overrides; by torch's grouped matmul and by the loop for other types.
 CASES: dict[str, tuple[Any, ...]] = {
@@ -93,7 +93,7 @@ def pick(found: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(CASES, 1))
+@pytest.mark.parametrize("name", mark_slow_but(CASES, 1))
 def test_peaks_are_the_same_whatever_the_router_chooses(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     for model in MIXTURES:

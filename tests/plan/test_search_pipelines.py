@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.plan.apart import apart, settings
-from tests.plan.configs import load, wide_model
+from tests.plan.apart import build_settings, call_in_fork
+from tests.plan.configs import build_wide_model, load
 
 ROWS = 16  # of a step on four ranks
 STEP = ("batch_size=1", f"gradient_accumulation_steps={ROWS // 4}", "parallel.strategy=fsdp")
@@ -27,8 +27,8 @@ def searched(folder: Path) -> dict[str, Any]:
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trials import estimate_run, format_overrides
 
-    recipe_class, cfg, plain = settings(
-        "llama3/8B_lora", 4, *wide_model(folder, *STEP), device="rtx4090"
+    recipe_class, cfg, plain = build_settings(
+        "llama3/8B_lora", 4, *build_wide_model(folder, *STEP), device="rtx4090"
     )
     hardware = dataclasses.replace(plain.hardware, memory=int(1.6 * 2**30))
     wanted = dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
@@ -38,10 +38,10 @@ def searched(folder: Path) -> dict[str, Any]:
         "parallel.reshard_after_forward=false",
         "parallel.pipeline=2",
     )
-    recipe_class, cfg, plain = settings(
+    recipe_class, cfg, plain = build_settings(
         "llama3/8B_full",
         4,
-        *wide_model(folder, *once, "gradient_accumulation_steps=5"),
+        *build_wide_model(folder, *once, "gradient_accumulation_steps=5"),
         device="rtx4090",
     )
     whole, zero_1 = make_plan(recipe_class, cfg, plain)[0], estimate_run(recipe_class, cfg, plain)
@@ -56,7 +56,7 @@ def searched(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return apart(searched, tmp_path_factory.mktemp("wide"))
+    return call_in_fork(searched, tmp_path_factory.mktemp("wide"))
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_pipeline_wins_where_gathering_is_slow(found: dict[str, Any], tmp_path
     (changes,), (text,) = found["changes"], found["typed"]
     assert changes["parallel.pipeline"] in (2, 4)
     assert found["global_batch_size"] == ROWS
-    cfg = load("llama3/8B_lora", *wide_model(tmp_path, *STEP), *text.split())
+    cfg = load("llama3/8B_lora", *build_wide_model(tmp_path, *STEP), *text.split())
     different = 4 // cfg.parallel.pipeline
     assert cfg.batch_size * cfg.gradient_accumulation_steps * different == ROWS
 
@@ -92,7 +92,7 @@ def tried(
         set_micro_batch,
     )
     from recipe_lib.plan.search.trials import apply_changes, count_data_ranks
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     cfg = load("demo/full", "device=auto", *overrides)
     wanted = PlanSettings(

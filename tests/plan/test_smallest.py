@@ -10,7 +10,7 @@ from recipe_lib.plan.plan_schema import Plan
 from recipe_lib.plan.search.advice import count_least_ranks, find_fewest, find_smallest_cards
 from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.plans import hand_made
 
 
@@ -100,7 +100,7 @@ def measure() -> tuple[int | None, list[int], dict[int, str]]:
     )
     plans = {}
     for ranks in (2, 4, 8):
-        recipe_class, cfg, wanted = settings(
+        recipe_class, cfg, wanted = build_settings(
             "demo/full", ranks, *more, "~validation.source", device="3GB"
         )
         plans[ranks] = make_plan(recipe_class, cfg, wanted)[0]
@@ -117,6 +117,6 @@ def test_the_fewest_ranks_are_those_of_whole_plans():
     """135 M numbers with gradients and AdamW's states in fp32 are 2.0 GiB, of 1.4 that a card of 3
     GB leaves in a group: on two ranks it is close.
     """
-    found, tried, verdicts = apart(measure)
+    found, tried, verdicts = call_in_fork(measure)
     assert verdicts == {2: "risky", 4: "fits", 8: "fits"}
     assert (found, tried) == (4, [2, 4])

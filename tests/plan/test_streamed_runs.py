@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.plan.test_real_runs import TEACHER, TIED, collectives_let_go, config_of
 from tests.recipes.runs import DISTILL, FULL, LORA
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 WIDTH = 32
 STEPPING = (
@@ -94,7 +94,7 @@ def measured(folder: Path, name: str) -> dict[str, Any]:
     return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, QUICK))
+@pytest.mark.parametrize("name", mark_slow_except(CASES, QUICK))
 def test_peaks_are_those_of_the_real_run_and_host_bytes_those_that_it_judges(
     tmp_path: Path, name: str
 ) -> None:

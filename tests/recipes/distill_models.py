@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.runs import ROOT, latest
+from tests.recipes.runs import ROOT, keep_latest
 
 STEPS, SEQUENCES = 2, 4
 RECORDED = ("loss", "grad_norm", "divergence", "cross_entropy")
@@ -55,7 +55,7 @@ def write_rows(folder: Path) -> Path:
     return path
 
 
-def arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
+def build_arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
     """Command line of a run; the word `validation` adds data for it, `{tied}` is the folder of that
     model.
     """
@@ -69,7 +69,7 @@ def arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
         for word in overrides
         if word not in ("validation", "~distill.teacher")
     )
-    return latest(
+    return keep_latest(
         "--config",
         str(Path(__file__).parent / "plain.yaml"),
         "recipe=distill_distributed",

@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def settings_of(kind: str) -> dict[str, Any]:
+def build_settings(kind: str) -> dict[str, Any]:
     """What the config class of a kind is made with."""
     own = KINDS[kind]
     if "text_config" in own:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.recipes.runs import ROOT, latest, metrics, offload_on_a_cpu, run_here
+from tests.recipes.runs import ROOT, keep_latest, offload_on_a_cpu, read_metrics, run_here
 
 STEPS, ITEMS = 3, 4  # items of a step, over all ranks
 COMPARED = ("loss", "grad_norm", "kl", "accuracy", "reward", "validation")
@@ -63,11 +63,11 @@ def write_classes(folder: Path) -> Path:
     )
 
 
-def arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[str]:
+def build_arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[str]:
     """A model of two layers of width 32 and 64."""
     config = data.parent / f"{recipe}.yaml"
     config.write_text(f"recipe: {recipe}\n")
-    return latest(
+    return keep_latest(
         "--config",
         str(config),
         f"model.preset={ROOT / 'tests' / 'recipes' / 'tiny.json'}",
@@ -89,7 +89,7 @@ def arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[st
     )
 
 
-def validated(data: Path) -> list[str]:
+def validate_run(data: Path) -> list[str]:
     """Every second step, by the first rows of the same file."""
     return [f"validation.source={data}", "validation.max_samples=7", "validation.every_n_steps=2"]
 
@@ -105,7 +105,7 @@ def train(
     together = ("parallel.tensor", "parallel.context", "parallel.pipeline")
     shared = 2 if any(each.startswith(together) for each in overrides) else 1
     size = f"batch_size={ITEMS * shared // ranks // accumulation}"
-    argv = arguments(data, output, recipe, size, *validated(data), *overrides)
+    argv = build_arguments(data, output, recipe, size, *validate_run(data), *overrides)
     starts = [[*argv, "overwrite_output_dir=true"]]
     if any("save_every_n_steps" in override for override in overrides):
         starts.append([*argv, f"resume={output / 'state' / 'step_1'}"])
@@ -113,7 +113,7 @@ def train(
         run = run_here(start, recipe=recipe)
         assert run.code == 0, run.said
         dist.barrier()  # a rank that is there first would find the folder in use
-    lines = metrics(output)
+    lines = read_metrics(output)
     dist.barrier()
     return [
         {name: value for name, value in line.items() if name.startswith(COMPARED)} for line in lines
@@ -128,4 +128,4 @@ def train_all(
     return {case: train(data, recipe, ranks, case) for case in cases}
 
 
-metrics_of = metrics
+metrics_of = read_metrics

@@ -40,11 +40,11 @@ class Setting:
         return {override.partition("=")[0] for override in self.overrides}
 
 
-def _same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
+def _is_same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
     return Setting(lever, overrides, tolerance=tolerance, ranks=ranks)
 
 
-def _other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
+def _is_other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
     """Another run: compared with one of one process that has the same."""
     return Setting(lever, overrides, overrides, tolerance)
 
@@ -58,55 +58,55 @@ LOW_BITS = 1e-3
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
 NO_CLIPPING = "clip_grad_norm=null"
 REDUCED_ONCE = "parallel.reduce_gradients=step"
-COMPILE = _same("compile", "compile=true")
+COMPILE = _is_same("compile", "compile=true")
 LEVERS = [
     COMPILE,
-    _same("wrapping", "parallel.fsdp_wrap_policy=layers"),
-    _same("wrapping", "parallel.fsdp_wrap_policy=memory_efficient"),
-    _same("wrapping", "parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp, lm_head]"),
-    _same("resharding", "parallel.reshard_after_forward=false"),
-    _same("shards", "parallel.data_shard=2"),
-    _same("replicas", "parallel.data_replicate=2", ranks=4),
-    _same("tensor", "parallel.tensor=2", ranks=4),
-    _same("context", "parallel.context=2", ranks=4),
-    _same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
-    _same("reduction", "parallel.reduce_dtype=fp32"),
-    _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
-    _same("checkpointing", "memory.activation_checkpointing=full"),
-    _same("checkpointing", "memory.activation_checkpointing=selective"),
-    _same(
+    _is_same("wrapping", "parallel.fsdp_wrap_policy=layers"),
+    _is_same("wrapping", "parallel.fsdp_wrap_policy=memory_efficient"),
+    _is_same("wrapping", "parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp, lm_head]"),
+    _is_same("resharding", "parallel.reshard_after_forward=false"),
+    _is_same("shards", "parallel.data_shard=2"),
+    _is_same("replicas", "parallel.data_replicate=2", ranks=4),
+    _is_same("tensor", "parallel.tensor=2", ranks=4),
+    _is_same("context", "parallel.context=2", ranks=4),
+    _is_same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
+    _is_same("reduction", "parallel.reduce_dtype=fp32"),
+    _is_same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
+    _is_same("checkpointing", "memory.activation_checkpointing=full"),
+    _is_same("checkpointing", "memory.activation_checkpointing=selective"),
+    _is_same(
         "checkpointing",
         "memory.activation_checkpointing=budget",
         "memory.activation_budget_gib=0.01",
     ),
-    _same("activation offload", "memory.activation_offload=true", ON_ANY_DEVICE),
-    _same(
+    _is_same("activation offload", "memory.activation_offload=true", ON_ANY_DEVICE),
+    _is_same(
         "activation offload",
         "memory.activation_offload=true",
         "memory.activation_offload_prefetch_layers=2",
         ON_ANY_DEVICE,
     ),
-    _same("offload", "memory.cpu_offload=true", ON_ANY_DEVICE),
-    _same("optimizer offload", "memory.optimizer_offload=true", ON_ANY_DEVICE),
+    _is_same("offload", "memory.cpu_offload=true", ON_ANY_DEVICE),
+    _is_same("optimizer offload", "memory.optimizer_offload=true", ON_ANY_DEVICE),
     Setting(
         "in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)
     ),
-    _same("MLP chunks", "memory.mlp_tiles=3"),
-    _same("strategy", "parallel.strategy=ddp"),
-    _same("loss chunks", "memory.loss_chunks=5"),
-    _same("accumulation", "gradient_accumulation_steps=2"),
-    _same("gradient reduction", REDUCED_ONCE, "gradient_accumulation_steps=2"),
-    _other(
+    _is_same("MLP chunks", "memory.mlp_tiles=3"),
+    _is_same("strategy", "parallel.strategy=ddp"),
+    _is_same("loss chunks", "memory.loss_chunks=5"),
+    _is_same("accumulation", "gradient_accumulation_steps=2"),
+    _is_same("gradient reduction", REDUCED_ONCE, "gradient_accumulation_steps=2"),
+    _is_other(
         "gradient sums",
         "parallel.accumulate_grad_in_fp32=true",
         "gradient_accumulation_steps=2",
         "dtype=bf16",
         tolerance=BF16,
     ),
-    _same("kernels", "optimizer.implementation=single"),
-    _same("kernels", "optimizer.implementation=foreach"),
-    _same("kernels", "optimizer.implementation=fused"),
-    _same(
+    _is_same("kernels", "optimizer.implementation=single"),
+    _is_same("kernels", "optimizer.implementation=foreach"),
+    _is_same("kernels", "optimizer.implementation=fused"),
+    _is_same(
         "validation",
         "validation.source=examples/demo/heldout.jsonl",
         "validation.format=alpaca",
@@ -115,27 +115,27 @@ LEVERS = [
         "validation.batch_size=2",
         "validation.metrics=[token_accuracy, exact_match]",
     ),
-    _same("saving", "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
-    _other("packing", "data.packing=true", "data.max_samples=300"),
-    _other("tying", "model.preset={folder}/untied.json"),
+    _is_same("saving", "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
+    _is_other("packing", "data.packing=true", "data.max_samples=300"),
+    _is_other("tying", "model.preset={folder}/untied.json"),
     # At a rate that moves bf16 weights, so that a step that does nothing is seen.
-    _other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "~optimizer.betas"),
-    _other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "optimizer.momentum=0.9"),
-    _other("optimizer", "optimizer.name=muon", tolerance=LOW_BITS),
-    _other("state bits", "optimizer.state_bits=32"),
-    _other("state bits", "optimizer.state_bits=16", tolerance=LOW_BITS),
-    _other("state bits", "optimizer.state_bits=8", tolerance=LOW_BITS),
-    _other("state bits", "optimizer.state_bits=4", tolerance=LOW_BITS),
-    _other("rounding", "optimizer.stochastic_rounding=true", "dtype=bf16", tolerance=BF16),
-    _other("rounding", "optimizer.master_weights=true", "dtype=bf16", tolerance=BF16),
-    _other("matmuls", "matmul_dtype=int8", tolerance=BF16),
+    _is_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "~optimizer.betas"),
+    _is_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "optimizer.momentum=0.9"),
+    _is_other("optimizer", "optimizer.name=muon", tolerance=LOW_BITS),
+    _is_other("state bits", "optimizer.state_bits=32"),
+    _is_other("state bits", "optimizer.state_bits=16", tolerance=LOW_BITS),
+    _is_other("state bits", "optimizer.state_bits=8", tolerance=LOW_BITS),
+    _is_other("state bits", "optimizer.state_bits=4", tolerance=LOW_BITS),
+    _is_other("rounding", "optimizer.stochastic_rounding=true", "dtype=bf16", tolerance=BF16),
+    _is_other("rounding", "optimizer.master_weights=true", "dtype=bf16", tolerance=BF16),
+    _is_other("matmuls", "matmul_dtype=int8", tolerance=BF16),
     # Sums in another order turn some weights to the next code.
-    _other("qat", "qat=int4", "qat_group_size=16", tolerance=BF16),
-    _other("decay", "optimizer.weight_decay=0.1"),
-    _other("clipping", "clip_grad_norm=0.1"),
-    _other("clipping", "clip_grad_norm=null"),
-    _other("dtype", "dtype=bf16", tolerance=BF16),
-    _other("loss", f"loss={LOSS}"),
+    _is_other("qat", "qat=int4", "qat_group_size=16", tolerance=BF16),
+    _is_other("decay", "optimizer.weight_decay=0.1"),
+    _is_other("clipping", "clip_grad_norm=0.1"),
+    _is_other("clipping", "clip_grad_norm=null"),
+    _is_other("dtype", "dtype=bf16", tolerance=BF16),
+    _is_other("loss", f"loss={LOSS}"),
 ]
 
 # Keys that act before the first batch or beside the training, each with why no pair with it can
@@ -248,7 +248,7 @@ HALVING = {
 }
 
 
-def refusal(settings: "Settings") -> str | None:
+def find_refusal(settings: "Settings") -> str | None:
     """Words of the line that these settings together are refused with; None: they must run."""
     overrides = {override for setting in settings for override in setting.overrides}
     for together, words in REFUSED_TOGETHER:
@@ -263,7 +263,7 @@ Settings = tuple[Setting, ...]
 SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
 
 
-def pairs() -> list[Settings]:
+def list_pairs() -> list[Settings]:
     """Every two values of different levers."""
     return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
 
@@ -274,7 +274,7 @@ COSTLY: Settings = tuple(setting for setting in LEVERS if setting is COMPILE or 
 BESIDE = 6  # levers of such a run
 
 
-def met(row: Settings) -> set[Settings]:
+def list_met(row: Settings) -> set[Settings]:
     """The pairs that a run of these settings says something about: those that its tolerance is not
     too wide for.
     """
@@ -286,17 +286,17 @@ def met(row: Settings) -> set[Settings]:
     }
 
 
-def joined_by_one(row: Settings) -> list[Settings]:
+def list_joined_by_one(row: Settings) -> list[Settings]:
     """The row with each setting of another lever that does not widen its tolerance and is not
     refused with it.
     """
     levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
     others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
     longer = [tuple(sorted((*row, one), key=LEVERS.index)) for one in others if one not in COSTLY]
-    return [settings for settings in longer if not refusal(settings)]
+    return [settings for settings in longer if not find_refusal(settings)]
 
 
-def together() -> list[Settings]:
+def join_settings() -> list[Settings]:
     """Runs of several levers, so that every pair that is not refused is met by one of them (a
     covering array), but for the costly settings, each of which is in one run.
 
@@ -305,23 +305,23 @@ def together() -> list[Settings]:
     """
     rows: list[Settings] = []
     left = dict.fromkeys(
-        pair for pair in pairs() if not refusal(pair) and not set(pair) & set(COSTLY)
+        pair for pair in list_pairs() if not find_refusal(pair) and not set(pair) & set(COSTLY)
     )
 
     def new(row: Settings) -> int:
-        return sum(pair in left for pair in met(row))
+        return sum(pair in left for pair in list_met(row))
 
     while left:
         row: Settings = ()
         longer = next(iter(left))
         while longer != row and len(longer) <= MOST:
-            row, longer = longer, max([longer, *joined_by_one(longer)], key=new)
+            row, longer = longer, max([longer, *list_joined_by_one(longer)], key=new)
         rows.append(row)
-        for pair in met(row):
+        for pair in list_met(row):
             left.pop(pair, None)
     for number, setting in enumerate(COSTLY):
         row = (setting,)
-        while len(row) < BESIDE and (longer_rows := joined_by_one(row)):
+        while len(row) < BESIDE and (longer_rows := list_joined_by_one(row)):
             row = longer_rows[(number * BESIDE) % len(longer_rows)]  # not the same company for each
         rows.append(row)
     return rows
@@ -338,23 +338,23 @@ def cover(rows: list[Settings]) -> list[Settings]:
     return chosen
 
 
-REFUSED = [pair for pair in pairs() if refusal(pair)]
-TOGETHER = together()
+REFUSED = [pair for pair in list_pairs() if find_refusal(pair)]
+TOGETHER = join_settings()
 
 
-def basis(settings: Settings) -> tuple[str, ...]:
+def build_basis(settings: Settings) -> tuple[str, ...]:
     """Overrides of the run of one process that a run of these settings is compared with."""
     return tuple(dict.fromkeys(override for setting in settings for override in setting.basis))
 
 
-def on_one_rank(settings: Settings) -> Settings:
+def keep_one_rank(settings: Settings) -> Settings:
     """Those of the settings that one process can have."""
     return tuple(
         setting for setting in settings if setting.ranks == 2 and setting.lever != "shards"
     )
 
 
-def title(settings: Settings) -> str:
+def format_title(settings: Settings) -> str:
     """For reports."""
     if settings in TOGETHER:
         return f"together {TOGETHER.index(settings)}"

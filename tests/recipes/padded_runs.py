@@ -23,10 +23,10 @@ from tests.recipes.runs import (
     LORA,
     REWARD,
     ROOT,
-    done,
-    latest,
-    metrics,
-    parameters,
+    expect_done,
+    keep_latest,
+    list_parameters,
+    read_metrics,
     run_here,
 )
 
@@ -140,7 +140,7 @@ def write_messages(folder: Path) -> None:
     )
 
 
-def arguments(case: Case, folder: Path, output: Path) -> list[str]:
+def build_arguments(case: Case, folder: Path, output: Path) -> list[str]:
     """The command line of a case."""
     kind = KINDS[case.kind]
     config = folder / f"{kind.recipe}.yaml"
@@ -153,7 +153,7 @@ def arguments(case: Case, folder: Path, output: Path) -> list[str]:
     metrics_kept = (
         ("validation.metrics=[token_accuracy, exact_match]",) if kind.recipe in (FULL, LORA) else ()
     )
-    return latest(
+    return keep_latest(
         "--config",
         str(config),
         f"model.preset={folder / case.model}.json",
@@ -195,16 +195,18 @@ def train(
             dist.barrier()
     output = folder / re.sub(r"\W+", "_", f"{case} {more}")
     start: dict[str, torch.Tensor] = {}
-    argv = latest(*arguments(case, folder, output), *more)
-    run = done(
+    argv = keep_latest(*build_arguments(case, folder, output), *more)
+    run = expect_done(
         run_here(
-            argv, lambda recipe: start.update(parameters(recipe)), recipe=KINDS[case.kind].recipe
+            argv,
+            lambda recipe: start.update(list_parameters(recipe)),
+            recipe=KINDS[case.kind].recipe,
         )
     )
-    moved = {name: tensor - start[name] for name, tensor in parameters(run.recipe).items()}
+    moved = {name: tensor - start[name] for name, tensor in list_parameters(run.recipe).items()}
     lines = [
         {name: value for name, value in line.items() if not name.startswith(MEASURED)}
-        for line in metrics(output)
+        for line in read_metrics(output)
     ]
     return lines, moved
 

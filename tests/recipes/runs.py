@@ -31,7 +31,7 @@ REWARD, DISTILL = "reward_distributed", "distill_distributed"
 
 
 @cache
-def recipe_module(name: str = FULL) -> ModuleType:
+def import_recipe_module(name: str = FULL) -> ModuleType:
     """A recipe's file as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     assert spec and spec.loader
@@ -41,7 +41,7 @@ def recipe_module(name: str = FULL) -> ModuleType:
     return module
 
 
-def arguments(output: Path, config: str = "demo/full") -> list[str]:
+def build_arguments(output: Path, config: str = "demo/full") -> list[str]:
     """Command line of a run of seconds: the demo's tokenizer and rows, a model of two layers of
     width 32.
     """
@@ -59,11 +59,11 @@ def arguments(output: Path, config: str = "demo/full") -> list[str]:
     ]
 
 
-def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
+def write_stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
     """Command line of a run that starts from real weights, 260 K of them; the data is for
     `overrides` to say.
     """
-    return latest(
+    return keep_latest(
         "--config",
         str(PLAIN),
         f"model.path={realdata / 'stories260K-hf'}",
@@ -77,7 +77,7 @@ def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
     )
 
 
-def latest(*words: str) -> list[str]:
+def keep_latest(*words: str) -> list[str]:
     """The words without those whose key is given again later: a command line has each key once."""
     last = {word.partition("=")[0]: at for at, word in enumerate(words) if "=" in word}
     return [
@@ -98,7 +98,7 @@ class Run:
     recipe: Any
 
 
-def recipe_class(module: ModuleType) -> type[Any]:
+def get_recipe_class(module: ModuleType) -> type[Any]:
     """The class that a recipe's file is about: the one with a training step."""
     made = (
         value
@@ -119,8 +119,8 @@ def run_here(
     before_model, before_training: called with the recipe when its data is read, and when all is set
     up and resumed.
     """
-    module = recipe_module(recipe)
-    original = recipe_class(module)
+    module = import_recipe_module(recipe)
+    original = get_recipe_class(module)
     made: list[Any] = []
 
     class Observed(original):  # type: ignore[misc, valid-type]
@@ -166,55 +166,58 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the tensor, gathered if it is sharded. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def parameters(recipe: Any) -> dict[str, torch.Tensor]:
+def list_parameters(recipe: Any) -> dict[str, torch.Tensor]:
     """The model's parameters, whole. A collective."""
     recipe.model.state_dict()  # FSDP's hook frees what is gathered
-    return {name: whole(parameter.detach()) for name, parameter in recipe.model.named_parameters()}
+    return {
+        name: gather_whole(parameter.detach())
+        for name, parameter in recipe.model.named_parameters()
+    }
 
 
-def states(recipe: Any) -> dict[str, torch.Tensor]:
+def list_states(recipe: Any) -> dict[str, torch.Tensor]:
     """The optimizer's states by parameter and kind, whole. A collective."""
     recipe.model.state_dict()
     held = recipe.optimizer.state
     return {
-        f"{name}/{kind}": whole(torch.as_tensor(value))
+        f"{name}/{kind}": gather_whole(torch.as_tensor(value))
         for name, parameter in recipe.model.named_parameters()
         for kind, value in sorted(held.get(parameter, {}).items())
         if value is not None
     }
 
 
-def metrics(output: Path) -> list[dict[str, Any]]:
+def read_metrics(output: Path) -> list[dict[str, Any]]:
     """Every line of metrics.jsonl, none of them torn."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def steps(output: Path) -> list[tuple[int, float, float]]:
+def read_steps(output: Path) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of every training line of metrics.jsonl."""
     return [
         (line["step"], line["loss"], line["grad_norm"])
-        for line in metrics(output)
+        for line in read_metrics(output)
         if "loss" in line
     ]
 
 
-def losses(output: Path) -> list[float]:
+def read_losses(output: Path) -> list[float]:
     """The loss of every step."""
-    return [loss for _, loss, _ in steps(output)]
+    return [loss for _, loss, _ in read_steps(output)]
 
 
-def furthest(found: list[float], expected: list[float]) -> float:
+def find_largest_difference(found: list[float], expected: list[float]) -> float:
     """The largest relative difference of two series of the same length."""
     assert len(found) == len(expected) > 0, (found, expected)
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def read_tree(folder: Path) -> dict[str, bytes]:
     """Relative path -> contents of every file under the folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -223,7 +226,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def done(run: Any) -> Any:
+def expect_done(run: Any) -> Any:
     """A run of `run_here` that has to have ended well on every rank."""
     assert run.code == 0, run.said
     if dist.is_initialized():

@@ -20,9 +20,16 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.errors import STORAGE
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.recipes.runs import LORA, ROOT, furthest, metrics, offload_on_a_cpu, run_here
+from tests.recipes.runs import (
+    LORA,
+    ROOT,
+    find_largest_difference,
+    offload_on_a_cpu,
+    read_metrics,
+    run_here,
+)
 from tests.recipes.watched import Watch
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 STEPS = 3
 ROWS = 8  # rows of a step, over all ranks
@@ -194,7 +201,7 @@ def train(folder: Path, kind: Kind, overrides: tuple[str, ...], ranks: int) -> d
     return {
         "code": run.code,
         "said": run.said[-1:],
-        "lines": [] if run.code else metrics(output),
+        "lines": [] if run.code else read_metrics(output),
         "formula": beside,
     }
 
@@ -208,10 +215,10 @@ def results(
     """
     folder = tmp_path_factory.mktemp("adapters")
     write_wide_model(folder)
-    cases = selected(request, "case")
-    needed = [(KINDS[0], changed) for changed in ((), *selected(request, "changed"))] + selected(
-        request, "basis"
-    )
+    cases = select_cases(request, "case")
+    needed = [
+        (KINDS[0], changed) for changed in ((), *select_cases(request, "changed"))
+    ] + select_cases(request, "basis")
     needed += [(kind, ()) for kind in KINDS]
     needed += [(kind, lever.basis) for kind, lever in cases]
     bases = [base for base in BASES if base in needed]
@@ -239,7 +246,7 @@ def results(
 
 
 @pytest.mark.parametrize(
-    "case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]} {case[1]}".strip()
+    "case", mark_slow_except(CASES, QUICK), ids=lambda case: f"{case[0]} {case[1]}".strip()
 )
 def test_losses_are_those_of_one_rank_or_it_is_refused(
     results: dict[Any, Any], case: tuple[Kind, Lever]
@@ -255,10 +262,10 @@ def test_losses_are_those_of_one_rank_or_it_is_refused(
     assert len(found["lines"]) == len(expected["lines"]) == STEPS
     for name, slack in (("loss", 1), ("grad_norm", 10)):
         mine, wanted = ([line[name] for line in run["lines"]] for run in (found, expected))
-        assert furthest(mine, wanted) <= slack * max(kind.tolerance, lever.tolerance)
+        assert find_largest_difference(mine, wanted) <= slack * max(kind.tolerance, lever.tolerance)
 
 
-@pytest.mark.parametrize("basis", slow_except(BASES, QUICK_BASES), ids=str)
+@pytest.mark.parametrize("basis", mark_slow_except(BASES, QUICK_BASES), ids=str)
 def test_every_adapter_moves_as_the_formula_says(
     results: dict[Any, Any], basis: tuple[Kind, tuple[str, ...]]
 ):

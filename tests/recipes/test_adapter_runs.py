@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.runs import LORA, losses, run_here, steps
+from tests.recipes.runs import LORA, read_losses, read_steps, run_here
 
 STEPS = 4
 
@@ -78,8 +78,8 @@ def test_an_adapter_is_gone_on_with(realdata: Path, tmp_path: Path):
         expected = (
             first.recipe.compute_loss(batches.micro_batches[0]).item() / batches.num_label_tokens
         )
-    assert losses(tmp_path / "second")[0] == pytest.approx(expected, rel=1e-6)
-    assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 0.1
+    assert read_losses(tmp_path / "second")[0] == pytest.approx(expected, rel=1e-6)
+    assert read_losses(tmp_path / "second")[0] < read_losses(tmp_path / "first")[0] - 0.1
 
 
 def test_an_adapter_of_another_rank_is_refused(realdata: Path, tmp_path: Path):
@@ -114,4 +114,4 @@ def test_a_stopped_run_goes_on_with_the_same_losses(realdata: Path, tmp_path: Pa
         run_here(arguments(realdata, tmp_path / "cut", *keep, f"resume={state}"), recipe=LORA).code
         == 0
     )
-    assert steps(tmp_path / "cut") == steps(tmp_path / "whole")
+    assert read_steps(tmp_path / "cut") == read_steps(tmp_path / "whole")

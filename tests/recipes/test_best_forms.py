@@ -12,7 +12,7 @@ from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, ROOT, offload_on_a_cpu, run_here
 from tests.recipes.test_best_runs import command, equal, validations, weights
 from tests.recipes.test_resume import stop_after
-from tests.selection import selected
+from tests.selection import select_cases
 
 TWO = "batch_size=2"
 STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "device=auto")
@@ -71,7 +71,7 @@ def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """By form; all of as many ranks in one go."""
-    folder, wanted = tmp_path_factory.mktemp("forms"), selected(request, "form")
+    folder, wanted = tmp_path_factory.mktemp("forms"), select_cases(request, "form")
 
     def together(ranks: int) -> dict[str, dict[str, Any]]:
         offload_on_a_cpu()

@@ -19,16 +19,16 @@ from recipe_lib.cli.main import main as tune
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     FULL,
-    arguments,
-    latest,
-    metrics,
-    recipe_module,
+    build_arguments,
+    import_recipe_module,
+    keep_latest,
+    read_metrics,
+    read_steps,
+    read_tree,
     run_here,
-    steps,
-    tree,
 )
 from tests.recipes.test_resume import stop_after
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 KEEP = ("checkpoint.keep_best=true", "validation.patience=3")
 VALIDATION = (
@@ -48,8 +48,8 @@ def command(output: Path, *overrides: str, config: str = "demo/full") -> list[st
     """A run at a rate at which validation is soon worse; constant, so that a shorter run is the
     same up to its end.
     """
-    return latest(
-        *[word for word in arguments(output, config) if word != "~validation"],
+    return keep_latest(
+        *[word for word in build_arguments(output, config) if word != "~validation"],
         *VALIDATION,
         "data.cache=false",
         "epochs=6",
@@ -62,7 +62,7 @@ def command(output: Path, *overrides: str, config: str = "demo/full") -> list[st
 
 
 def validations(output: Path, name: str = "validation_loss") -> list[tuple[float, int]]:
-    return [(line[name], line["step"]) for line in metrics(output) if name in line]
+    return [(line[name], line["step"]) for line in read_metrics(output) if name in line]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -115,12 +115,16 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_best_of_the_validations_is_exported(quiet: Path, tmp_path: Path):
     found = validations(quiet)
     assert min(found)[1] == BEST and [step for _, step in found] == [2, 4, 6, 8, LAST]
-    assert [line["step"] for line in metrics(quiet) if "loss" in line] == list(range(1, LAST + 1))
+    assert [line["step"] for line in read_metrics(quiet) if "loss" in line] == list(
+        range(1, LAST + 1)
+    )
     assert alone(command(tmp_path / "short", f"max_steps={BEST}"))[-1] == "0"
     assert equal(weights(quiet / "model"), weights(tmp_path / "short" / "model"))
     assert alone(command(tmp_path / "long", f"max_steps={LAST}"))[-1] == "0"
     assert not equal(weights(quiet / "model"), weights(tmp_path / "long" / "model"))
-    assert steps(tmp_path / "long") == steps(quiet)  # keeping a best step changes no training
+    assert read_steps(tmp_path / "long") == read_steps(
+        quiet
+    )  # keeping a best step changes no training
 
 
 def test_all_records_say_which_step_it_is(quiet: Path):
@@ -163,7 +167,7 @@ def die_at(argv: list[str], log: Path, number: int) -> int:
                 os._exit(9)
 
         files.before_operation = count
-        code = recipe_module().main(argv) or 0
+        code = import_recipe_module().main(argv) or 0
         (log.parent / "operations.json").write_text(json.dumps(done))
     finally:
         os._exit(code)
@@ -181,7 +185,7 @@ def operations(folder: Path) -> list[str]:
 SHARES = [0.4, 0.85]
 
 
-@pytest.mark.parametrize("share", slow_except(SHARES, SHARES[:1]))
+@pytest.mark.parametrize("share", mark_slow_except(SHARES, SHARES[:1]))
 def test_a_run_that_is_killed_has_the_same_best_step(
     quiet: Path, tmp_path_factory: pytest.TempPathFactory, share: float
 ):
@@ -197,9 +201,9 @@ def test_a_run_that_is_killed_has_the_same_best_step(
     whole = [path for path in output.glob("state/**/step_*") if (path / "manifest.json").is_file()]
     assert len(whole) == len(list(output.glob("state/**/step_*")))
     assert die_at(argv, log, 0) == 0, log.read_text()
-    assert steps(output) == steps(quiet) and validations(output) == validations(quiet)
+    assert read_steps(output) == read_steps(quiet) and validations(output) == validations(quiet)
     assert judged(output) == judged(quiet)
-    assert tree(output / "model") == tree(quiet / "model")
+    assert read_tree(output / "model") == read_tree(quiet / "model")
     assert [path.name.split("-")[0] for path in (output / "state" / "best").iterdir()] == [
         f"step_{BEST}"
     ]
@@ -216,8 +220,8 @@ def test_a_signal_at_the_best_step_or_at_the_end_changes_nothing(quiet: Path, tm
     assert alone(command(output, *KEEP, "resume=latest"), stop_after(LAST))[-1] == "3"
     assert summary(output)["status"] == "stopped" and not (output / "model").exists()
     assert alone(command(output, *KEEP, "resume=latest"))[-1] == "0"  # no step is left
-    assert steps(output) == steps(quiet) and judged(output) == judged(quiet)
-    assert tree(output / "model") == tree(quiet / "model")
+    assert read_steps(output) == read_steps(quiet) and judged(output) == judged(quiet)
+    assert read_tree(output / "model") == read_tree(quiet / "model")
 
 
 @pytest.mark.slow
@@ -251,7 +255,9 @@ def test_more_patience_goes_on_from_an_early_end(quiet: Path, tmp_path: Path):
     said = alone(command(output, *more, "resume=latest"))
     assert said[-1] == "0" and summary(output)["steps"] > LAST, said
     assert alone(command(whole, *more))[-1] == "0"
-    assert judged(output) == judged(whole) and tree(output / "model") == tree(whole / "model")
+    assert judged(output) == judged(whole) and read_tree(output / "model") == read_tree(
+        whole / "model"
+    )
 
 
 @pytest.mark.slow
@@ -299,7 +305,7 @@ def test_the_best_step_may_be_all_that_a_run_leaves(tmp_path: Path):
 def test_what_cannot_be_is_refused(quiet: Path, tmp_path: Path):
     output = tmp_path / "run"
     shutil.copytree(quiet, output)
-    before, best = tree(output), output / "state" / "best" / f"step_{BEST}"
+    before, best = read_tree(output), output / "state" / "best" / f"step_{BEST}"
     assert alone(command(output, *KEEP, f"resume={best}"))[-2:] == [
         (
             f"error: {best}: holds the weights of a best step and no optimizer, and cannot be"
@@ -308,7 +314,7 @@ def test_what_cannot_be_is_refused(quiet: Path, tmp_path: Path):
         ),
         "2",
     ]
-    assert tree(output) == before
+    assert read_tree(output) == before
     (shard,) = best.glob("shard-*")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -321,7 +327,7 @@ def test_what_cannot_be_is_refused(quiet: Path, tmp_path: Path):
         " was written (SHA-256 differs from the manifest); to export the last step in its"
         " place, resume=latest checkpoint.keep_best=false"
     )
-    assert tree(output / "model") == tree(quiet / "model")
+    assert read_tree(output / "model") == read_tree(quiet / "model")
     assert alone(command(output, "validation.patience=3", "resume=latest"))[-1] == "0"
     assert summary(output)["exported_step"] == LAST
 
@@ -343,7 +349,7 @@ def test_export_takes_the_best_step(
         )
         == 0
     )
-    assert tree(tmp_path / "named") == tree(tmp_path / "out")
+    assert read_tree(tmp_path / "named") == read_tree(tmp_path / "out")
     assert (
         tune(["export", f"{quiet}/state/step_{LAST}", "--hf", "--out", str(tmp_path / "last")]) == 0
     )

@@ -15,7 +15,7 @@ import pytest
 
 from recipe_lib.cli.main import main as tune
 from recipe_lib.training.metrics import read_metrics
-from tests.cli.commands import ROOT, environment
+from tests.cli.commands import ROOT, build_environment
 from tests.distributed.ranks import run_ranks
 
 ADDRESSES = ("10.213.8.1", "10.213.8.2")
@@ -88,7 +88,9 @@ def programs(tmp_path: Path) -> dict[str, str]:
     for name, module in (("tune", "recipe_lib"), ("torchrun", "torch.distributed.run")):
         (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         (folder / name).chmod(0o755)
-    return environment(PATH=f"{folder}:{os.environ['PATH']}", OMP_NUM_THREADS="1", TUNE_PLAN="off")
+    return build_environment(
+        PATH=f"{folder}:{os.environ['PATH']}", OMP_NUM_THREADS="1", TUNE_PLAN="off"
+    )
 
 
 def trains(folder: Path, steps: int) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import ROOT, furthest
+from tests.recipes.runs import ROOT, find_largest_difference
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_mixture_runs import (
     PIPELINE,
@@ -25,7 +25,7 @@ from tests.recipes.test_mixture_runs import (
     train_in_two,
     with_bases,
 )
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 _SHAPE = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {
     "initializer_range": 0.1
@@ -63,7 +63,7 @@ def results(
     """What every selected case, and what it is compared with, recorded."""
     folder = tmp_path_factory.mktemp("context")
     write_models(folder)
-    return with_bases(selected(request, "case"), folder)
+    return with_bases(select_cases(request, "case"), folder)
 
 
 def write_models(folder: Path) -> None:
@@ -74,7 +74,7 @@ def write_models(folder: Path) -> None:
     write_pairs(folder)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK), ids=str)
 def test_losses_are_those_of_one_process(results: dict[Case, Any], case: Case) -> None:
     expected, found = results[case.basis], results[case]
     tolerance = 1e-5 if case.kind.startswith(("qlora", "int8")) else 1e-12
@@ -87,9 +87,9 @@ def test_losses_are_those_of_one_process(results: dict[Case, Any], case: Case) -
         1, len(expected[0])
     ):  # loss, norm, and of mixtures load, dropped tokens and balance loss
         mine, wanted = ([line[column] for line in lines] for lines in (found, expected))
-        assert mine == wanted or furthest(mine, wanted) <= tolerance, (
+        assert mine == wanted or find_largest_difference(mine, wanted) <= tolerance, (
             column,
-            furthest(mine, wanted),
+            find_largest_difference(mine, wanted),
         )
 
 
@@ -113,7 +113,7 @@ def test_a_state_is_gone_on_from_at_any_size(tmp_path: Path) -> None:
         )[0]
         for column in (1, 2):
             mine, wanted = ([line[column] for line in lines] for lines in (found, whole[1:]))
-            assert furthest(mine, wanted) <= 1e-11, (ranks, levers)
+            assert find_largest_difference(mine, wanted) <= 1e-11, (ranks, levers)
 
 
 def written(folder: Path, cases: list[Case]) -> None:

@@ -15,9 +15,9 @@ from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.memory import layer_stream
 from recipe_lib.methods.distill.config import DistillFinetuneConfig
 from tests.distributed.ranks import run_ranks
-from tests.recipes.distill_models import RECORDED, SEQUENCES, STEPS, arguments, make_folder
-from tests.recipes.runs import DISTILL, metrics, run_here
-from tests.selection import selected, slow_except
+from tests.recipes.distill_models import RECORDED, SEQUENCES, STEPS, build_arguments, make_folder
+from tests.recipes.runs import DISTILL, read_metrics, run_here
+from tests.selection import mark_slow_except, select_cases
 
 KINDS: dict[str, tuple[str, ...]] = {
     "forward": ("distill.temperature=2",),
@@ -75,13 +75,13 @@ def train(folder: Path, kind: str, words: tuple[str, ...], ranks: int) -> list[d
     )
     split *= 2 if "gradient_accumulation_steps=2" in words else 1
     run = run_here(
-        arguments(folder, output, f"batch_size={SEQUENCES // split}", *KINDS[kind], *words),
+        build_arguments(folder, output, f"batch_size={SEQUENCES // split}", *KINDS[kind], *words),
         recipe=DISTILL,
     )
     assert run.code == 0, run.said
     if dist.is_initialized():
         dist.barrier()
-    return metrics(output)
+    return read_metrics(output)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def alike(lever: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, folder: Path) -> dict[Any, list[dict[str, Any]]]:
-    together: list[tuple[str, str]] = selected(request, "case")
+    together: list[tuple[str, str]] = select_cases(request, "case")
     alone = list(dict.fromkeys((kind, alike(lever)) for kind, lever in together))
 
     def train_all(
@@ -113,7 +113,7 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[Any, list[dict
     return found | {(*case, 2): lines for case, lines in zip(together, recorded, strict=True)}
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=" ".join)
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK), ids=" ".join)
 def test_two_ranks_record_what_one_records(results: dict[Any, Any], case: tuple[str, str]) -> None:
     kind, lever = case
     found, wanted = results[kind, lever, 2], results[kind, alike(lever), 1]
@@ -208,9 +208,9 @@ def hand_divergence(own: torch.Tensor, other: torch.Tensor, kind: str) -> torch.
 def test_steps_are_those_of_a_plain_loop_over_transformers(folder: Path, kind: str) -> None:
     output = folder / f"hand {kind}"
     words = (*KINDS[kind], "data.shuffle=false", "data.add_bos=false", "memory.loss_chunks=3")
-    run = run_here(arguments(folder, output, *words), recipe=DISTILL)
+    run = run_here(build_arguments(folder, output, *words), recipe=DISTILL)
     assert run.code == 0, run.said
-    lines = [[line[name] for name in RECORDED] for line in metrics(output)]
+    lines = [[line[name] for name in RECORDED] for line in read_metrics(output)]
     for mine, wanted in zip(lines, by_hand(folder, kind), strict=True):
         assert mine == pytest.approx(wanted, rel=1e-6)  # transformers computes its angles in fp32
 
@@ -219,8 +219,8 @@ def test_a_model_that_is_its_teacher_learns_nothing_from_it(folder: Path) -> Non
     for kind in ("forward", "reverse", "jensen shannon"):
         output = folder / f"self {kind}"
         words = (*KINDS[kind], "distill.teacher={student}", "distill.weight=1")
-        assert run_here(arguments(folder, output, *words), recipe=DISTILL).code == 0
-        first = metrics(output)[0]
+        assert run_here(build_arguments(folder, output, *words), recipe=DISTILL).code == 0
+        first = read_metrics(output)[0]
         assert (
             abs(first["divergence"]) < 1e-12
             and first["grad_norm"] < 1e-10
@@ -239,11 +239,11 @@ def test_weights_of_the_teacher_are_not_rounded_with_those_of_the_model(folder: 
             f"qat={kind}",
             "qat_group_size=16",
         )
-        run = run_here(arguments(folder, folder / kind, *words), recipe=DISTILL)
+        run = run_here(build_arguments(folder, folder / kind, *words), recipe=DISTILL)
         assert run.code == 0 and any("14 linears computed in" in line for line in run.said), (
             run.said
         )
-        found[kind] = metrics(folder / kind)[0]["divergence"]
+        found[kind] = read_metrics(folder / kind)[0]["divergence"]
     assert 1e-7 < found["int8"] < found["int4"] / 10
 
 
@@ -253,9 +253,11 @@ def test_a_streamed_teacher_is_bitwise_the_resident_one(
     monkeypatch.setattr(layer_stream, "has_host", lambda device: True)
     found, said = [], []
     for name, words in {"streamed": ("distill.stream_teacher=true",), "resident": ()}.items():
-        run = run_here(arguments(folder, folder / name, "device=auto", *words), recipe=DISTILL)
+        run = run_here(
+            build_arguments(folder, folder / name, "device=auto", *words), recipe=DISTILL
+        )
         assert run.code == 0, run.said
-        found.append([[line[name] for name in RECORDED] for line in metrics(folder / name)])
+        found.append([[line[name] for name in RECORDED] for line in read_metrics(folder / name)])
         said.append(" ".join(run.said))
     assert found[0] == found[1]
     assert "in host memory per rank" in said[0] and "in host memory" not in said[1]
@@ -269,12 +271,12 @@ def test_a_resumed_run_is_the_whole_one(folder: Path) -> None:
         "checkpoint.save_model=true",
     )
     output = folder / "resumed"
-    assert run_here(arguments(folder, output, *words), recipe=DISTILL).code == 0
-    whole = metrics(output)
-    again = arguments(folder, output, *words, f"resume={output / 'state' / 'step_1'}")
+    assert run_here(build_arguments(folder, output, *words), recipe=DISTILL).code == 0
+    whole = read_metrics(output)
+    again = build_arguments(folder, output, *words, f"resume={output / 'state' / 'step_1'}")
     run = run_here(again, recipe=DISTILL)
     assert run.code == 0, run.said
-    last = [line for line in metrics(output) if "loss" in line][-1]
+    last = [line for line in read_metrics(output) if "loss" in line][-1]
     assert all(
         last[name] == [line for line in whole if "loss" in line][-1][name] for name in RECORDED
     )
@@ -302,7 +304,9 @@ def test_another_tokenizer_is_refused_with_the_first_difference(
     first, second = sorted(vocabulary, key=vocabulary.get)[300:302]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(text))
-    run = run_here(arguments(folder, tmp_path / "run", f"distill.teacher={other}"), recipe=DISTILL)
+    run = run_here(
+        build_arguments(folder, tmp_path / "run", f"distill.teacher={other}"), recipe=DISTILL
+    )
     (line,) = [line for line in run.said if line.startswith("error: ")]
     assert run.code == 2 and line.startswith(f"error: distill.teacher: {path} and ")
     assert "differ: the id 300 is " in line and not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -311,6 +315,6 @@ def test_another_tokenizer_is_refused_with_the_first_difference(
 def test_a_loss_is_finite_and_falls(folder: Path) -> None:
     output = folder / "longer"
     words = ("max_steps=6", "distill.weight=1", "data.shuffle=false", "optimizer.lr=1e-2")
-    assert run_here(arguments(folder, output, *words), recipe=DISTILL).code == 0
-    losses = [line["loss"] for line in metrics(output)]
+    assert run_here(build_arguments(folder, output, *words), recipe=DISTILL).code == 0
+    losses = [line["loss"] for line in read_metrics(output)]
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]

@@ -12,8 +12,8 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data.data_plan import pack
 from recipe_lib.tokenizers import load_tokenizer
-from tests.recipes.labeled_runs import arguments, write
-from tests.recipes.runs import FULL, ROOT, metrics, run_here
+from tests.recipes.labeled_runs import build_arguments, write
+from tests.recipes.runs import FULL, ROOT, read_metrics, run_here
 
 LIMIT = 32
 WORDS = "alpha beta gamma delta river stone cloud seven".split()
@@ -67,8 +67,8 @@ def test_documents_in_a_pack_do_not_see_each_other(tmp_path: Path, packing: bool
         f"batch_size={slots}",
         f"data.packing={packing}".lower(),
     ]
-    argv = arguments(rows, tmp_path / "run", FULL, "data.format=text", *settings)
+    argv = build_arguments(rows, tmp_path / "run", FULL, "data.format=text", *settings)
     argv = [word for word in argv if not word.startswith(("model.preset", "data.template"))]
     run = run_here([*argv, f"model.path={tmp_path / 'model'}"])
     assert run.code == 0, run.said
-    assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(expected / targets, rel=1e-7)
+    assert read_metrics(tmp_path / "run")[0]["loss"] == pytest.approx(expected / targets, rel=1e-7)

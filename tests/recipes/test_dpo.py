@@ -17,8 +17,8 @@ from recipe_lib.memory import apply_levers
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes import labeled_runs
-from tests.recipes.runs import DPO, ROOT, metrics, run_here
-from tests.selection import selected, slow_except
+from tests.recipes.runs import DPO, ROOT, read_metrics, run_here
+from tests.selection import mark_slow_except, select_cases
 
 STEPS = 2
 PAIRS = 4  # of a step, over all ranks
@@ -82,7 +82,7 @@ def write_pairs(folder: Path, number: int = 24) -> Path:
 
 def arguments(data: Path, output: Path, *overrides: str) -> list[str]:
     """Command line of a run of seconds on a model of two layers of width 32 and 64."""
-    return labeled_runs.arguments(
+    return labeled_runs.build_arguments(
         data, output, DPO, "data.format=preference", f"max_steps={STEPS}", *overrides
     )
 
@@ -101,7 +101,7 @@ def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> li
         run = run_here(start, recipe=DPO)
         assert run.code == 0, run.said
         dist.barrier()  # a rank that is there first would find the folder in use
-    return metrics(output)
+    return read_metrics(output)
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +122,9 @@ def results(
         )
         return [train(folder, kind, lever, ranks) for kind, lever in cases]
 
-    together = selected(request, "case")
-    compiled = selected(request, "compiled")
-    alone = [*sum(selected(request, "alone"), []), *map(basis, together)]
+    together = select_cases(request, "case")
+    compiled = select_cases(request, "compiled")
+    alone = [*sum(select_cases(request, "alone"), []), *map(basis, together)]
     alone = list(dict.fromkeys([*alone, *compiled, *(("lora", ()) for _ in compiled)]))
     if COMPILED in alone:
         import_compiler()
@@ -152,7 +152,7 @@ def basis(case: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    "case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{' '.join(case[1])}"
+    "case", mark_slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{' '.join(case[1])}"
 )
 def test_two_ranks_record_what_one_records(
     results: dict[Any, Any], case: tuple[str, tuple[str, ...]]
@@ -210,7 +210,7 @@ def test_loss_and_gradient_are_means_over_pairs(kind: str, tmp_path: Path) -> No
         )
         run = run_here([*argv, "max_steps=1", "data.shuffle=false"], recipe=DPO)
         assert run.code == 0, run.said
-        found.append([metrics(tmp_path / str(size))[0][name] for name in RECORDED])
+        found.append([read_metrics(tmp_path / str(size))[0][name] for name in RECORDED])
     assert found[1] == pytest.approx(found[0], rel=1e-10, abs=1e-12)
     assert found[0][1] > 0
 

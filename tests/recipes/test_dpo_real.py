@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.runs import DPO, Run, metrics, run_here
+from tests.recipes.runs import DPO, Run, read_metrics, run_here
 
 BETA = 0.1
 STEPS = 8
@@ -56,7 +56,7 @@ def test_the_margin_rises_and_the_export_has_it(realdata: Path, tmp_path: Path) 
     peft = pytest.importorskip("peft")
     run = train(realdata, tmp_path)
     assert run.code == 0, run.said
-    lines = metrics(tmp_path)
+    lines = read_metrics(tmp_path)
     steps = [line for line in lines if "loss" in line]
     assert steps[0]["reward_margin"] == 0 and steps[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert steps[-1]["loss"] < 0.5 and steps[-1]["reward_margin"] > 0.5

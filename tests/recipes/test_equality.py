@@ -15,8 +15,8 @@ import torch
 from recipe_lib.data.data_plan import DataPlan
 from recipe_lib.data.dataset import Dataset
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import arguments, parameters, run_here, steps
-from tests.selection import selected, slow_except
+from tests.recipes.runs import build_arguments, list_parameters, read_steps, run_here
+from tests.selection import mark_slow_except, select_cases
 
 STEPS = 3
 ROWS = 8
@@ -92,7 +92,7 @@ def train(
     output = folder / f"{division}, {dtype}, {optimizer}"
     run = run_here(
         [
-            *arguments(output),
+            *build_arguments(output),
             f"dtype={dtype}",
             f"batch_size={division.batch_size}",
             f"gradient_accumulation_steps={division.accumulation}",
@@ -108,7 +108,7 @@ def train(
     )
     assert run.code == 0, run.said
     assert run.recipe.data.total_steps == STEPS
-    return {"steps": steps(output), "parameters": parameters(run.recipe)}
+    return {"steps": read_steps(output), "parameters": list_parameters(run.recipe)}
 
 
 Key = tuple[Division, str, str]
@@ -126,7 +126,7 @@ def results(
     a world size.
     """
     folder = tmp_path_factory.mktemp("equality")
-    cases = selected(request, "case")
+    cases = select_cases(request, "case")
     kinds = dict.fromkeys([("fp64", "sgd"), ("fp64", "clipped"), *(case[1:] for case in cases)])
     keys: list[Key] = [*((WHOLE, *kind) for kind in kinds), *cases]
 
@@ -157,7 +157,7 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    "case", slow_except(CASES, QUICK), ids=lambda case: ", ".join(map(str, case))
+    "case", mark_slow_except(CASES, QUICK), ids=lambda case: ", ".join(map(str, case))
 )
 def test_a_step_is_the_same(results: dict[Key, dict[str, Any]], case: Key):
     found = results[case]

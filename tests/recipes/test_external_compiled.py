@@ -11,7 +11,15 @@ import pytest
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import LORA, arguments, done, furthest, latest, run_here, steps
+from tests.recipes.runs import (
+    LORA,
+    build_arguments,
+    expect_done,
+    find_largest_difference,
+    keep_latest,
+    read_steps,
+    run_here,
+)
 
 COMMON = {
     "vocab_size": 512,
@@ -32,12 +40,12 @@ LEVERS = ("lora.dora=true", "lora.quantize_base=nf4", "lora.dropout=0", "lora.ra
 
 def train(folder: Path, name: str, *more: str) -> None:
     words = [
-        *arguments(folder / name, "demo/lora"), "~model.path", f"model.preset={folder}/gpt_neox.json",
+        *build_arguments(folder / name, "demo/lora"), "~model.path", f"model.preset={folder}/gpt_neox.json",
         "tokenizer.path=examples/demo/tokenizer", "model.implementation=transformers", "dtype=fp32", "device=cpu",
         "max_steps=3", "batch_size=4", "log.every_n_steps=1000", "data.packing=false", "gradient_accumulation_steps=2",
         "data.pad_to_multiple_of=64", "optimizer.lr=1e-2", "optimizer.eps=1e-4",
     ]  # fmt: skip
-    done(run_here(latest(*words, *LEVERS, *more), recipe=LORA))
+    expect_done(run_here(keep_latest(*words, *LEVERS, *more), recipe=LORA))
 
 
 def train_compiled(folder: Path) -> None:
@@ -52,10 +60,15 @@ def test_two_ranks_record_what_one_process_does(tmp_path: Path) -> None:
     (tmp_path / "gpt_neox.json").write_text(json.dumps(COMMON | GPT_NEOX))
     run_ranks(train, 1, tmp_path, "alone", timeout=300)
     run_ranks(train_compiled, 2, tmp_path, timeout=500)
-    one = steps(tmp_path / "alone")
-    several = steps(tmp_path / "compiled")
+    one = read_steps(tmp_path / "alone")
+    several = read_steps(tmp_path / "compiled")
     assert len(one) == len({loss for _, loss, _ in one}) == 3 and all(
         norm > 0.01 for _, _, norm in one
     )
     for column in (1, 2):
-        assert furthest([line[column] for line in several], [line[column] for line in one]) <= 1e-4
+        assert (
+            find_largest_difference(
+                [line[column] for line in several], [line[column] for line in one]
+            )
+            <= 1e-4
+        )

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 
-from tests.recipes.external_kinds import settings_of
-from tests.recipes.runs import FULL, LORA, arguments, losses, probe, run_here
-from tests.selection import slow_except
+from tests.recipes.external_kinds import build_settings
+from tests.recipes.runs import FULL, LORA, build_arguments, probe, read_losses, run_here
+from tests.selection import mark_slow_except
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = root / kind
         if not folder.exists():
             torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(kind, **settings_of(kind))
+            config = transformers.AutoConfig.for_model(kind, **build_settings(kind))
             transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32
             ).save_pretrained(folder)
@@ -79,7 +79,7 @@ def train(folder: Path, output: Path, recipe: str, *words: str) -> tuple[Any, li
               "tokenizer.path=examples/demo/tokenizer", "lr_scheduler.type=constant")  # fmt: skip
     config = "demo/full" if recipe == FULL else "demo/lora"
     run = run_here(
-        [*arguments(output, config), *common, *words], before_training=watch, recipe=recipe
+        [*build_arguments(output, config), *common, *words], before_training=watch, recipe=recipe
     )
     return run, batches
 
@@ -97,13 +97,13 @@ def loss_of(model: Any, batch: Any) -> float:
 
 @pytest.mark.parametrize(
     "kind",
-    slow_except(["apertus", "granitemoehybrid", "mixtral", "gemma3"], ["apertus", "mixtral"]),
+    mark_slow_except(["apertus", "granitemoehybrid", "mixtral", "gemma3"], ["apertus", "mixtral"]),
 )
 def test_all_of_a_model_trains(saved: Callable[[str], Path], tmp_path: Path, kind: str):
     folder = saved(kind)
     run, batches = train(folder, tmp_path, FULL, "optimizer.lr=1e-3")
     assert run.code == 0, run.said
-    assert losses(tmp_path)[0] == pytest.approx(loss_of(opened(folder), batches[0]), rel=1e-5)
+    assert read_losses(tmp_path)[0] == pytest.approx(loss_of(opened(folder), batches[0]), rel=1e-5)
     exported = opened(tmp_path / "model")
     with torch.no_grad():
         assert (run.recipe.model(probe()) - logits_of(exported)).abs().max() <= 1e-5
@@ -113,7 +113,7 @@ def test_all_of_a_model_trains(saved: Callable[[str], Path], tmp_path: Path, kin
 
 @pytest.mark.parametrize(
     "kind",
-    slow_except(
+    mark_slow_except(
         ["llama4_text", "falcon_h1", "nemotron_h", "qwen3_moe"], ["llama4_text", "qwen3_moe"]
     ),
 )
@@ -123,7 +123,7 @@ def test_adapters_train_and_peft_opens_them(
     folder = saved(kind)
     run, batches = train(folder, tmp_path, LORA, "lora.rank=4", "optimizer.lr=1e-2")
     assert run.code == 0, run.said
-    assert losses(tmp_path)[0] == pytest.approx(loss_of(opened(folder), batches[0]), rel=1e-5)
+    assert read_losses(tmp_path)[0] == pytest.approx(loss_of(opened(folder), batches[0]), rel=1e-5)
     model = peft.PeftModel.from_pretrained(opened(folder), tmp_path / "adapter")
     with torch.no_grad():
         assert (run.recipe.model(probe()) - logits_of(model)).abs().max() <= 1e-5
@@ -255,5 +255,5 @@ def test_an_encoder_is_refused(tmp_path: Path):
         json.dumps(small | {"model_type": "bert", "vocab_size": 512})
     )
     words = ["model.implementation=transformers", f"model.preset={tmp_path}/config.json"]
-    run = run_here([*arguments(tmp_path / "out"), *words])
+    run = run_here([*build_arguments(tmp_path / "out"), *words])
     assert run.code == 2 and "'bert' lets each token see later ones" in run.said[-1]

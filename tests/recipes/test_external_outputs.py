@@ -14,9 +14,9 @@ import transformers
 
 from recipe_lib.cli import answer as answering
 from recipe_lib.cli import export, generate
-from tests.recipes.external_kinds import settings_of
-from tests.recipes.runs import FULL, LORA, ROOT, arguments, probe, run_here
-from tests.selection import slow_except
+from tests.recipes.external_kinds import build_settings
+from tests.recipes.runs import FULL, LORA, ROOT, build_arguments, probe, run_here
+from tests.selection import mark_slow_except
 
 # Transposed linears and positions that are learned; experts that its files have apart.
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def base_of(folder: Path, kind: str) -> Path:
         "pad_token_id": 2,
         "initializer_range": 0.3,
     }
-    own = settings_of(kind) if kind == "gemma3" else common | KINDS[kind]
+    own = build_settings(kind) if kind == "gemma3" else common | KINDS[kind]
     config = transformers.AutoConfig.for_model(kind, **own)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
@@ -59,9 +59,20 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def words(base: Path, output: Path, recipe: str) -> list[str]:
     config = "demo/full" if recipe == FULL else "demo/lora"
-    return [*arguments(output, config), "~model.preset", f"model.path={base}", "model.implementation=transformers",
-            "dtype=fp32", "device=cpu", "max_steps=2", "batch_size=2", "data.packing=false", "optimizer.lr=1e-2",
-            "log.every_n_steps=1000", f"tokenizer.path={base}"]  # fmt: skip
+    return [
+        *build_arguments(output, config),
+        "~model.preset",
+        f"model.path={base}",
+        "model.implementation=transformers",
+        "dtype=fp32",
+        "device=cpu",
+        "max_steps=2",
+        "batch_size=2",
+        "data.packing=false",
+        "optimizer.lr=1e-2",
+        "log.every_n_steps=1000",
+        f"tokenizer.path={base}",
+    ]
 
 
 def said_by(model: Any, folder: Path, count: int = 20) -> str:
@@ -99,7 +110,7 @@ def answer_of(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> s
     return capsys.readouterr().out.removesuffix("\n")
 
 
-@pytest.mark.parametrize("kind", slow_except(["gpt2", "mixtral"], ["gpt2"]))
+@pytest.mark.parametrize("kind", mark_slow_except(["gpt2", "mixtral"], ["gpt2"]))
 def test_an_adapter_is_merged_and_generated_with(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

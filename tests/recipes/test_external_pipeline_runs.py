@@ -13,7 +13,17 @@ import transformers
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import FULL, LORA, arguments, done, furthest, latest, run_here, steps, whole
+from tests.recipes.runs import (
+    FULL,
+    LORA,
+    build_arguments,
+    expect_done,
+    find_largest_difference,
+    gather_whole,
+    keep_latest,
+    read_steps,
+    run_here,
+)
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "n_embd": 32,
@@ -30,16 +40,26 @@ def probe() -> torch.Tensor:
 
 
 def words(folder: Path, name: str, config: str, *more: str) -> list[str]:
-    return latest(
-        *arguments(folder / name, config), f"model.preset={folder}/config.json", "model.implementation=transformers",
-        "dtype=fp32", "device=cpu", f"max_steps={STEPS}", "batch_size=2", "gradient_accumulation_steps=4",
-        "log.every_n_steps=1000", "lr_scheduler.type=constant", "data.packing=false", "epochs=2", *more,
-    )  # fmt: skip
+    return keep_latest(
+        *build_arguments(folder / name, config),
+        f"model.preset={folder}/config.json",
+        "model.implementation=transformers",
+        "dtype=fp32",
+        "device=cpu",
+        f"max_steps={STEPS}",
+        "batch_size=2",
+        "gradient_accumulation_steps=4",
+        "log.every_n_steps=1000",
+        "lr_scheduler.type=constant",
+        "data.packing=false",
+        "epochs=2",
+        *more,
+    )
 
 
 def full(folder: Path, name: str, *more: str) -> Any:
     saved = f"checkpoint.save_every_n_steps={SAVED}"
-    return done(run_here(words(folder, name, "demo/full", saved, *more), recipe=FULL)).recipe
+    return expect_done(run_here(words(folder, name, "demo/full", saved, *more), recipe=FULL)).recipe
 
 
 def adapters(folder: Path, name: str, *more: str) -> Any:
@@ -48,7 +68,7 @@ def adapters(folder: Path, name: str, *more: str) -> Any:
         for word in words(folder, name, "demo/lora", *ADAPTERS, *more)
         if "model.preset" not in word
     ]
-    return done(
+    return expect_done(
         run_here([*base, "~model.preset", f"model.path={folder}/full-1/model"], recipe=LORA)
     ).recipe
 
@@ -61,7 +81,7 @@ def alone(folder: Path) -> torch.Tensor:
     model = full(folder, "full-1").model
     adapters(folder, "lora-1")
     with torch.no_grad():
-        return whole(model(probe()))
+        return gather_whole(model(probe()))
 
 
 def two(folder: Path) -> None:
@@ -85,15 +105,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
     alone, divided = (
-        steps(folder / ("lora-1" if "lora" in name else "full-1")),
-        steps(folder / name),
+        read_steps(folder / ("lora-1" if "lora" in name else "full-1")),
+        read_steps(folder / name),
     )
     assert len(alone) == STEPS and all(norm > 1e-3 for _, _, norm in alone)
     wanted = alone[SAVED:] if "to" in name else alone
     assert [step for step, _, _ in divided] == [step for step, _, _ in wanted]
     for column, most in ((1, 1e-5), (2, 1e-4)):
         assert (
-            furthest([each[column] for each in divided], [each[column] for each in wanted]) <= most
+            find_largest_difference(
+                [each[column] for each in divided], [each[column] for each in wanted]
+            )
+            <= most
         )
 
 
@@ -137,7 +160,7 @@ def quantized(folder: Path, name: str, *more: str) -> None:
         *more,
     )
     packed += ("tokenizer.path=examples/demo/tokenizer",)
-    done(run_here([*words(folder, name, "demo/lora", *packed), "~model.path"], recipe=LORA))
+    expect_done(run_here([*words(folder, name, "demo/lora", *packed), "~model.path"], recipe=LORA))
 
 
 @pytest.mark.slow
@@ -147,9 +170,12 @@ def test_quantized_stages_and_packs_record_the_losses_of_one_process(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     run_ranks(quantized, 1, tmp_path, "alone")
     run_ranks(quantized, 2, tmp_path, "divided", *ZBV, timeout=300)
-    alone, divided = steps(tmp_path / "alone"), steps(tmp_path / "divided")
+    alone, divided = read_steps(tmp_path / "alone"), read_steps(tmp_path / "divided")
     assert len(alone) == STEPS
     for column in (1, 2):
         assert (
-            furthest([each[column] for each in divided], [each[column] for each in alone]) <= 1e-4
+            find_largest_difference(
+                [each[column] for each in divided], [each[column] for each in alone]
+            )
+            <= 1e-4
         )

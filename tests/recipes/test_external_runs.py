@@ -13,8 +13,18 @@ import transformers
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import DPO, FULL, LORA, arguments, furthest, losses, run_here, steps, whole
-from tests.selection import selected, slow_except
+from tests.recipes.runs import (
+    DPO,
+    FULL,
+    LORA,
+    build_arguments,
+    find_largest_difference,
+    gather_whole,
+    read_losses,
+    read_steps,
+    run_here,
+)
+from tests.selection import mark_slow_except, select_cases
 
 COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # Untied with head norms; fused projections; experts that are apart in its files.
@@ -78,7 +88,7 @@ def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]
         )  # fmt: skip
         start = f"model.preset={folder / kind}/config.json"
         plain = [
-            *arguments(folder / f"{kind}-{ranks}"),
+            *build_arguments(folder / f"{kind}-{ranks}"),
             start,
             *common,
             *(LEVERS[kind] if ranks > 1 else ()),
@@ -86,7 +96,7 @@ def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]
         run = run_here(plain, recipe=FULL)
         assert run.code == 0, run.said
         with torch.no_grad():
-            logits[kind] = whole(run.recipe.model(probe()))
+            logits[kind] = gather_whole(run.recipe.model(probe()))
         base = (
             "~model.preset",
             f"model.path={folder}/{kind}-1/model",
@@ -95,12 +105,12 @@ def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]
         )
         tensor = [f"parallel.tensor={ranks // data_ranks(kind, ranks)}"]
         adapted = [
-            *arguments(folder / f"{kind}-{ranks}-lora", "demo/lora"), *common, *base, *tensor,
+            *build_arguments(folder / f"{kind}-{ranks}-lora", "demo/lora"), *common, *base, *tensor,
         ]  # fmt: skip
         run = run_here(adapted, recipe=LORA)
         assert run.code == 0, run.said
         with torch.no_grad():
-            logits[f"{kind}-lora"] = whole(run.recipe.model(probe()))
+            logits[f"{kind}-lora"] = gather_whole(run.recipe.model(probe()))
     if "phi3" in kinds:
         prefer(folder, ranks)
     return logits
@@ -116,7 +126,7 @@ def runs(
         (folder / kind / "config.json").write_text(
             json.dumps(COMMON | config | {"model_type": kind})
         )
-    kinds = selected(request, "kind")
+    kinds = select_cases(request, "kind")
     import_models(*kinds)
     return folder, {
         ranks: run_ranks(train, ranks, folder, ranks, kinds, timeout=300)[0] for ranks in (1, 2)
@@ -128,10 +138,16 @@ def runs(
 def test_several_ranks_give_the_losses_of_one(runs: tuple[Path, Any], kind: str):
     folder, _ = runs
     for suffix in ("", "-lora"):
-        one, two = (steps(folder / f"{kind}-{size}{suffix}") for size in (1, 2))
+        one, two = (read_steps(folder / f"{kind}-{size}{suffix}") for size in (1, 2))
         assert len(one) == STEPS and all(norm > 0.1 for _, _, norm in one)
-        assert furthest([loss for _, loss, _ in two], [loss for _, loss, _ in one]) <= 1e-5
-        assert furthest([norm for _, _, norm in two], [norm for _, _, norm in one]) <= 1e-4
+        assert (
+            find_largest_difference([loss for _, loss, _ in two], [loss for _, loss, _ in one])
+            <= 1e-5
+        )
+        assert (
+            find_largest_difference([norm for _, _, norm in two], [norm for _, _, norm in one])
+            <= 1e-4
+        )
 
 
 @pytest.mark.slow
@@ -146,7 +162,7 @@ def test_transformers_opens_the_model(runs: tuple[Path, Any], kind: str):
         assert (model(probe(), use_cache=False).logits - logits[2][kind]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("kind", slow_except(["qwen3", "phi3"], ["qwen3"]))
+@pytest.mark.parametrize("kind", mark_slow_except(["qwen3", "phi3"], ["qwen3"]))
 def test_peft_opens_the_adapter(runs: tuple[Path, Any], kind: str):
     folder, logits = runs
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{kind}-1/model")
@@ -172,11 +188,16 @@ def test_an_adapter_goes_on_beside_quantized_weights(
     first = {}
     for name, more in (("new", []), ("old", [f"lora.adapter_path={folder}/{kind}-1-lora/adapter"])):
         run = run_here(
-            [*arguments(tmp_path / name, "demo/lora"), *words, "lora.quantize_base=int8", *more],
+            [
+                *build_arguments(tmp_path / name, "demo/lora"),
+                *words,
+                "lora.quantize_base=int8",
+                *more,
+            ],
             recipe=LORA,
         )
         assert run.code == 0, run.said
-        first[name] = losses(tmp_path / name)[0]
+        first[name] = read_losses(tmp_path / name)[0]
     assert first["old"] < first["new"] - 0.01
 
 
@@ -187,9 +208,9 @@ def test_preferences(runs: tuple[Path, Any], kind: str):
     shared.
     """
     folder, _ = runs
-    found = {size: losses(folder / f"pairs-{size}") for size in (1, 2)}
+    found = {size: read_losses(folder / f"pairs-{size}") for size in (1, 2)}
     assert found[1][0] == pytest.approx(0.6931, abs=1e-3) and found[1][-1] < found[1][0] - 0.05
-    assert furthest(found[2], found[1]) <= 1e-5
+    assert find_largest_difference(found[2], found[1]) <= 1e-5
 
 
 def test_names_of_no_linear_are_refused(tmp_path: Path):
@@ -197,7 +218,8 @@ def test_names_of_no_linear_are_refused(tmp_path: Path):
     is built.
     """
     run = run_here(
-        [*arguments(tmp_path / "out", "demo/lora"), "lora.target_modules=[c_attn]"], recipe=LORA
+        [*build_arguments(tmp_path / "out", "demo/lora"), "lora.target_modules=[c_attn]"],
+        recipe=LORA,
     )
     assert (
         run.code == 2
@@ -205,7 +227,7 @@ def test_names_of_no_linear_are_refused(tmp_path: Path):
     ), run.said
     run = run_here(
         [
-            *arguments(tmp_path / "out", "demo/lora"),
+            *build_arguments(tmp_path / "out", "demo/lora"),
             "~model.path",
             "model.implementation=transformers",
             "lora.target_modules=[c_at]",

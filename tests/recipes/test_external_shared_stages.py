@@ -11,7 +11,15 @@ from torch import Tensor
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import FULL, arguments, done, furthest, latest, run_here, steps
+from tests.recipes.runs import (
+    FULL,
+    build_arguments,
+    expect_done,
+    find_largest_difference,
+    keep_latest,
+    read_steps,
+    run_here,
+)
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
@@ -24,13 +32,13 @@ SHARED = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline_schedul
 
 
 def train(folder: Path, output: str, *more: str) -> None:
-    words = latest(
-        *arguments(folder / output), f"model.preset={folder}/llama.json", "model.implementation=transformers",
+    words = keep_latest(
+        *build_arguments(folder / output), f"model.preset={folder}/llama.json", "model.implementation=transformers",
         "dtype=fp64", "device=cpu", f"max_steps={STEPS}", "batch_size=2", "gradient_accumulation_steps=4",
         "log.every_n_steps=1000", "data.packing=false", "epochs=2", f"checkpoint.save_every_n_steps={SAVED}",
         "optimizer.eps=1e-4", *more,
     )  # fmt: skip
-    done(run_here(words, recipe=FULL))
+    expect_done(run_here(words, recipe=FULL))
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -55,13 +63,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["four", "one goes on"])
 def test_steps_and_weights_are_those_of_one_process(found: Path, name: str) -> None:
-    one = steps(found / "alone")
-    several = steps(found / name)
+    one = read_steps(found / "alone")
+    several = read_steps(found / name)
     assert len(one) == STEPS and all(norm > 0.05 for _, _, norm in one)
     one = one if name == "four" else one[SAVED:]
     assert [step for step, _, _ in several] == [step for step, _, _ in one]
     for column in (1, 2):
-        assert furthest([each[column] for each in several], [each[column] for each in one]) <= 1e-9
+        assert (
+            find_largest_difference(
+                [each[column] for each in several], [each[column] for each in one]
+            )
+            <= 1e-9
+        )
     right = tensors(found / "alone" / "model")
     ours = tensors(found / name / "model")
     assert right.keys() == ours.keys() and right

@@ -11,7 +11,14 @@ import torch
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import LORA, arguments, furthest, latest, run_here, steps
+from tests.recipes.runs import (
+    LORA,
+    build_arguments,
+    find_largest_difference,
+    keep_latest,
+    read_steps,
+    run_here,
+)
 
 COMMON = {
     "vocab_size": 512,
@@ -55,12 +62,12 @@ def write_config(folder: Path, kind: str) -> None:
 
 def words(folder: Path, kind: str, lever: str, ranks: int, tensor: int) -> list[str]:
     config = folder / f"{kind}.json"
-    base = [*arguments(folder / f"{kind}-{lever}-{ranks}-{tensor}", "demo/lora"), "~model.path",
+    base = [*build_arguments(folder / f"{kind}-{lever}-{ranks}-{tensor}", "demo/lora"), "~model.path",
             f"model.preset={config}", "tokenizer.path=examples/demo/tokenizer",
             "model.implementation=transformers", "dtype=fp32", "device=cpu", "max_steps=3",
             f"batch_size={4 * tensor // ranks}", "log.every_n_steps=1000", "data.packing=false", "optimizer.lr=1e-2",
             "lora.rank=4", f"parallel.tensor={tensor}"]  # fmt: skip
-    return latest(*base, *LEVERS[lever])
+    return keep_latest(*base, *LEVERS[lever])
 
 
 def train(folder: Path, kind: str, lever: str, ranks: int, tensor: int) -> None:
@@ -76,10 +83,15 @@ def test_losses_are_those_of_one_process(case: tuple[str, str], tmp_path: Path) 
     write_config(tmp_path, kind)
     run_ranks(train, 1, tmp_path, kind, lever, 1, 1)
     run_ranks(train, ranks, tmp_path, kind, lever, ranks, 2, timeout=300)
-    one, several = (steps(tmp_path / f"{kind}-{lever}-{size}") for size in ("1-1", f"{ranks}-2"))
+    one, several = (
+        read_steps(tmp_path / f"{kind}-{lever}-{size}") for size in ("1-1", f"{ranks}-2")
+    )
     assert len(one) == 3 and one[-1][1] < one[0][1] and all(norm > 0.05 for _, _, norm in one)
     for at, limit in ((1, 1e-5), (2, 1e-4)):
-        assert furthest([line[at] for line in several], [line[at] for line in one]) <= limit
+        assert (
+            find_largest_difference([line[at] for line in several], [line[at] for line in one])
+            <= limit
+        )
 
 
 def refused(folder: Path, kind: str) -> list[str]:

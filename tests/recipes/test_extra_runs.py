@@ -20,11 +20,11 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     Run,
-    done,
-    furthest,
-    losses,
-    parameters,
-    recipe_module,
+    expect_done,
+    find_largest_difference,
+    import_recipe_module,
+    list_parameters,
+    read_losses,
     run_here,
 )
 from tests.recipes.test_adapter_runs import arguments as adapter_arguments
@@ -57,7 +57,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def edit(
         recipe: str, behind: str = "build_meta", change: Callable[..., None] = add_layers
     ) -> None:
-        module = recipe_module(recipe)
+        module = import_recipe_module(recipe)
         original = getattr(module, behind)
 
         def call(*args: Any) -> Any:
@@ -83,7 +83,7 @@ def full(realdata: Path, output: Path, *overrides: str) -> list[str]:
 def start_of(found: dict[str, torch.Tensor]) -> Callable[[Any], None]:
     """Before training, the whole parameters that the recipe has added."""
     return lambda recipe: found.update(
-        {name: one for name, one in parameters(recipe).items() if "extra" in name}
+        {name: one for name, one in list_parameters(recipe).items() if "extra" in name}
     )
 
 
@@ -170,7 +170,7 @@ def test_several_ranks_and_a_resumed_run_do_as_one(
     states = tmp_path / "one" / "state"
     argv = full(realdata, tmp_path / "resumed", SAVE, f"resume={states / 'step_3'}")
     assert run_here(argv).code == 0
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "one")[3:]
+    assert read_losses(tmp_path / "resumed") == read_losses(tmp_path / "one")[3:]
 
     cases = {
         "shards": ("batch_size=2",),
@@ -180,7 +180,7 @@ def test_several_ranks_and_a_resumed_run_do_as_one(
     def train() -> dict[str, dict[str, torch.Tensor]]:
         found: dict[str, dict[str, torch.Tensor]] = {folder: {} for folder in cases}
         for folder, overrides in cases.items():
-            done(
+            expect_done(
                 run_here(
                     full(realdata, tmp_path / folder, SAVE, *overrides), start_of(found[folder])
                 )
@@ -195,7 +195,10 @@ def test_several_ranks_and_a_resumed_run_do_as_one(
         assert all(
             torch.equal(value, expected[name]) for found in ranks for name, value in found.items()
         )
-        assert furthest(losses(tmp_path / folder), losses(tmp_path / "one")) < 1e-5
+        assert (
+            find_largest_difference(read_losses(tmp_path / folder), read_losses(tmp_path / "one"))
+            < 1e-5
+        )
         other = load_file(tmp_path / folder / "model" / "model.safetensors")
         assert other.keys() == one.keys()
         assert all(torch.allclose(other[name], one[name], atol=1e-3) for name in one)
@@ -245,7 +248,7 @@ def test_what_ranks_could_not_run_is_refused(realdata: Path, tmp_path: Path, cop
             "parallel.tensor: found a hook of model.layers.1.self_attn.q_proj, wh",
         ),
     )
-    module = recipe_module(FULL)
+    module = import_recipe_module(FULL)
     original = module.build_meta
 
     def refused() -> dict[str, list[str]]:
@@ -345,7 +348,7 @@ def test_a_trained_layer_that_no_optimizer_has_is_refused(
     from recipe_lib.adapters import get_adapter_parameters
 
     copies(LORA, "add_adapters")
-    module = recipe_module(LORA)
+    module = import_recipe_module(LORA)
 
     def setup_optimizer(self: Any) -> None:
         self.optimizer = torch.optim.SGD(get_adapter_parameters(self.model).values(), lr=0.1)
@@ -357,7 +360,7 @@ def test_a_trained_layer_that_no_optimizer_has_is_refused(
 
 
 def test_forgotten_adapters_are_refused(realdata: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(recipe_module(LORA), "init_adapters", lambda *_: None)
+    monkeypatch.setattr(import_recipe_module(LORA), "init_adapters", lambda *_: None)
     run = run_here(adapter_arguments(realdata, tmp_path / "run"), recipe=LORA)
     assert run.code == 2
     assert (
@@ -385,7 +388,7 @@ def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:
         )
 
     with pytest.MonkeyPatch.context() as patched:
-        module = recipe_module(DPO)
+        module = import_recipe_module(DPO)
         original = module.add_adapters
 
         def add(model: Any, *others: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.runs import arguments, run_here
+from tests.recipes.runs import build_arguments, run_here
 
 
 @torch.no_grad()
@@ -16,7 +16,7 @@ def flatten(recipe: Any) -> None:
 
 
 def test_a_gradient_of_zero_is_told_once(tmp_path: Path):
-    argv = [*arguments(tmp_path / "run"), "max_steps=3", "checkpoint.save_model=false"]
+    argv = [*build_arguments(tmp_path / "run"), "max_steps=3", "checkpoint.save_model=false"]
     run = run_here(argv, flatten)
     assert run.code == 0
     assert [line for line in run.said if "the gradient is exactly 0" in line] == [

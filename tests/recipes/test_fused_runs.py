@@ -12,10 +12,20 @@ import pytest
 
 from recipe_lib.ops import fused_kernels
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import DPO, FULL, LORA, ROOT, arguments, done, latest, run_here, steps
+from tests.recipes.runs import (
+    DPO,
+    FULL,
+    LORA,
+    ROOT,
+    build_arguments,
+    expect_done,
+    keep_latest,
+    read_steps,
+    run_here,
+)
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 ADAPTERS = ("recipe=lora_finetune_distributed", "lora.rank=4")
 # Kind of run -> recipe, overrides.
@@ -62,12 +72,14 @@ def run(folder: Path, name: str, kind: str, *overrides: str) -> Steps:
     recipe, own = KINDS[kind]
     output = folder / name
     argv = (
-        preference_arguments(folder / "pairs.jsonl", output) if recipe == DPO else arguments(output)
+        preference_arguments(folder / "pairs.jsonl", output)
+        if recipe == DPO
+        else build_arguments(output)
     )
     common = (f"model.preset={folder / 'wide.json'}", "max_steps=3", "optimizer.lr=1e-2", "dtype=fp32",
               "checkpoint.save_model=false", "device=auto")  # fmt: skip
-    done(run_here(latest(*argv, *common, *own, *overrides), recipe=recipe))
-    return steps(output)
+    expect_done(run_here(keep_latest(*argv, *common, *own, *overrides), recipe=recipe))
+    return read_steps(output)
 
 
 def assert_same(found: Steps, wanted: Steps, tolerance: float = 1e-5) -> None:
@@ -87,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["full"]))
+@pytest.mark.parametrize("kind", mark_slow_except(KINDS, ["full"]))
 def test_fused_runs_are_those_without(folder: Path, kind: str) -> None:
     plain = run(folder, f"{kind} plain", kind)
     with fused() as calls:

@@ -19,8 +19,14 @@ from recipe_lib.parallel import heartbeat
 from recipe_lib.parallel.world import meet_ranks
 from tests.distributed import ranks as ranks_of_tests
 from tests.distributed.ranks import RankFailure, run_ranks
-from tests.recipes.runs import FULL, arguments, recipe_class, recipe_module, run_here
-from tests.selection import slow_except
+from tests.recipes.runs import (
+    FULL,
+    build_arguments,
+    get_recipe_class,
+    import_recipe_module,
+    run_here,
+)
+from tests.selection import mark_slow_except
 
 Trouble = Callable[[], None]
 TIMEOUT = 2  # seconds, of the key
@@ -36,7 +42,7 @@ KEY = f"set parallel.heartbeat_timeout_seconds={TIMEOUT} higher if the run is on
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forks, which have these too."""
-    recipe_module(FULL)
+    import_recipe_module(FULL)
     for name, seconds in {
         "BEAT_SECONDS": 0.1,
         "PEER_LOST_SECONDS": 1.5,
@@ -54,7 +60,7 @@ def run(folder: Path, trouble: Trouble, where: str, on: int, *overrides: str) ->
     second step.
     """
     calls = [0]
-    original = recipe_class(recipe_module(FULL))
+    original = get_recipe_class(import_recipe_module(FULL))
     method = getattr(original, where)
 
     def troubled(self: Any, *args: Any) -> Any:
@@ -64,7 +70,7 @@ def run(folder: Path, trouble: Trouble, where: str, on: int, *overrides: str) ->
         return method(self, *args)
 
     setattr(original, where, troubled)
-    found = run_here([*arguments(folder / "run"), "max_steps=3", f"parallel.heartbeat_timeout_seconds={TIMEOUT}",
+    found = run_here([*build_arguments(folder / "run"), "max_steps=3", f"parallel.heartbeat_timeout_seconds={TIMEOUT}",
                       *overrides])  # fmt: skip
     for line in found.said if found.code else []:
         print(line, flush=True)
@@ -175,7 +181,9 @@ def test_a_killed_rank_is_named_without_tracebacks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    slow_except(["__init__", "setup_model", "resume", "train_step"], ["setup_model", "train_step"]),
+    mark_slow_except(
+        ["__init__", "setup_model", "resume", "train_step"], ["setup_model", "train_step"]
+    ),
 )
 def test_what_one_rank_refuses_alone_ends_all_in_its_line(tmp_path: Path, where: str) -> None:
     """Rank 0, whose line it is not, waits in a collective or comes to one."""

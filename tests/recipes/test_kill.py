@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.checkpoint import resumable_state as state
-from tests.recipes.runs import arguments, recipe_module
+from tests.recipes.runs import build_arguments, import_recipe_module
 
 KILLS = 6
 SAVE_SECONDS = 0.02  # for which what was written waits to be whole, so that a kill can meet it
@@ -45,7 +45,7 @@ def start(argv: list[str], log: Path) -> int:
             os.dup2(file.fileno(), 2)
         write_shard = state._write_shard
         state._write_shard = lambda *args: (write_shard(*args), time.sleep(SAVE_SECONDS))[0]
-        code = recipe_module().main(argv) or 0
+        code = import_recipe_module().main(argv) or 0
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -54,7 +54,7 @@ def start(argv: list[str], log: Path) -> int:
 
 @pytest.mark.slow
 def test_kills_change_nothing(tmp_path: Path):
-    recipe_module()
+    import_recipe_module()
     extra = [
         f"max_steps={STEPS}",
         "epochs=4",
@@ -67,7 +67,7 @@ def test_kills_change_nothing(tmp_path: Path):
     ]  # two epochs of six steps: kills fall within both
     quiet = tmp_path / "quiet"
     began = time.monotonic()
-    child = start([*arguments(quiet), *extra, "resume=latest"], tmp_path / "quiet.log")
+    child = start([*build_arguments(quiet), *extra, "resume=latest"], tmp_path / "quiet.log")
     assert os.waitpid(child, 0)[1] == 0, (tmp_path / "quiet.log").read_text()
     duration = time.monotonic() - began
     expected = losses(quiet)
@@ -80,7 +80,7 @@ def test_kills_change_nothing(tmp_path: Path):
         rounds += 1
         for _ in range(100):
             log = tmp_path / f"{output.name}.log"
-            child = start([*arguments(output), *extra, "resume=latest"], log)
+            child = start([*build_arguments(output), *extra, "resume=latest"], log)
             # Once there were as many kills as asked for, the run may end.
             deadline = time.monotonic() + (moments.uniform(0.0, duration) if kills < KILLS else 600)
             finished, status = 0, 0

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import (
-    arguments,
+    build_arguments,
     metrics_of,
     train_all,
     write,
@@ -18,7 +18,7 @@ from tests.recipes.labeled_runs import (
     write_margins,
 )
 from tests.recipes.runs import DPO, run_here
-from tests.selection import selected
+from tests.selection import select_cases
 
 KTO = ("dpo.loss=kto", "dpo.beta=0.5", "dpo.desirable_weight=1.3", "dpo.undesirable_weight=0.8")
 ALL = (*KTO, "dpo.trainable=all")
@@ -37,7 +37,7 @@ def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Of one rank, and of two."""
-    data, cases = write_answers(tmp_path_factory.mktemp("kto")), selected(request, "case")
+    data, cases = write_answers(tmp_path_factory.mktemp("kto")), select_cases(request, "case")
     return (
         run_ranks(train_all, 1, data, DPO, 1, ONE)[0],
         run_ranks(train_all, 2, data, DPO, 2, cases, timeout=300)[0],
@@ -72,7 +72,7 @@ def test_what_is_recorded(results: Any) -> None:
 
 
 def test_pairs_are_taken_apart(tmp_path: Path) -> None:
-    argv = arguments(
+    argv = build_arguments(
         write_margins(tmp_path),
         tmp_path / "run",
         DPO,
@@ -156,7 +156,7 @@ def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         f"model.path={tmp_path / 'model'}",
         "optimizer.weight_decay=0",
     )
-    argv = arguments(write_answers(tmp_path), tmp_path / "run", DPO, *ALL, *given)
+    argv = build_arguments(write_answers(tmp_path), tmp_path / "run", DPO, *ALL, *given)
     run = run_here([word for word in argv if not word.startswith("model.preset")], recipe=DPO)
     assert run.code == 0, run.said
     recorded = [line["loss"] for line in metrics_of(tmp_path / "run")]
@@ -169,7 +169,7 @@ def test_bad_labels(tmp_path: Path) -> None:
     good = {"prompt": "a", "completion": "b", "label": True}
 
     def refused(rows: list[dict[str, Any]], *overrides: str) -> str:
-        argv = arguments(
+        argv = build_arguments(
             write(tmp_path / "rows.jsonl", rows), tmp_path / "run", DPO, "dpo.loss=kto", *overrides
         )
         run = run_here(argv, recipe=DPO)

@@ -19,18 +19,18 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
-    arguments,
-    done,
-    latest,
-    metrics,
+    build_arguments,
+    expect_done,
+    gather_whole,
+    keep_latest,
+    list_states,
     offload_on_a_cpu,
+    read_metrics,
+    read_tree,
     run_here,
-    states,
-    tree,
-    whole,
 )
 from tests.recipes.test_dpo import write_pairs
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 STREAM, EXPERTS = "memory.stream_layers=true", "memory.stream_layers=experts"
 STEPPING = (
@@ -108,7 +108,7 @@ QUICK = CASES[:2]
 
 
 def command(case: Case, folder: Path, name: str, *more: str) -> list[str]:
-    argv = arguments(folder / name)
+    argv = build_arguments(folder / name)
     if case.recipe != FULL:
         argv[1] = str(
             ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[case.recipe]
@@ -137,27 +137,29 @@ def command(case: Case, folder: Path, name: str, *more: str) -> list[str]:
         for word in argv
         if not ("dpo.trainable=all" in case.overrides and word.startswith("lora."))
     ]
-    return latest(*kept, *(each for each in case.overrides if each not in words), *words, *more)
+    return keep_latest(
+        *kept, *(each for each in case.overrides if each not in words), *words, *more
+    )
 
 
 def trained_in(run: Any) -> dict[str, Any]:
     """What a run has trained, and the optimizer's states, as bytes. A collective."""
     run.recipe.model.state_dict()  # FSDP's hook frees what is gathered
     weights = {
-        name: whole(one.detach())
+        name: gather_whole(one.detach())
         for name, one in run.recipe.model.named_parameters()
         if one.requires_grad
     }
     return {
         name: one.contiguous().flatten().view(torch.uint8)
-        for name, one in (weights | states(run.recipe)).items()
+        for name, one in (weights | list_states(run.recipe)).items()
     }
 
 
 def numbers(output: Path) -> list[tuple[float, ...]]:
     """What each step and each validation recorded."""
     words = ("step", "loss", "grad_norm", "validation_loss", "reward_margin")
-    return [tuple(line[word] for word in words if word in line) for line in metrics(output)]
+    return [tuple(line[word] for word in words if word in line) for line in read_metrics(output)]
 
 
 def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
 
     LayerStream._allocate = noted  # type: ignore[method-assign]
     try:
-        run = done(run_here(command(case, folder, name, *more), recipe=case.recipe))
+        run = expect_done(run_here(command(case, folder, name, *more), recipe=case.recipe))
     finally:
         LayerStream._allocate = allocate  # type: ignore[method-assign]
     there = [
@@ -201,7 +203,9 @@ def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
         "left": left,
         "said": said,
         "files": {
-            key: value for key, value in tree(folder / name).items() if key.endswith(".safetensors")
+            key: value
+            for key, value in read_tree(folder / name).items()
+            if key.endswith(".safetensors")
         },
     }
 
@@ -233,7 +237,7 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[Case, tuple[An
     """What every selected case came to without and with streaming, on rank 0."""
     found: dict[Case, tuple[Any, Any]] = {}
     for ranks in (1, 2):
-        mine = [case for case in selected(request, "case") if case.ranks == ranks]
+        mine = [case for case in select_cases(request, "case") if case.ranks == ranks]
         if mine:
             found |= dict(
                 zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=600)[0], strict=True)
@@ -241,7 +245,7 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[Case, tuple[An
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK), ids=str)
 def test_what_is_trained_is_bitwise_that_of_the_resident_run(
     results: dict[Case, Any], case: Case
 ) -> None:
@@ -275,7 +279,7 @@ def in_two_parts(folder: Path, case: Case) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(RESUMED, RESUMED[1:]), ids=str)
+@pytest.mark.parametrize("case", mark_slow_except(RESUMED, RESUMED[1:]), ids=str)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, case: Case) -> None:
     expected, *resumed = run_ranks(in_two_parts, 1, tmp_path, case, timeout=300)[0]
     for found in resumed:

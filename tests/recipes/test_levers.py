@@ -43,15 +43,22 @@ from tests.recipes.levers import (
     STEPS,
     TOGETHER,
     Settings,
-    basis,
+    build_basis,
     cover,
-    on_one_rank,
-    refusal,
-    title,
+    find_refusal,
+    format_title,
+    keep_one_rank,
 )
-from tests.recipes.runs import ROOT, arguments, furthest, metrics, offload_on_a_cpu, run_here
-from tests.recipes.watched import Watch, distance, trained_weights
-from tests.selection import selected, slow_except
+from tests.recipes.runs import (
+    ROOT,
+    build_arguments,
+    find_largest_difference,
+    offload_on_a_cpu,
+    read_metrics,
+    run_here,
+)
+from tests.recipes.watched import Watch, measure_distance, read_trained_weights
+from tests.selection import mark_slow_except, select_cases
 
 # Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided
 # by `tune run`; what else linears are rounded to, in tests/memory/test_qat and test_qat_worlds.
@@ -63,14 +70,14 @@ SUMMED_IN_BF16: Settings = next(
 NARROW = [row for row in TOGETHER if not set(row) & set(COSTLY)]
 WIDE = [row for row in TOGETHER if set(row) & set(COSTLY)]
 # Of those that are refused in the same words, one.
-REFUSED_ONCE = list({refusal(row): row for row in REFUSED}.values())
+REFUSED_ONCE = list({find_refusal(row): row for row in REFUSED}.values())
 # The other levers say more in company than alone.
 CASES: list[tuple[Settings, int]] = [
     *(
         (row, max([2, *(setting.ranks for setting in row)]))
         for row in [PLAIN, SUMMED_IN_BF16, *REFUSED_ONCE, *NARROW, *WIDE]
     ),
-    *((row, 1) for row in cover([on_one_rank(row) for row in NARROW])),
+    *((row, 1) for row in cover([keep_one_rank(row) for row in NARROW])),
 ]
 # Of losses -> of weights, in parts of the way that they have come: where a gradient is about zero
 # AdamW makes a step of any sign of it.
@@ -82,7 +89,9 @@ CHANGING = dict.fromkeys(
     if setting.basis not in ((), (NO_CLIPPING,)) and setting.lever != "state bits"
 )
 BASES = list(
-    dict.fromkeys([*(basis(settings) for settings, _ in CASES if not refusal(settings)), *CHANGING])
+    dict.fromkeys(
+        [*(build_basis(settings) for settings, _ in CASES if not find_refusal(settings)), *CHANGING]
+    )
 )
 # Of the runs together the one on two ranks, and the one on one, that have most values.
 FEW = [(cover(NARROW)[0], 2), next(case for case in CASES if case[1] == 1)]
@@ -93,7 +102,7 @@ QUICK = [
     *((row, ranks) for row, ranks in CASES if row in REFUSED_ONCE[::4]),
 ]
 QUICK = [case for case in CASES if case in QUICK and case[1] < 4]
-QUICK_BASES = list(dict.fromkeys(basis(settings) for settings, _ in FEW))
+QUICK_BASES = list(dict.fromkeys(build_basis(settings) for settings, _ in FEW))
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -121,7 +130,7 @@ def train(
     )
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
     argv = [
-        *arguments(output),
+        *build_arguments(output),
         f"model.preset={folder}/tied.json",
         f"batch_size={ROWS // batches}",
         f"max_steps={STEPS}",
@@ -132,7 +141,7 @@ def train(
     ]
     watch = Watch() if observed else None
     run = run_here([*argv, "overwrite_output_dir=true"], before_training=watch)
-    found = {"code": run.code, "said": run.said, "runs": [] if run.code else [metrics(output)]}
+    found = {"code": run.code, "said": run.said, "runs": [] if run.code else [read_metrics(output)]}
     if watch and run.code == 0:
         found["formula"] = watch.report(run.recipe)
     if run.code == 0 and "checkpoint.save_every_n_steps=1" in overrides:
@@ -143,8 +152,8 @@ def train(
         run = run_here([*argv, "resume=latest"])
         assert run.code == 0, run.said
         assert any("1 of 2 steps done" in line for line in run.said) or not run.recipe.world.is_main
-        found["runs"].append(metrics(output))
-    found["weights"] = trained_weights(run.recipe) if run.code == 0 else {}
+        found["runs"].append(read_metrics(output))
+    found["weights"] = read_trained_weights(run.recipe) if run.code == 0 else {}
     torch.distributed.barrier()
     return found
 
@@ -182,12 +191,14 @@ def results(
     """What every selected case gives, and under `("basis", overrides)` what it is compared with."""
     folder = tmp_path_factory.mktemp("levers")
     write_models(folder)
-    if any(COMPILE in settings for settings, _ in selected(request, "case")):
+    if any(COMPILE in settings for settings, _ in select_cases(request, "case")):
         import_compiler()
     found: dict[Any, dict[str, Any]] = {}
-    wanted = selected(request, "case") or [(PLAIN, 2), (SUMMED_IN_BF16, 2)]
-    bases = dict.fromkeys([(), *selected(request, "base")])
-    bases |= dict.fromkeys(basis(settings) for settings, _ in wanted if not refusal(settings))
+    wanted = select_cases(request, "case") or [(PLAIN, 2), (SUMMED_IN_BF16, 2)]
+    bases = dict.fromkeys([(), *select_cases(request, "base")])
+    bases |= dict.fromkeys(
+        build_basis(settings) for settings, _ in wanted if not find_refusal(settings)
+    )
     for ranks in (1, 2, 4):
         cases = [case for case in wanted if case[1] == ranks]
         runs = [
@@ -209,20 +220,20 @@ def case_title(case: tuple[Settings, int]) -> str:
     settings, ranks = case
     if ranks == 1:
         return f"one rank {CASES.index(case)}"
-    return title(settings)
+    return format_title(settings)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=case_title)
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK), ids=case_title)
 def test_losses_are_those_of_the_plain_run_or_it_is_refused(
     results: dict[Any, dict[str, Any]], case: Any
 ):
     settings, _ = case
-    found, words = results[case], refusal(settings)
+    found, words = results[case], find_refusal(settings)
     if words:
         assert found["code"] == 2
         assert words in found["said"][-1]  # of one of the ranks
         return
-    expected = results["basis", basis(settings)]
+    expected = results["basis", build_basis(settings)]
     assert expected["code"] == 0, expected["said"]
     assert found["code"] == 0, (settings, found["said"][-1:])
     tolerance = max([FINE, *(setting.tolerance for setting in settings)])
@@ -233,14 +244,15 @@ def test_losses_are_those_of_the_plain_run_or_it_is_refused(
             assert name != "loss" or len(mine) == STEPS
             assert (
                 not mine
-                or furthest(mine, [line[name] for line in wanted if name in line]) <= tolerance
+                or find_largest_difference(mine, [line[name] for line in wanted if name in line])
+                <= tolerance
             )
         norms = [line["grad_norm"] for line in lines if "loss" in line]
         assert (
-            furthest(norms, [line["grad_norm"] for line in wanted if "loss" in line])
+            find_largest_difference(norms, [line["grad_norm"] for line in wanted if "loss" in line])
             <= 10 * tolerance
         )
-    off = distance(found["weights"], expected["weights"], expected["formula"]["start"])
+    off = measure_distance(found["weights"], expected["weights"], expected["formula"]["start"])
     assert off <= WEIGHTS[tolerance]
 
 
@@ -253,7 +265,7 @@ def formula_tolerance(base: tuple[str, ...], name: str) -> float:
     return 0.1 if "dtype=bf16" in base else 1e-3
 
 
-@pytest.mark.parametrize("base", slow_except(BASES, QUICK_BASES), ids=" ".join)
+@pytest.mark.parametrize("base", mark_slow_except(BASES, QUICK_BASES), ids=" ".join)
 def test_runs_of_one_process_move_weights_as_the_formula_says(
     results: dict[Any, dict[str, Any]], base: Any
 ):
@@ -262,7 +274,7 @@ def test_runs_of_one_process_move_weights_as_the_formula_says(
     assert run["code"] == 0, run["said"]
     found = run["formula"]
     norms = [line["grad_norm"] for line in run["runs"][0] if "loss" in line]
-    assert furthest(norms, found["norms"]) <= 1e-5
+    assert find_largest_difference(norms, found["norms"]) <= 1e-5
     assert found["still"] == []
     bad = {
         name: error
@@ -327,7 +339,7 @@ def test_every_two_values_meet_or_are_refused_together():
     )  # those that are run
     for row in TOGETHER:
         assert len({setting.lever for setting in row}) == len(row) <= MOST
-        assert not refusal(row)
+        assert not find_refusal(row)
 
 
 def test_every_value_of_a_lever_is_tried():
@@ -350,6 +362,8 @@ def test_every_value_of_a_lever_is_tried():
 
 @pytest.mark.parametrize("override", GPU_ONLY)
 def test_what_needs_a_gpu_is_refused_on_a_cpu(tmp_path: Path, override: str):
-    run = run_here([*arguments(tmp_path / "run"), override, "~memory.loss_chunks", "dtype=bf16"])
+    run = run_here(
+        [*build_arguments(tmp_path / "run"), override, "~memory.loss_chunks", "dtype=bf16"]
+    )
     assert run.code == 2
     assert GPU_ONLY[override] in run.said[-1]

@@ -12,14 +12,22 @@ import transformers
 
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import FULL, ROOT, done, latest, metrics, run_here, stories
+from tests.recipes.runs import (
+    FULL,
+    ROOT,
+    expect_done,
+    keep_latest,
+    read_metrics,
+    run_here,
+    write_stories,
+)
 
 TOKENS = 2_048  # of each of two documents
 
 
 def long_run(realdata: Path, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     """What a run records, step by step."""
-    argv = stories(
+    argv = write_stories(
         realdata,
         folder / name,
         "~model.path",
@@ -37,8 +45,8 @@ def long_run(realdata: Path, folder: Path, name: str, *overrides: str) -> list[d
         "parallel.heartbeat_timeout_seconds=600",
         *overrides,
     )
-    done(run_here(latest(*argv), recipe=FULL))
-    return [line for line in metrics(folder / name) if "loss" in line]
+    expect_done(run_here(keep_latest(*argv), recipe=FULL))
+    return [line for line in read_metrics(folder / name) if "loss" in line]
 
 
 def loss_by_transformers(model: Any, ids: list[int]) -> float:

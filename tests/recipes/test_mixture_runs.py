@@ -21,16 +21,16 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
-    arguments,
-    done,
-    furthest,
-    latest,
-    metrics,
+    build_arguments,
+    expect_done,
+    find_largest_difference,
+    keep_latest,
     offload_on_a_cpu,
+    read_metrics,
     run_here,
 )
 from tests.recipes.test_dpo import write_pairs
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 GLOBAL_BATCH, STEPS = 8, 3
 _NF4 = ("dtype=fp32", "lora.quantize_base=nf4", "lora.rank=4", "optimizer.lr=1e-2")
@@ -135,7 +135,7 @@ def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, 
         size for size in (2, 4) for name in MODEL_DIMS if f"parallel.{name}={size}" in case.levers
     )
     accumulated = 4 if "gradient_accumulation_steps=4" in case.levers else 1
-    argv = arguments(folder / name)
+    argv = build_arguments(folder / name)
     if recipe != FULL:
         argv[1] = str(
             ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[recipe]
@@ -157,8 +157,8 @@ def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, 
         *case.levers,
         *more,
     ]
-    done(run_here(latest(*argv), recipe=recipe))
-    lines = [line for line in metrics(folder / name) if "loss" in line]
+    expect_done(run_here(keep_latest(*argv), recipe=recipe))
+    lines = [line for line in read_metrics(folder / name) if "loss" in line]
     return [
         tuple(line[key] for key in ("step", "loss", "grad_norm", *MORE) if key in line)
         for line in lines
@@ -193,7 +193,7 @@ def results(
     for family in MIXTURES:
         write_mixture(family, folder)
     write_pairs(folder)
-    return with_bases(selected(request, "case"), folder)
+    return with_bases(select_cases(request, "case"), folder)
 
 
 def with_bases(cases: list[Case], folder: Path) -> dict[Case, Any]:
@@ -209,13 +209,13 @@ def with_bases(cases: list[Case], folder: Path) -> dict[Case, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK), ids=str)
 def test_losses_are_those_of_one_process(results: dict[Case, Any], case: Case) -> None:
     expected, found = results[case.basis], results[case]
     tolerance = 1e-9 if "fp64" in str(KINDS[case.kind][1]) else 1e-5
     for column in (1, 2, 3, *([5] if case.kind == "balanced" else [])):
         mine, wanted = ([line[column] for line in lines] for lines in (found, expected))
-        assert furthest(mine, wanted) <= tolerance
+        assert find_largest_difference(mine, wanted) <= tolerance
     assert all(line[3] >= 1 and line[4] == 0 for line in found)
     assert expected[0][1] != expected[-1][1]
 
@@ -233,7 +233,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_one_process_does(case: Case, tmp_
     alone = run_ranks(go_on_alone, 1, tmp_path, Case(case.family, case.kind, 1), timeout=200)[0]
     for column in (1, 2):
         mine, wanted = ([line[column] for line in lines] for lines in (alone, whole[1:]))
-        assert furthest(mine, wanted) <= 1e-9
+        assert find_largest_difference(mine, wanted) <= 1e-9
 
 
 def go_on_alone(folder: Path, case: Case) -> list[tuple[float, ...]]:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from recipe_lib.checkpoint.model_card import make_model_card
 from recipe_lib.checkpoint.run_files import read_record
+from recipe_lib.checkpoint.side_files import make_model_card
 from recipe_lib.cli.main import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.training.next_commands import adapter_commands, merge_command, model_commands
-from tests.cli.adapter_runs import adapter_run
-from tests.recipes.runs import DPO, FULL, LORA, ROOT, run_here, stories
+from tests.cli.adapter_runs import write_adapter_run
+from tests.recipes.runs import DPO, FULL, LORA, ROOT, run_here, write_stories
 
 
 def commands(lines: list[str]) -> list[list[str]]:
@@ -40,7 +40,7 @@ def type_in(found: list[list[str]], capsys: pytest.CaptureFixture) -> list[str]:
 @pytest.mark.slow
 def test_after_an_adapter(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "a run's own $folder"
-    run = adapter_run(realdata, output, "lora.rank=20", f"output_dir={output}")
+    run = write_adapter_run(realdata, output, "lora.rank=20", f"output_dir={output}")
     found = commands(run.said)
     base = str(realdata / "stories260K-hf")
     assert found == [
@@ -52,7 +52,7 @@ def test_after_an_adapter(realdata: Path, tmp_path: Path, capsys: pytest.Capture
     assert (output / "adapter" / "chat_template.jinja").is_file()
     assert f"report: {output}/report.html" in run.said and (output / "report.html").is_file()
     assert main(found[-1][1:]) == 0 and (output / "model").is_dir()
-    again = adapter_run(
+    again = write_adapter_run(
         realdata, output, "lora.rank=20", f"output_dir={output}", "overwrite_output_dir=true"
     )
     assert commands(again.said) == found and not (output / "model").exists()
@@ -66,7 +66,7 @@ def test_after_an_adapter(realdata: Path, tmp_path: Path, capsys: pytest.Capture
 def test_after_an_adapter_that_was_merged(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    run = adapter_run(realdata, tmp_path / "run", "lora.merge_on_save=true", "lora.dora=true")
+    run = write_adapter_run(realdata, tmp_path / "run", "lora.merge_on_save=true", "lora.dora=true")
     found = commands(run.said)
     assert found == [  # vLLM loads no DoRA
         ["tune", "generate", f"{tmp_path}/run/adapter"],
@@ -78,7 +78,9 @@ def test_after_an_adapter_that_was_merged(
 
 
 def test_after_full_training(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run = adapter_run(realdata, tmp_path / "run", "checkpoint.save_every_n_steps=1", recipe=FULL)
+    run = write_adapter_run(
+        realdata, tmp_path / "run", "checkpoint.save_every_n_steps=1", recipe=FULL
+    )
     found = commands(run.said)
     assert found == [
         ["tune", "generate", f"{tmp_path}/run/model"],
@@ -95,7 +97,7 @@ def test_after_full_training(realdata: Path, tmp_path: Path, capsys: pytest.Capt
 def test_after_an_adapter_alone(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter_run(realdata, tmp_path / "run")
+    write_adapter_run(realdata, tmp_path / "run")
     (tmp_path / "run" / "adapter").rename(tmp_path / "-alone")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(realdata / "stories260K-hf", tmp_path / "base")
@@ -118,7 +120,7 @@ def test_a_recipe_of_ones_own_with_keys_of_its_own(
     )
     assert "shift" in text
     (tmp_path / "mine.py").write_text(text)
-    adapter_run(realdata, tmp_path / "first")
+    write_adapter_run(realdata, tmp_path / "first")
     config = (tmp_path / "first" / "config.yaml").read_text().replace(
         "/first", "/run"
     ) + "shift: 2.0\n"
@@ -147,7 +149,7 @@ def test_no_commands_for_what_has_no_base(
     more = [f"data.source={rows}", f"recipe={LORA}", "max_steps=1", "model.path=null", "data.cache=false",
             f"model.preset={realdata}/stories260K-hf/config.json",
             f"tokenizer.path={realdata}/stories260K-hf"]  # fmt: skip
-    run = run_here(stories(realdata, tmp_path / "run", *more), recipe=LORA)
+    run = run_here(write_stories(realdata, tmp_path / "run", *more), recipe=LORA)
     assert run.code == 0, run.said
     assert commands(run.said) == []
     assert "vllm" not in (tmp_path / "run/adapter/README.md").read_text()
@@ -182,7 +184,7 @@ def test_the_card_of_a_run(realdata: Path, tmp_path: Path, capsys: pytest.Captur
     base = shutil.copytree(realdata / "stories260K-hf", tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
     more = [f"model.path={base}", "lora.merge_on_save=true", "lora.quantize_base=nf4"]
-    adapter_run(realdata, tmp_path / "run", *more)
+    write_adapter_run(realdata, tmp_path / "run", *more)
     adapter, model = (
         ModelCard.load(tmp_path / "run" / name / "README.md") for name in ("adapter", "model")
     )
@@ -214,7 +216,7 @@ def test_the_card_of_a_run(realdata: Path, tmp_path: Path, capsys: pytest.Captur
         assert len(lines) == 2
         there = [line.replace("FOLDER", f"{tmp_path}/run/{name}") for line in lines]
         type_in([shlex.split(line) for line in there], capsys)
-    again = adapter_run(realdata, tmp_path / "run", *more, "overwrite_output_dir=true")
+    again = write_adapter_run(realdata, tmp_path / "run", *more, "overwrite_output_dir=true")
     assert again.code == 0
 
 
@@ -225,7 +227,7 @@ def test_a_base_is_found_from_any_folder_and_not_taken_for_one_of_the_hub(
     """A path of two parts looks like a hub id, in the folder where it is no path."""
     shutil.copytree(realdata / "stories260K-hf", tmp_path / "mods" / "stories")
     monkeypatch.chdir(tmp_path)
-    adapter_run(
+    write_adapter_run(
         realdata,
         tmp_path / "run",
         "model.path=mods/stories",
@@ -243,7 +245,7 @@ def test_a_base_is_found_from_any_folder_and_not_taken_for_one_of_the_hub(
         assert (
             "base_model" not in card
             and str(tmp_path) not in card
-            and "| `tokenizer.path` | `stories` |" in card
+            and "| `tokenizer.path` | `write_stories` |" in card
         )
         if (folder / "adapter_config.json").is_file():
             config = json.loads((folder / "adapter_config.json").read_text())
@@ -290,7 +292,9 @@ def test_the_card_of_preferences(trainable: str, realdata: Path, tmp_path: Path)
         "max_steps=1",
     ]
     run = run_here(
-        stories(realdata, tmp_path / "run", *more, "batch_size=1", f"dpo.trainable={trainable}"),
+        write_stories(
+            realdata, tmp_path / "run", *more, "batch_size=1", f"dpo.trainable={trainable}"
+        ),
         recipe=DPO,
     )
     assert run.code == 0, run.said

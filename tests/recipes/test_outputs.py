@@ -22,15 +22,15 @@ from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import free_port, run_ranks
 from tests.recipes.runs import (
     ROOT,
-    arguments,
-    furthest,
-    losses,
-    metrics,
-    parameters,
+    build_arguments,
+    find_largest_difference,
+    gather_whole,
+    list_parameters,
+    read_losses,
+    read_metrics,
+    read_steps,
     run_here,
-    steps,
-    stories,
-    whole,
+    write_stories,
 )
 
 STEP_KEYS = {
@@ -68,17 +68,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     def train() -> dict[str, Any]:
         start: list[Any] = []
-        keep = lambda recipe: start.append(parameters(recipe))  # noqa: E731
+        keep = lambda recipe: start.append(list_parameters(recipe))  # noqa: E731
         small = ["batch_size=4", "max_steps=3", "log.every_n_steps=2"]
         found = {
-            "fp32": run_here([*arguments(folder / "fp32"), *small, *validation], keep),
+            "fp32": run_here([*build_arguments(folder / "fp32"), *small, *validation], keep),
             "again": run_here(
                 ["--config", str(folder / "fp32" / "config.yaml"), f"output_dir={folder / 'again'}"]
             ),
-            "reseeded": run_here([*arguments(folder / "reseeded"), *small, "seed=7"], keep),
+            "reseeded": run_here([*build_arguments(folder / "reseeded"), *small, "seed=7"], keep),
             "diverged": run_here(
                 [
-                    *arguments(folder / "diverged"),
+                    *build_arguments(folder / "diverged"),
                     *small,
                     "optimizer.name=sgd",
                     "optimizer.lr=1e30",
@@ -114,7 +114,7 @@ def test_the_folder_holds_these_files(runs: dict[str, Any]):
 
 @pytest.mark.slow
 def test_metrics_of_every_step(runs: dict[str, Any]):
-    lines = metrics(runs["folder"] / "fp32")
+    lines = read_metrics(runs["folder"] / "fp32")
     trained = [line for line in lines if "loss" in line]
     validated = [line for line in lines if "loss" not in line]
     assert [line["step"] for line in trained] == [1, 2, 3]
@@ -140,7 +140,7 @@ def test_metrics_of_every_step(runs: dict[str, Any]):
 def test_the_resolved_config_repeats_the_run(runs: dict[str, Any]):
     assert runs["again"]["code"] == 0, runs["again"]["said"]
     first, again = runs["folder"] / "fp32", runs["folder"] / "again"
-    assert steps(again) == steps(first)
+    assert read_steps(again) == read_steps(first)
     kept, repeated = (load_config(folder / "config.yaml") for folder in (first, again))
     repeated.output_dir = kept.output_dir
     assert repeated == kept
@@ -151,7 +151,7 @@ def test_the_resolved_config_repeats_the_run(runs: dict[str, Any]):
 
 def test_the_summary_adds_up(runs: dict[str, Any]):
     summary = json.loads((runs["folder"] / "fp32" / "summary.json").read_text())
-    lines = metrics(runs["folder"] / "fp32")
+    lines = read_metrics(runs["folder"] / "fp32")
     trained = [line for line in lines if "loss" in line]
     validated = [line["validation_loss"] for line in lines if "validation_loss" in line]
     assert summary["status"] == "done"
@@ -195,7 +195,7 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
             recipe.train_step = train_step
 
         argv = [
-            *arguments(tmp_path / f"run {shuffle}"),
+            *build_arguments(tmp_path / f"run {shuffle}"),
             "batch_size=1",
             "gradient_accumulation_steps=4",
             "epochs=3",
@@ -258,7 +258,7 @@ def test_the_report_fetches_nothing(runs: dict[str, Any], name: str):
 
 
 def test_a_run_that_diverges_ends_with_its_own_code(runs: dict[str, Any]):
-    ended, lines = runs["diverged"], metrics(runs["folder"] / "diverged")
+    ended, lines = runs["diverged"], read_metrics(runs["folder"] / "diverged")
     assert ended["code"] == 4
     last = lines[-1]["step"]
     number = r"(nan|inf|[\d.e+]+)"
@@ -280,8 +280,8 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(runs: dict[str, Any]
     def start() -> dict[str, torch.Tensor]:
         found: list[Any] = []
         run = run_here(
-            [*arguments(tmp_path / "one"), "max_steps=1", "batch_size=8"],
-            lambda recipe: found.append(parameters(recipe)),
+            [*build_arguments(tmp_path / "one"), "max_steps=1", "batch_size=8"],
+            lambda recipe: found.append(list_parameters(recipe)),
         )
         assert run.code == 0, run.said
         return found[0]
@@ -293,7 +293,12 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(runs: dict[str, Any]
         torch.equal(reseeded[name], two[name]) for name in matrices
     )
     assert 0.019 < one["model.embed_tokens.weight"].std() < 0.021
-    assert furthest(losses(tmp_path / "one"), losses(runs["folder"] / "fp32")[:1]) <= 1e-5
+    assert (
+        find_largest_difference(
+            read_losses(tmp_path / "one"), read_losses(runs["folder"] / "fp32")[:1]
+        )
+        <= 1e-5
+    )
 
 
 # --- real weights
@@ -314,7 +319,7 @@ def real_runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             "bf16": ["dtype=bf16", "parallel.reduce_dtype=fp32"],
         }.items():
             run = run_here(
-                stories(
+                write_stories(
                     realdata,
                     folder / name,
                     f"data.source={rows / 'alpaca_en_demo.json'}",
@@ -328,7 +333,7 @@ def real_runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             )
             assert run.code == 0, run.said
             with torch.no_grad():
-                found[name] = whole(run.recipe.model(probe()))
+                found[name] = gather_whole(run.recipe.model(probe()))
         return found
 
     return {"folder": folder, "logits": run_ranks(train, RANKS)[0]}
@@ -353,7 +358,7 @@ def test_validation_loss_is_that_of_transformers(real_runs: dict[str, Any]):
         labels = torch.tensor(row.labels.tolist())
         total += F.cross_entropy(logits[labels >= 0], labels[labels >= 0], reduction="sum").item()
         count += int((labels >= 0).sum())
-    last = metrics(folder)[-1]
+    last = read_metrics(folder)[-1]
     assert len(rows) == 13
     assert last["validation_tokens"] == count
     assert last["validation_loss"] == pytest.approx(total / count, rel=1e-5)
@@ -361,8 +366,8 @@ def test_validation_loss_is_that_of_transformers(real_runs: dict[str, Any]):
 
 @pytest.mark.slow
 def test_a_run_in_bf16(real_runs: dict[str, Any]):
-    fp32, bf16 = (losses(real_runs["folder"] / name) for name in ("fp32", "bf16"))
-    assert furthest(bf16, fp32) <= 0.03 and bf16 != fp32
+    fp32, bf16 = (read_losses(real_runs["folder"] / name) for name in ("fp32", "bf16"))
+    assert find_largest_difference(bf16, fp32) <= 0.03 and bf16 != fp32
     model = transformers.AutoModelForCausalLM.from_pretrained(
         real_runs["folder"] / "bf16" / "model", dtype="auto"
     )
@@ -405,10 +410,10 @@ def own_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def absolute(output: Path) -> list[str]:
-    """`arguments` without the config, with paths that hold in any working folder."""
+    """`build_arguments` without the config, with paths that hold in any working folder."""
     shipped = load_config("demo/full")
     return [
-        *arguments(output)[2:],
+        *build_arguments(output)[2:],
         f"tokenizer.path={ROOT / shipped.tokenizer.path}",
         f"data.source={ROOT / shipped.data.source}",
         "dtype=fp32",
@@ -430,8 +435,8 @@ def test_a_copied_recipe_with_a_key_of_its_own(
         return tune_here(["run", recipe, "--config", config, *words, "batch_size=8", *overrides])
 
     assert run_ranks(run, 1, "clip_grad_norm=null", process_group=False) == [0]
-    assert losses(tmp_path / "out")[0] == pytest.approx(
-        2 * losses(runs["folder"] / "fp32")[0], rel=1e-6
+    assert read_losses(tmp_path / "out")[0] == pytest.approx(
+        2 * read_losses(runs["folder"] / "fp32")[0], rel=1e-6
     )
     assert "loss_scale: 2.0" in (tmp_path / "out" / "config.yaml").read_text()
     assert run_ranks(run, 1, "overwrite_output_dir=true", "loss_scale=0", process_group=False) == [
@@ -486,5 +491,5 @@ def test_two_nodes_run_a_copied_recipe_from_anywhere(
     assert (
         main.count("global batch: 8 sequences") == 1 and "global batch" not in quiet
     )  # one rank speaks
-    assert steps(tmp_path / "out") == steps(runs["folder"] / "fp32")
+    assert read_steps(tmp_path / "out") == read_steps(runs["folder"] / "fp32")
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()

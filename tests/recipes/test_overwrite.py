@@ -13,7 +13,7 @@ import pytest
 
 from recipe_lib import files
 from tests.checkpoint.test_faults import in_child
-from tests.recipes.runs import arguments, run_here, tree
+from tests.recipes.runs import build_arguments, read_tree, run_here
 
 SMALL = ["batch_size=4", "max_steps=2", "log.every_n_steps=1000", "data.num_workers=0"]
 
@@ -22,7 +22,9 @@ SMALL = ["batch_size=4", "max_steps=2", "log.every_n_steps=1000", "data.num_work
 def finished(tmp_path: Path) -> Path:
     """The folder of a run that has ended well, with a state."""
     code = in_child(
-        lambda: end_with([*arguments(tmp_path / "out"), *SMALL, "checkpoint.save_every_n_steps=2"])
+        lambda: end_with(
+            [*build_arguments(tmp_path / "out"), *SMALL, "checkpoint.save_every_n_steps=2"]
+        )
     )
     assert code == 0
     return tmp_path / "out"
@@ -86,15 +88,17 @@ ENDS = {
 def test_the_model_is_there_however_the_run_ends(
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = tree(finished)
+    before = read_tree(finished)
     model = {name: content for name, content in before.items() if name.startswith("model/")}
     state = {name: content for name, content in before.items() if name.startswith("state/")}
     assert model and state
-    again = [*arguments(finished), *SMALL]
+    again = [*build_arguments(finished), *SMALL]
 
     def held() -> dict[str, bytes]:
         return {
-            name: content for name, content in tree(finished).items() if name.startswith("model/")
+            name: content
+            for name, content in read_tree(finished).items()
+            if name.startswith("model/")
         }
 
     for end, (code, settings, arrange) in ENDS.items():
@@ -103,7 +107,7 @@ def test_the_model_is_there_however_the_run_ends(
         )
         assert in_child(run) == code, end
         assert held() == model, end
-        kept = tree(finished / "earlier")
+        kept = read_tree(finished / "earlier")
         assert {
             name: content for name, content in kept.items() if name.startswith("state/")
         } == state, end
@@ -132,10 +136,10 @@ def test_the_model_is_there_however_the_run_ends(
 
 @pytest.mark.slow
 def test_a_stopped_run_takes_the_place_when_it_has_gone_on_to_its_end(finished: Path) -> None:
-    model = tree(finished / "model")
-    again = [*arguments(finished), *SMALL, "seed=5"]
+    model = read_tree(finished / "model")
+    again = [*build_arguments(finished), *SMALL, "seed=5"]
     assert in_child(lambda: end_with([*again, "overwrite_output_dir=true"], arrange_stop)) == 3
-    assert tree(finished / "model") == model
+    assert read_tree(finished / "model") == model
     assert in_child(lambda: end_with([*again, "resume=latest"])) == 0
-    assert tree(finished / "model") != model and not list(finished.glob("earlier*"))
+    assert read_tree(finished / "model") != model and not list(finished.glob("earlier*"))
     assert [path.name for path in (finished / "state").iterdir()] == ["step_1"]

@@ -19,7 +19,7 @@ from tests.recipes.padded_runs import (
     train_padded,
     write_presets,
 )
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 EXTERNAL = "model.implementation=transformers"
 RECOMPUTE = "memory.activation_checkpointing=full"
@@ -50,7 +50,7 @@ def results(
     """Of every selected case what both runs recorded, and how the parameters moved."""
     folder = tmp_path_factory.mktemp("padding")
     write_presets(folder)
-    cases = selected(request, "case")
+    cases = select_cases(request, "case")
     found: dict[Case, Any] = {}
     for ranks in (1, 2):
         mine = [case for case in cases if case.ranks == ranks]
@@ -61,7 +61,7 @@ def results(
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK), ids=str)
 def test_more_padding_changes_no_number(results: dict[Case, Any], case: Case) -> None:
     (lines, moved), *others = results[case]
     bound = 5e-6 if "dtype=fp32" in case.words else 1e-11

@@ -18,18 +18,18 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
-    done,
-    furthest,
-    metrics,
+    expect_done,
+    find_largest_difference,
+    gather_whole,
     probe,
+    read_metrics,
+    read_steps,
     run_here,
-    steps,
-    stories,
-    whole,
+    write_stories,
 )
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 MICRO_BATCHES, ROWS = 4, 8  # of a step, over all data ranks
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
@@ -74,7 +74,7 @@ class Runs:
         ]
 
     def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        argv = stories(
+        argv = write_stories(
             self.realdata,
             self.folder / name,
             *self.text(data_ranks),
@@ -83,22 +83,22 @@ class Runs:
             f"checkpoint.save_every_n_steps={SAVED}",
             *overrides,
         )
-        return done(run_here(argv, recipe=FULL))
+        return expect_done(run_here(argv, recipe=FULL))
 
     def packed(self, name: str, *overrides: str) -> Any:
         rows = (f"data.source={ROOT / 'examples' / 'demo' / 'heldout.jsonl'}", "data.format=alpaca")
         packing = ("data.packing=true", "checkpoint.save_model=false")
-        argv = stories(
+        argv = write_stories(
             self.realdata, self.folder / name, *self.text(1), *rows, *packing, *overrides
         )
-        return done(run_here(argv, recipe=FULL))
+        return expect_done(run_here(argv, recipe=FULL))
 
     def adapters(self, name: str, *overrides: str) -> Any:
-        argv = stories(
+        argv = write_stories(
             self.realdata, self.folder / name, *self.text(1), "optimizer.lr=1e-2", *overrides
         )
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
-        return done(run_here(argv, recipe=LORA))
+        return expect_done(run_here(argv, recipe=LORA))
 
     def quantized(self, name: str, *overrides: str) -> Any:
         model = (
@@ -113,7 +113,7 @@ class Runs:
     def preference(self, name: str, *overrides: str) -> Any:
         argv = preference_arguments(self.pairs, self.folder / name, "batch_size=4", *overrides)
         argv += [f"model.preset={self.folder / 'deep.json'}", "max_steps=2"]
-        return done(run_here(argv, recipe=DPO))
+        return expect_done(run_here(argv, recipe=DPO))
 
     def state(self, name: str) -> str:
         return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
@@ -127,7 +127,7 @@ def alone(runs: Runs) -> torch.Tensor:
         runs.preference("preference full 1", "dpo.trainable=all")
     model = runs.full("full 1", 1).recipe.model
     with torch.no_grad():
-        return whole(model(probe()))
+        return gather_whole(model(probe()))
 
 
 def pipeline_of_two(runs: Runs) -> None:
@@ -154,7 +154,7 @@ def found(
     request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.Tensor]:
     """The folder of all runs, and logits of the model that one process has trained."""
-    slow = not QUICK.issuperset([*selected(request, "name"), *selected(request, "kind")])
+    slow = not QUICK.issuperset([*select_cases(request, "name"), *select_cases(request, "kind")])
     runs = Runs(realdata, tmp_path_factory.mktemp("pipeline"), slow)
     logits = run_ranks(alone, 1, runs)[0]
     run_ranks(pipeline_of_two, 2, runs)
@@ -163,33 +163,44 @@ def found(
     return runs.folder, logits
 
 
-@pytest.mark.parametrize("name", slow_except(["full 2", "2 to 4", "2 to 1"], ["full 2"]))
+@pytest.mark.parametrize("name", mark_slow_except(["full 2", "2 to 4", "2 to 1"], ["full 2"]))
 def test_a_pipeline_records_what_one_process_does(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
-    alone = steps(folder / "full 1")
+    alone = read_steps(folder / "full 1")
     assert len(alone) == STEPS and alone[-1][1] < alone[0][1] - 0.3
-    divided = steps(folder / name)
+    divided = read_steps(folder / name)
     wanted = alone if name.startswith("full") else alone[SAVED:]
     assert [step for step, _, _ in divided] == [step for step, _, _ in wanted]
-    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in wanted]) <= 1e-5
-    assert furthest([norm for _, _, norm in divided], [norm for _, _, norm in wanted]) <= 1e-4
+    assert (
+        find_largest_difference([loss for _, loss, _ in divided], [loss for _, loss, _ in wanted])
+        <= 1e-5
+    )
+    assert (
+        find_largest_difference([norm for _, _, norm in divided], [norm for _, _, norm in wanted])
+        <= 1e-4
+    )
     found_later = validated(folder / name)
-    assert furthest(found_later, validated(folder / "full 1")[-len(found_later) :]) <= 1e-5
+    assert (
+        find_largest_difference(found_later, validated(folder / "full 1")[-len(found_later) :])
+        <= 1e-5
+    )
 
 
 def test_a_pipeline_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
     folder, _ = found
-    for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
+    for line, other in zip(
+        read_metrics(folder / "full 2"), read_metrics(folder / "full 1"), strict=True
+    ):
         assert all(
             line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens")
         )
 
 
 def validated(output: Path) -> list[float]:
-    return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
+    return [line["validation_loss"] for line in read_metrics(output) if "validation_loss" in line]
 
 
-@pytest.mark.parametrize("name", slow_except(["full 2", "2 to 4", "2 to 1"], ["full 2"]))
+@pytest.mark.parametrize("name", mark_slow_except(["full 2", "2 to 4", "2 to 1"], ["full 2"]))
 def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], name: str) -> None:
     folder, logits = found
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -206,9 +217,15 @@ def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], nam
 @pytest.mark.parametrize("kind", ["nf4"])
 def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
-    alone, divided = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
-    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
-    assert furthest([norm for _, _, norm in divided], [norm for _, _, norm in alone]) <= 1e-4
+    alone, divided = read_steps(folder / f"{kind} 1"), read_steps(folder / f"{kind} 2")
+    assert (
+        find_largest_difference([loss for _, loss, _ in divided], [loss for _, loss, _ in alone])
+        <= 1e-5
+    )
+    assert (
+        find_largest_difference([norm for _, _, norm in divided], [norm for _, _, norm in alone])
+        <= 1e-4
+    )
     wanted, found_there = (
         load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2)
     )
@@ -221,8 +238,11 @@ def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], 
 @pytest.mark.slow
 def test_packed_rows_go_through_a_pipeline(found: tuple[Path, Any]) -> None:
     folder, _ = found
-    alone, divided = steps(folder / "packed 1"), steps(folder / "packed 2")
-    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
+    alone, divided = read_steps(folder / "packed 1"), read_steps(folder / "packed 2")
+    assert (
+        find_largest_difference([loss for _, loss, _ in divided], [loss for _, loss, _ in alone])
+        <= 1e-5
+    )
 
 
 @pytest.mark.slow
@@ -230,7 +250,7 @@ def test_packed_rows_go_through_a_pipeline(found: tuple[Path, Any]) -> None:
 def test_a_pipeline_prefers_what_one_process_does(found: tuple[Path, Any], kind: str) -> None:
     """With the reference in the pipeline too: the model without its adapters, or a copy."""
     folder, _ = found
-    alone, divided = (metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
+    alone, divided = (read_metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
     assert len(alone) == len(divided) > 0
     for line, wanted in zip(divided, alone, strict=True):
         for key in (
@@ -268,7 +288,7 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
         ),
     }
     for overrides, message in cases.items():
-        argv = stories(realdata, tmp_path / "refused", *runs.text(1), *overrides)
+        argv = write_stories(realdata, tmp_path / "refused", *runs.text(1), *overrides)
         assert tune(["validate", *argv[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, line

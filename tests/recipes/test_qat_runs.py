@@ -12,7 +12,17 @@ import torch
 
 from recipe_lib.cli.main import main
 from tests import torchao_oracle
-from tests.recipes.runs import DPO, LORA, arguments, done, metrics, probe, run_here, steps, stories
+from tests.recipes.runs import (
+    DPO,
+    LORA,
+    build_arguments,
+    expect_done,
+    probe,
+    read_metrics,
+    read_steps,
+    run_here,
+    write_stories,
+)
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_resume import everything, stop_after
 
@@ -48,7 +58,9 @@ def test_what_transformers_loads_quantized_computes_what_training_computed(
     rows = f"data.source={realdata / 'datasets' / 'text' / 'tinyshakespeare.txt'}"
     overrides = (rows, "data.format=text", "max_steps=3", "batch_size=2", *RUNS[name])
     recipe = LORA if "adapters" in name else "full_finetune_distributed"
-    run = done(run_here(stories(realdata, tmp_path / "run", *overrides), recipe=recipe))
+    run = expect_done(
+        run_here(write_stories(realdata, tmp_path / "run", *overrides), recipe=recipe)
+    )
     assert any("by torchao's IntxWeightOnlyConfig(torch.int" in line for line in run.said)
     assert (
         "saved are the weights before rounding"
@@ -75,20 +87,20 @@ def command(output: Path, *overrides: str) -> list[str]:
     """Four steps that are validated each, of a small model."""
     own = ("validation.source=examples/demo/heldout.jsonl", "validation.format=alpaca", "validation.every_n_steps=1",
            "validation.max_samples=4", f"max_steps={STEPS}", "log.every_n_steps=1000", "optimizer.lr=1e-2")  # fmt: skip
-    return [word for word in arguments(output) if word != "~validation"] + [*own, *overrides]
+    return [word for word in build_arguments(output) if word != "~validation"] + [*own, *overrides]
 
 
 def validations(output: Path) -> list[float]:
     """Loss of each validation."""
-    return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
+    return [line["validation_loss"] for line in read_metrics(output) if "validation_loss" in line]
 
 
 @pytest.mark.slow
 def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_path: Path):
     late = ("qat=int4", f"qat_start_step={START}")
     for name, overrides in {"plain": (), "rounded": ("qat=int4",), "late": late}.items():
-        done(run_here(command(tmp_path / name, *overrides)))
-    plain, rounded, begun = (steps(tmp_path / name) for name in ("plain", "rounded", "late"))
+        expect_done(run_here(command(tmp_path / name, *overrides)))
+    plain, rounded, begun = (read_steps(tmp_path / name) for name in ("plain", "rounded", "late"))
     assert begun[:START] == plain[:START] and rounded[0] != plain[0]
     assert all(one[1] != other[1] for one, other in zip(begun[START:], plain[START:], strict=True))
     # A validation is by the forward of the step before it.
@@ -102,8 +114,8 @@ def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_pat
         output = tmp_path / f"stopped{stop}"
         halted = run_here(command(output, *late), stop_after(stop))
         assert halted.code == 3, halted.said
-        gone_on = done(run_here(command(output, *late, "resume=latest")))
-        assert steps(output) == begun and validations(output) == validations(tmp_path / "late")
+        gone_on = expect_done(run_here(command(output, *late, "resume=latest")))
+        assert read_steps(output) == begun and validations(output) == validations(tmp_path / "late")
         wanted = everything(whole.recipe)
         assert all(
             torch.equal(tensor, wanted[name]) for name, tensor in everything(gone_on.recipe).items()
@@ -126,13 +138,13 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
         "optimizer.lr=1e-2",
         "data.max_samples=16",
     )
-    run = done(run_here(stories(realdata, tmp_path / "run", *text, *RUNS["int4"])))
+    run = expect_done(run_here(write_stories(realdata, tmp_path / "run", *text, *RUNS["int4"])))
     evaluated, exported = (
         f"next: tune {words}"
         for words in (f"eval {tmp_path}/run", f"export {tmp_path}/run --quantize int4")
     )
     assert evaluated in run.said and exported in run.said
-    done(run_here(stories(realdata, tmp_path / "still", *text, "optimizer.lr=1e-12")))
+    expect_done(run_here(write_stories(realdata, tmp_path / "still", *text, "optimizer.lr=1e-12")))
     capsys.readouterr()
     found = {}
     for words in ((), ("qat=null",)):
@@ -167,7 +179,7 @@ def test_a_start_that_never_comes_is_refused(tmp_path: Path):
 
 
 def metrics_of(output: Path) -> list[Any]:
-    return metrics(output) if (output / "metrics.jsonl").exists() else []
+    return read_metrics(output) if (output / "metrics.jsonl").exists() else []
 
 
 def test_a_reference_is_not_rounded(tmp_path: Path):
@@ -182,11 +194,13 @@ def test_a_reference_is_not_rounded(tmp_path: Path):
         "unrounded": ("dpo.trainable=all",),
     }.items():
         words = [
-            word for word in arguments(tmp_path / name) if not word.startswith("data.max_samples")
+            word
+            for word in build_arguments(tmp_path / name)
+            if not word.startswith("data.max_samples")
         ]
         own = [f"recipe={DPO}", f"data.source={rows}", "data.format=preference", "max_steps=1"]
-        done(run_here([*words, *own, "checkpoint.save_model=false", *overrides], recipe=DPO))
-        found[name] = metrics(tmp_path / name)[0]
+        expect_done(run_here([*words, *own, "checkpoint.save_model=false", *overrides], recipe=DPO))
+        found[name] = read_metrics(tmp_path / name)[0]
     assert found["unrounded"]["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert abs(found["all"]["loss"] - math.log(2)) > 1e-6
     for name in ("loss", "reward_chosen", "reward_margin"):

@@ -14,8 +14,16 @@ import torch
 
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.recipes.runs import FULL, LORA, arguments, furthest, offload_on_a_cpu, run_here, steps
-from tests.selection import selected, slow_except
+from tests.recipes.runs import (
+    FULL,
+    LORA,
+    build_arguments,
+    find_largest_difference,
+    offload_on_a_cpu,
+    read_steps,
+    run_here,
+)
+from tests.selection import mark_slow_except, select_cases
 
 ROWS, STEPS = 8, 3
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
@@ -58,7 +66,7 @@ def train(
     ]
     recipe, output = LORA if f"recipe={LORA}" in rounding else FULL, folder / f"run{ranks}"
     words = [
-        *arguments(output),
+        *build_arguments(output),
         *own,
         "log.every_n_steps=1000",
         "overwrite_output_dir=true",
@@ -74,7 +82,7 @@ def train(
     return {
         "code": run.code,
         "said": run.said[-1:],
-        "steps": [] if run.code else steps(output),
+        "steps": [] if run.code else read_steps(output),
         "on": is_on,
     }
 
@@ -85,7 +93,7 @@ def results(
 ) -> dict[Any, dict[str, Any]]:
     """Of each selected case, and under what it rounds the run of one process."""
     folder = tmp_path_factory.mktemp("rounded")
-    cases = [CASES[name] for name in selected(request, "name")]
+    cases = [CASES[name] for name in select_cases(request, "name")]
     bases = list(dict.fromkeys(rounding for _, rounding, _ in cases))
 
     def train_all(ranks: int) -> list[dict[str, Any]]:
@@ -103,15 +111,17 @@ def results(
     return found | dict(zip(cases, run_ranks(train_all, 2, 2, timeout=300)[0], strict=True))
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, QUICK))
+@pytest.mark.parametrize("name", mark_slow_except(CASES, QUICK))
 def test_losses_are_those_of_one_process(results: dict[Any, dict[str, Any]], name: str):
     found, wanted = results[CASES[name]], results[CASES[name][1]]
     assert found["code"] == wanted["code"] == 0, (found["said"], wanted["said"])
     assert found["on"] and wanted["on"]
     losses, expected = ([loss for _, loss, _ in run["steps"]] for run in (found, wanted))
-    assert len(losses) == STEPS and furthest(losses[:1], expected[:1]) < 1e-6
-    assert furthest(losses, expected) < 1e-3
+    assert len(losses) == STEPS and find_largest_difference(losses[:1], expected[:1]) < 1e-6
+    assert find_largest_difference(losses, expected) < 1e-3
     assert (
-        furthest([norm for *_, norm in found["steps"]], [norm for *_, norm in wanted["steps"]])
+        find_largest_difference(
+            [norm for *_, norm in found["steps"]], [norm for *_, norm in wanted["steps"]]
+        )
         < 2e-2
     )

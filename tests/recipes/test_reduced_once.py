@@ -10,9 +10,9 @@ import pytest
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.levers import LEVERS, REDUCED_ONCE, Setting
-from tests.recipes.runs import furthest
+from tests.recipes.runs import find_largest_difference
 from tests.recipes.test_levers import STEPS, train_each, write_models
-from tests.recipes.watched import distance
+from tests.recipes.watched import measure_distance
 
 ONCE = next(setting for setting in LEVERS if REDUCED_ONCE in setting.overrides)
 KEPT = next(
@@ -73,9 +73,10 @@ def test_with_every_lever_the_run_is_that_of_one_process(
                 mine, wanted = ([line[name] for line in of if name in line and "loss" in line]
                                 for of in (lines, expected["runs"][0]))  # fmt: skip
                 assert len(mine) == STEPS
-                assert furthest(mine, wanted) <= factor * EXACT, (run, name)
+                assert find_largest_difference(mine, wanted) <= factor * EXACT, (run, name)
         assert (
-            distance(found["weights"], expected["weights"], expected["formula"]["start"]) <= 1e-8
+            measure_distance(found["weights"], expected["weights"], expected["formula"]["start"])
+            <= 1e-8
         ), run
 
 

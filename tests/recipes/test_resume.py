@@ -17,17 +17,17 @@ from recipe_lib.checkpoint.run_files import read_manifest
 from recipe_lib.config import load_config
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
-    arguments,
-    furthest,
-    losses,
-    metrics,
-    parameters,
+    build_arguments,
+    find_largest_difference,
+    list_parameters,
+    list_states,
+    read_losses,
+    read_metrics,
+    read_steps,
+    read_tree,
     run_here,
-    states,
-    steps,
-    tree,
 )
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 ROWS_PER_STEP = 12  # 4 rows at a time on one rank, 3 micro-batches; 24 rows: 2 steps an epoch
 EPOCHS = 3
@@ -40,7 +40,7 @@ MOVES = [(2, 1), (2, 4)]
 def command(output: Path, ranks: int, *overrides: str) -> list[str]:
     """A run of 6 steps, each of 3 micro-batches a rank."""
     return [
-        *arguments(output),
+        *build_arguments(output),
         f"batch_size={ROWS_PER_STEP // 3 // ranks}",
         "gradient_accumulation_steps=3",
         f"epochs={EPOCHS}",
@@ -71,7 +71,7 @@ def stop_after(step: int, rank: int = 0, number: int = signal.SIGTERM) -> Callab
 
 def everything(recipe: Any) -> dict[str, torch.Tensor]:
     """Parameters and optimizer states, whole. A collective."""
-    return parameters(recipe) | states(recipe)
+    return list_parameters(recipe) | list_states(recipe)
 
 
 def go_on(argv: list[str]) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def runs(
     elsewhere.
     """
     folder = tmp_path_factory.mktemp("resume")
-    moves = selected(request, "move")
-    worlds = sorted({1, *selected(request, "ranks"), *(before for before, _ in moves)})
+    moves = select_cases(request, "move")
+    worlds = sorted({1, *select_cases(request, "ranks"), *(before for before, _ in moves)})
 
     def first(ranks: int) -> dict[str, Any]:
         quiet = run_here(command(folder / f"quiet{ranks}", ranks))
@@ -138,26 +138,28 @@ def test_a_signal_saves_at_the_step_boundary(runs: dict[str, Any], ranks: int):
     assert [path.name for path in (output / "state").iterdir()] == [state.name]
     manifest = read_manifest(state)
     assert (manifest.step, manifest.world_size) == (STOP, ranks)
-    assert [line["step"] for line in metrics(output)] == list(range(1, STOP + 1))
+    assert [line["step"] for line in read_metrics(output)] == list(range(1, STOP + 1))
     assert not (output / "model").exists()
 
 
-@pytest.mark.parametrize("ranks", slow_except(WORLDS, [2]))
+@pytest.mark.parametrize("ranks", mark_slow_except(WORLDS, [2]))
 def test_the_same_ranks_go_on_bitwise(runs: dict[str, Any], ranks: int):
     folder, record = runs["folder"], runs[str(ranks)]
     assert record["same"]["code"] == 0, record["same"]["said"]
     assert _differing(record["same"]["loaded"], record["kept"]) == []
-    assert steps(folder / f"{ranks}same") == steps(folder / f"quiet{ranks}")
-    assert tree(folder / f"{ranks}same" / "model") == tree(folder / f"quiet{ranks}" / "model")
+    assert read_steps(folder / f"{ranks}same") == read_steps(folder / f"quiet{ranks}")
+    assert read_tree(folder / f"{ranks}same" / "model") == read_tree(
+        folder / f"quiet{ranks}" / "model"
+    )
     for line, other in zip(
-        metrics(folder / f"{ranks}same"), metrics(folder / f"quiet{ranks}"), strict=True
+        read_metrics(folder / f"{ranks}same"), read_metrics(folder / f"quiet{ranks}"), strict=True
     ):
         assert all(
             line[name] == other[name] for name in ("step", "epoch", "lr", "label_tokens", "tokens")
         )
 
 
-@pytest.mark.parametrize("move", slow_except(MOVES, [(2, 1)]), ids=str)
+@pytest.mark.parametrize("move", mark_slow_except(MOVES, [(2, 1)]), ids=str)
 def test_another_number_of_ranks_goes_on_from_the_same_state(
     runs: dict[str, Any], move: tuple[int, int]
 ):
@@ -167,9 +169,12 @@ def test_another_number_of_ranks_goes_on_from_the_same_state(
     kept = runs[str(before)]["kept"]
     assert len(kept) == 20 * 4  # of each parameter: its values, AdamW's two states and step count
     assert _differing(moved["loaded"], kept) == []
-    found, expected = losses(folder / f"{before}to{after}"), losses(folder / f"quiet{before}")
+    found, expected = (
+        read_losses(folder / f"{before}to{after}"),
+        read_losses(folder / f"quiet{before}"),
+    )
     assert len(found) == STEPS and found[:STOP] == expected[:STOP]
-    assert furthest(found, expected) <= 1e-5
+    assert find_largest_difference(found, expected) <= 1e-5
 
 
 def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -178,10 +183,10 @@ def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
-@pytest.mark.parametrize("ranks", slow_except(WORLDS, [2]))
+@pytest.mark.parametrize("ranks", mark_slow_except(WORLDS, [2]))
 def test_metrics_have_one_line_a_step_after_a_resume(runs: dict[str, Any], ranks: int):
     for name in [f"{ranks}same", *(name for name in runs if name.endswith(f"to{ranks}"))]:
-        assert [line["step"] for line in metrics(runs["folder"] / name)] == list(
+        assert [line["step"] for line in read_metrics(runs["folder"] / name)] == list(
             range(1, STEPS + 1)
         )
 
@@ -236,7 +241,7 @@ REFUSED = {
 def test_a_resume_that_would_be_another_run_is_refused(stopped: Path, tmp_path: Path, change: str):
     output = tmp_path / "run"
     shutil.copytree(stopped, output)
-    before = tree(output)
+    before = read_tree(output)
     overrides, words = REFUSED[change]
     code, said = alone(command(output, 1, "resume=latest", *overrides))
     assert code == 2
@@ -244,13 +249,13 @@ def test_a_resume_that_would_be_another_run_is_refused(stopped: Path, tmp_path: 
         -1
     ]
     assert "\n" not in said[-1]
-    assert tree(output) == before
+    assert read_tree(output) == before
 
 
 def test_a_folder_with_states_is_not_trained_into_unasked(stopped: Path, tmp_path: Path):
     output = tmp_path / "run"
     shutil.copytree(stopped, output)
-    before = tree(output)
+    before = read_tree(output)
     assert alone(command(output, 1)) == (
         2,
         [
@@ -259,13 +264,13 @@ def test_a_folder_with_states_is_not_trained_into_unasked(stopped: Path, tmp_pat
             " output_dir"
         ],
     )
-    assert tree(output) == before
+    assert read_tree(output) == before
 
 
 def test_a_run_that_only_left_a_model_is_not_resumed(runs: dict[str, Any], tmp_path: Path):
     output = tmp_path / "run"
     shutil.copytree(runs["folder"] / "quiet1", output)
-    before = tree(output)
+    before = read_tree(output)
     code, said = alone(command(output, 1, "resume=latest"))
     assert code == 2
     assert said == [
@@ -273,7 +278,7 @@ def test_a_run_that_only_left_a_model_is_not_resumed(runs: dict[str, Any], tmp_p
         "overwrite_output_dir=true trains "
         "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
     ]
-    assert tree(output) == before
+    assert read_tree(output) == before
 
 
 def test_resume_latest_of_a_new_folder_starts_at_the_beginning(
@@ -281,7 +286,7 @@ def test_resume_latest_of_a_new_folder_starts_at_the_beginning(
 ):
     code, said = alone(command(tmp_path / "run", 1, "resume=latest"))
     assert code == 0, said
-    assert steps(tmp_path / "run") == steps(runs["folder"] / "quiet1")
+    assert read_steps(tmp_path / "run") == read_steps(runs["folder"] / "quiet1")
 
 
 @pytest.mark.slow
@@ -292,11 +297,11 @@ def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: 
     )
     assert alone(short)[0] == 0
     assert sorted(path.name for path in (output / "state").iterdir()) == ["step_3", "step_4"]
-    before = tree(output)
+    before = read_tree(output)
     record = json.loads((output / "written.json").read_text())
     code, said = alone([*short, "resume=latest"])
     assert code == 0, said
-    after = tree(output)
+    after = read_tree(output)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed <= {"summary.json", "report.html", "written.json"}, changed
     for name in ("summary.json", "report.html"):  # whose hashes the last one has
@@ -314,15 +319,15 @@ def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: 
         == f"error: {state}: was saved after step 4, found a run of 3 steps (epochs, max_steps);"
         " set max_steps to 4 or more, or resume from an earlier state"
     )
-    assert tree(output) == after
+    assert read_tree(output) == after
 
     assert alone([*short, f"epochs={EPOCHS}", "resume=latest"])[0] == 0
     longer = command(
         tmp_path / "longer", 1, "checkpoint.save_every_n_steps=3", "lr_scheduler.type=constant"
     )
     assert alone(longer)[0] == 0
-    assert steps(output) == steps(tmp_path / "longer")
-    assert tree(output / "model") == tree(tmp_path / "longer" / "model")
+    assert read_steps(output) == read_steps(tmp_path / "longer")
+    assert read_tree(output / "model") == read_tree(tmp_path / "longer" / "model")
 
 
 CHANGES = {
@@ -364,8 +369,8 @@ def test_changed_numbers_of_the_optimizer_hold_after_a_resume(tmp_path: Path, na
     assert alone(command(tmp_path / "run", 1, *before), stop_after(STOP))[0] == 3
     assert alone(command(tmp_path / "run", 1, *before, *CHANGES[name], "resume=latest"))[0] == 0
     assert alone(command(tmp_path / "unchanged", 1, *before))[0] == 0
-    assert steps(tmp_path / "run") == steps(tmp_path / "quiet")
-    assert steps(tmp_path / "run")[STOP + 1] != steps(tmp_path / "unchanged")[STOP + 1]
+    assert read_steps(tmp_path / "run") == read_steps(tmp_path / "quiet")
+    assert read_steps(tmp_path / "run")[STOP + 1] != read_steps(tmp_path / "unchanged")[STOP + 1]
 
 
 def _flip_a_bit(state: Path) -> None:
@@ -386,13 +391,13 @@ def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: P
         "step_3",
     ]
     _flip_a_bit(output / "state" / "step_3")
-    before = tree(output)
+    before = read_tree(output)
     code, said = alone(command(output, 1, f"resume={output}/state/step_3"))
     assert (
         code == 2
         and "expected a whole state folder: resume=latest takes the newest whole one" in said[-1]
     )
-    assert tree(output) == before
+    assert read_tree(output) == before
     shutil.copytree(output, tmp_path / "named")
     assert alone(command(tmp_path / "named", 1, f"resume={tmp_path}/named/state/step_1"))[0] == 0
 
@@ -406,7 +411,11 @@ def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: P
         ),
         f"warning: resuming from {output}/state/step_2",
     ]
-    assert steps(output) == steps(tmp_path / "named") == steps(runs["folder"] / "quiet1")
+    assert (
+        read_steps(output)
+        == read_steps(tmp_path / "named")
+        == read_steps(runs["folder"] / "quiet1")
+    )
 
 
 @pytest.mark.slow
@@ -417,5 +426,5 @@ def test_a_second_stop_and_an_interrupt(runs: dict[str, Any], tmp_path: Path):
     assert alone(command(output, 1, "resume=latest"), stop_after(STEPS))[0] == 3  # in the last step
     code, said = alone(command(output, 1, "resume=latest"))
     assert code == 0, said
-    assert steps(output) == steps(runs["folder"] / "quiet1")
+    assert read_steps(output) == read_steps(runs["folder"] / "quiet1")
     assert (output / "model" / "model.safetensors").is_file()

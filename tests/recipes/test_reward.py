@@ -13,16 +13,16 @@ from recipe_lib.cli.main import main
 from recipe_lib.methods.reward.loss import pick_sequence_scores
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import (
-    arguments,
+    build_arguments,
     metrics_of,
     train_all,
-    validated,
+    validate_run,
     write,
     write_classes,
     write_margins,
 )
 from tests.recipes.runs import LORA, PLAIN, REWARD, run_here
-from tests.selection import selected
+from tests.selection import select_cases
 
 PAIRS = ("reward.center_rewards_coefficient=0.1", "lora.rank=4")
 ALL = ("reward.trainable=all",)
@@ -53,7 +53,7 @@ def results(
 ) -> dict[Any, Any]:
     """By kind, ranks and overrides."""
     found = {}
-    wanted = selected(request, "case")
+    wanted = select_cases(request, "case")
     for kind, write_rows in (("pairs", write_margins), ("classes", write_classes)):
         data = write_rows(tmp_path_factory.mktemp(kind))
         cases = [case for held, case in wanted if held == kind]
@@ -88,7 +88,7 @@ def stories(realdata: Path, data: Path, output: Path, *overrides: str) -> list[s
         "checkpoint.save_model=true",
         f"model.path={realdata / 'stories260K-hf'}",
     )
-    words = arguments(data, output, REWARD, *given, *validated(data), *overrides)
+    words = build_arguments(data, output, REWARD, *given, *validate_run(data), *overrides)
     return [word for word in words if not word.startswith(("model.preset", "tokenizer.path"))]
 
 
@@ -260,7 +260,7 @@ def test_a_step_has_the_gradient_of_the_mean_over_its_pairs(tmp_path: Path) -> N
         "batch_size=3",
         "gradient_accumulation_steps=2",
     )
-    argv = arguments(
+    argv = build_arguments(
         write_margins(tmp_path), tmp_path / "run", REWARD, *still, "clip_grad_norm=null"
     )
     run = run_here(argv, recipe=REWARD)
@@ -304,7 +304,9 @@ def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
 
 def test_bad_samples(tmp_path: Path) -> None:
     def refused(rows: list[dict[str, Any]], *overrides: str) -> str:
-        argv = arguments(write(tmp_path / "rows.jsonl", rows), tmp_path / "run", REWARD, *overrides)
+        argv = build_arguments(
+            write(tmp_path / "rows.jsonl", rows), tmp_path / "run", REWARD, *overrides
+        )
         run = run_here(argv, recipe=REWARD)
         assert run.code == 2, run.said
         return run.said[-1]

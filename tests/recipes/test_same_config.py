@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import arguments, run_here
+from tests.recipes.runs import build_arguments, run_here
 
 
 def train(folder: Path, strategies: list[str]) -> tuple[int, list[str]]:
@@ -20,7 +20,11 @@ def train(folder: Path, strategies: list[str]) -> tuple[int, list[str]]:
         "max_steps=1",
     ]
     run = run_here(
-        [*arguments(folder / f"of rank {rank}"), *own, f"data.cache_dir={folder / f'cache{rank}'}"]
+        [
+            *build_arguments(folder / f"of rank {rank}"),
+            *own,
+            f"data.cache_dir={folder / f'cache{rank}'}",
+        ]
     )
     return run.code, run.said
 
@@ -42,7 +46,7 @@ def test_settings_that_differ_are_named_and_paths_may(tmp_path: Path) -> None:
 def train_in_own_folder(folder: Path) -> tuple[int, list[str]]:
     rank = int(os.environ["RANK"])
     own = [f"data.cache_dir={folder / f'cache{rank}'}", "data.format=auto", "max_steps=1"]
-    run = run_here([*arguments(folder / f"of rank {rank}"), *own])
+    run = run_here([*build_arguments(folder / f"of rank {rank}"), *own])
     return run.code, run.said
 
 

@@ -21,20 +21,20 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
-    done,
-    furthest,
-    latest,
-    losses,
-    metrics,
+    expect_done,
+    find_largest_difference,
+    gather_whole,
+    keep_latest,
     probe,
+    read_losses,
+    read_metrics,
+    read_steps,
     run_here,
-    steps,
-    stories,
-    whole,
+    write_stories,
 )
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 GLOBAL_BATCH = 8
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
@@ -78,13 +78,13 @@ class Runs:
             f"validation.source={self.folder / 'validation.txt'}",
             f"validation.every_n_steps={SAVED}",
         )
-        argv = stories(
+        argv = write_stories(
             self.realdata, self.folder / name, *self.text(data_ranks), *validation, *overrides
         )
-        return done(run_here(argv, recipe=FULL))
+        return expect_done(run_here(argv, recipe=FULL))
 
     def adapters(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        argv = stories(
+        argv = write_stories(
             self.realdata,
             self.folder / name,
             *self.text(data_ranks),
@@ -92,7 +92,7 @@ class Runs:
             *overrides,
         )
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
-        return done(run_here(argv, recipe=LORA))
+        return expect_done(run_here(argv, recipe=LORA))
 
     def quantized(self, name: str, data_ranks: int, *overrides: str) -> Any:
         model = (
@@ -105,7 +105,7 @@ class Runs:
 
     def preference(self, name: str, *overrides: str) -> Any:
         argv = preference_arguments(self.pairs, self.folder / name, "batch_size=4", *overrides)
-        return done(run_here(argv, recipe=DPO))
+        return expect_done(run_here(argv, recipe=DPO))
 
     def state(self, name: str) -> str:
         return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
@@ -113,7 +113,7 @@ class Runs:
 
 def logits_of(run: Any) -> torch.Tensor:
     with torch.no_grad():
-        return whole(run.recipe.model(probe()))
+        return gather_whole(run.recipe.model(probe()))
 
 
 def alone(runs: Runs) -> dict[str, torch.Tensor]:
@@ -145,7 +145,7 @@ def found(
     request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, torch.Tensor]]:
     """The folder of all runs, and logits of the trained models where they were trained."""
-    slow = not QUICK.issuperset([*selected(request, "name"), *selected(request, "kind")])
+    slow = not QUICK.issuperset([*select_cases(request, "name"), *select_cases(request, "kind")])
     runs = Runs(realdata, tmp_path_factory.mktemp("tensor"), slow)
     logits: dict[str, torch.Tensor] = {}
     for ranks, part in [
@@ -157,33 +157,44 @@ def found(
     return runs.folder, logits
 
 
-@pytest.mark.parametrize("name", slow_except(FULL_RUNS, ["full 2"]))
+@pytest.mark.parametrize("name", mark_slow_except(FULL_RUNS, ["full 2"]))
 def test_a_group_records_what_one_process_does(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
-    alone = steps(folder / "full 1")
+    alone = read_steps(folder / "full 1")
     assert len(alone) == STEPS and alone[-1][1] < alone[0][1] - 0.3
-    shared = steps(folder / name)
+    shared = read_steps(folder / name)
     wanted = alone if name.startswith("full") else alone[SAVED:]
     assert [step for step, _, _ in shared] == [step for step, _, _ in wanted]
-    assert furthest([loss for _, loss, _ in shared], [loss for _, loss, _ in wanted]) <= 1e-5
-    assert furthest([norm for _, _, norm in shared], [norm for _, _, norm in wanted]) <= 1e-4
+    assert (
+        find_largest_difference([loss for _, loss, _ in shared], [loss for _, loss, _ in wanted])
+        <= 1e-5
+    )
+    assert (
+        find_largest_difference([norm for _, _, norm in shared], [norm for _, _, norm in wanted])
+        <= 1e-4
+    )
     found_later = validated(folder / name)
-    assert furthest(found_later, validated(folder / "full 1")[-len(found_later) :]) <= 1e-5
+    assert (
+        find_largest_difference(found_later, validated(folder / "full 1")[-len(found_later) :])
+        <= 1e-5
+    )
 
 
 def test_a_group_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
     folder, _ = found
-    for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
+    for line, other in zip(
+        read_metrics(folder / "full 2"), read_metrics(folder / "full 1"), strict=True
+    ):
         assert all(
             line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens")
         )
 
 
 def validated(output: Path) -> list[float]:
-    return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
+    return [line["validation_loss"] for line in read_metrics(output) if "validation_loss" in line]
 
 
-@pytest.mark.parametrize("name", slow_except(["full 2", "2 to 4"], ["full 2"]))
+@pytest.mark.parametrize("name", mark_slow_except(["full 2", "2 to 4"], ["full 2"]))
 def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: str) -> None:
     folder, logits = found
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -200,9 +211,15 @@ def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: 
 @pytest.mark.parametrize("kind", ["nf4"])
 def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
-    alone, shared = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
-    assert furthest([loss for _, loss, _ in shared], [loss for _, loss, _ in alone]) <= 1e-5
-    assert furthest([norm for _, _, norm in shared], [norm for _, _, norm in alone]) <= 1e-4
+    alone, shared = read_steps(folder / f"{kind} 1"), read_steps(folder / f"{kind} 2")
+    assert (
+        find_largest_difference([loss for _, loss, _ in shared], [loss for _, loss, _ in alone])
+        <= 1e-5
+    )
+    assert (
+        find_largest_difference([norm for _, _, norm in shared], [norm for _, _, norm in alone])
+        <= 1e-4
+    )
     wanted, found_there = (
         load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2)
     )
@@ -217,14 +234,17 @@ def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kin
 def test_quantized_weights_are_the_same_for_any_group(found: tuple[Path, Any], name: str) -> None:
     """A state names its frozen weights by their bits: it would not be taken with others."""
     folder, _ = found
-    assert furthest(losses(folder / name), losses(folder / "nf4 1")[SAVED:]) <= 1e-5
+    assert (
+        find_largest_difference(read_losses(folder / name), read_losses(folder / "nf4 1")[SAVED:])
+        <= 1e-5
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["preference"])
 def test_a_group_prefers_what_one_process_does(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
-    alone, shared = (metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
+    alone, shared = (read_metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
     assert len(alone) == len(shared) > 0
     for line, wanted in zip(shared, alone, strict=True):
         for key in (
@@ -299,7 +319,7 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
         ),
     }
     for name, (overrides, message) in cases.items():
-        argv = stories(realdata, tmp_path / name, *runs.text(1), SHARED, *overrides)
+        argv = write_stories(realdata, tmp_path / name, *runs.text(1), SHARED, *overrides)
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         run = run_here(argv, before_model=read.append, recipe=LORA)
         assert run.code == 2 and message in run.said[-1] and "sizes that fit: 1" in run.said[-1], (
@@ -308,4 +328,4 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
         assert tune(["validate", *argv[1:]]) == 2
         assert message in capsys.readouterr().err
     assert read == []
-    assert tune(["validate", *latest(*argv[1:], "parallel.tensor=4")]) == 0
+    assert tune(["validate", *keep_latest(*argv[1:], "parallel.tensor=4")]) == 0

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from recipe_lib.cli.main import main
-from tests.recipes.runs import DPO, FULL, LORA, run_here, stories
+from tests.recipes.runs import DPO, FULL, LORA, run_here, write_stories
 from tests.tokenizers.made import CHATML
 
 FILE = (
@@ -69,7 +69,7 @@ def train(realdata: Path, folder: Path, form: str, recipe: str, *more: str) -> A
         *more,
     ]
     run = run_here(
-        stories(
+        write_stories(
             realdata,
             folder / "run",
             "data.shuffle=false",
@@ -267,7 +267,9 @@ def test_no_template_was_trained(form: str, realdata: Path, tmp_path: Path) -> N
         f"tokenizer.path={own}",
         f"recipe={LORA}",
     ]
-    run = run_here(stories(realdata, tmp_path / "run", "data.cache=false", *words), recipe=LORA)
+    run = run_here(
+        write_stories(realdata, tmp_path / "run", "data.cache=false", *words), recipe=LORA
+    )
     assert run.code == 0, run.said
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
     assert theirs.chat_template == CHATML

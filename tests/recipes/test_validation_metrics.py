@@ -9,8 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.ranks import run_ranks
-from tests.evaluation.models import ROWS, answer, likelihood, samples, write_model, write_rows
-from tests.recipes.runs import PLAIN, latest, metrics, run_here
+from tests.evaluation.models import (
+    ROWS,
+    answer,
+    compute_likelihood,
+    write_model,
+    write_rows,
+    write_samples,
+)
+from tests.recipes.runs import PLAIN, keep_latest, read_metrics, run_here
 
 PLUGIN = """
 from recipe_lib.config import register
@@ -43,7 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(files: Path, output: Path, *more: str) -> list[str]:
-    return latest(
+    return keep_latest(
         "--config", str(PLAIN), "--plugin", str(files / "plugin.py"), f"model.path={files / 'model'}",
         f"data.source={files / 'rows.jsonl'}", "data.format=alpaca", f"validation.source={files / 'rows.jsonl'}",
         f"output_dir={output}", "data.cache=false", "max_seq_len=64", "dtype=fp32", "device=cpu", "batch_size=5",
@@ -57,8 +64,8 @@ def by_transformers(folder: Path) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    known, tokenizer = samples(folder), AutoTokenizer.from_pretrained(folder)
-    found = [(*likelihood(model, sample), len(sample.answer)) for sample in known]
+    known, tokenizer = write_samples(folder), AutoTokenizer.from_pretrained(folder)
+    found = [(*compute_likelihood(model, sample), len(sample.answer)) for sample in known]
     said = [answer(model, tokenizer, sample, 12) for sample in known]
     return {
         "loss": -sum(each[0] for each in found) / sum(each[2] for each in found),
@@ -72,7 +79,7 @@ def by_transformers(folder: Path) -> dict[str, float]:
 
 
 def check(output: Path) -> dict[str, float]:
-    (line,) = [line for line in metrics(output) if "validation_loss" in line]
+    (line,) = [line for line in read_metrics(output) if "validation_loss" in line]
     wanted = by_transformers(output / "model")
     assert line["validation_loss"] == pytest.approx(wanted["loss"], rel=1e-4)
     for name in ("token_accuracy", "exact_match", "letters"):

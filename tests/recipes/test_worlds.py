@@ -18,8 +18,17 @@ from recipe_lib.config import load_config
 from recipe_lib.data import build_dataset
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import PLAIN, furthest, losses, metrics, run_here, steps, stories, whole
-from tests.selection import selected, slow_except
+from tests.recipes.runs import (
+    PLAIN,
+    find_largest_difference,
+    gather_whole,
+    read_losses,
+    read_metrics,
+    read_steps,
+    run_here,
+    write_stories,
+)
+from tests.selection import mark_slow_except, select_cases
 
 GLOBAL_BATCH = 8
 STEPS = 10
@@ -57,17 +66,19 @@ def runs(
     request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], Any]:
     """(kind, ranks) -> output folder and logits of the trained model where it was trained."""
-    folder, kinds = tmp_path_factory.mktemp("worlds"), selected(request, "kind")
+    folder, kinds = tmp_path_factory.mktemp("worlds"), select_cases(request, "kind")
 
     def train(ranks: int) -> dict[str, torch.Tensor]:
         logits = {}
         for kind in kinds:
             run = run_here(
-                stories(realdata, folder / f"{kind}{ranks}", *overrides(realdata, kind, ranks))
+                write_stories(
+                    realdata, folder / f"{kind}{ranks}", *overrides(realdata, kind, ranks)
+                )
             )
             assert run.code == 0, run.said
             with torch.no_grad():
-                logits[kind] = whole(run.recipe.model(probe()))
+                logits[kind] = gather_whole(run.recipe.model(probe()))
         return logits
 
     found = {}
@@ -77,14 +88,20 @@ def runs(
     return found
 
 
-@pytest.mark.parametrize("kind", slow_except(DECAY, ["text"]))
+@pytest.mark.parametrize("kind", mark_slow_except(DECAY, ["text"]))
 @pytest.mark.parametrize("ranks", WORLDS[1:])
 def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kind: str, ranks: int):
-    one, many = steps(runs[kind, 1][0]), steps(runs[kind, ranks][0])
+    one, many = read_steps(runs[kind, 1][0]), read_steps(runs[kind, ranks][0])
     assert [step for step, _, _ in many] == list(range(1, STEPS + 1))
-    assert furthest([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
-    assert furthest([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
-    for line, other in zip(metrics(runs[kind, 1][0]), metrics(runs[kind, ranks][0]), strict=True):
+    assert (
+        find_largest_difference([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
+    )
+    assert (
+        find_largest_difference([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
+    )
+    for line, other in zip(
+        read_metrics(runs[kind, 1][0]), read_metrics(runs[kind, ranks][0]), strict=True
+    ):
         assert all(line[name] == other[name] for name in ("lr", "epoch", "label_tokens", "tokens"))
 
 
@@ -96,14 +113,14 @@ def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str
         for loss, _ in reference(realdata / "stories260K-hf", data_rows(realdata, kind), peak=0.0)
     ]
     for ranks in WORLDS:
-        found = losses(runs[kind, ranks][0])
+        found = read_losses(runs[kind, ranks][0])
         gained = [before - after for before, after in zip(untrained, found, strict=True)]
         assert abs(gained[0]) < 1e-4
         assert all(gain > 0 for gain in gained[1:]), gained
         assert sum(gained[-2:]) / 2 >= MARGIN, gained
 
 
-@pytest.mark.parametrize("kind", slow_except(DECAY, ["text"]))
+@pytest.mark.parametrize("kind", mark_slow_except(DECAY, ["text"]))
 @pytest.mark.parametrize("ranks", WORLDS[1:])
 def test_transformers_opens_the_result_with_equal_logits(
     runs: dict[tuple[str, int], Any], kind: str, ranks: int, caplog: pytest.LogCaptureFixture
@@ -138,15 +155,21 @@ def _original(output: Path) -> Path:
     return Path(load_config(output / "config.yaml").model.path)
 
 
-@pytest.mark.parametrize("kind", slow_except(DECAY, ["text"]))
+@pytest.mark.parametrize("kind", mark_slow_except(DECAY, ["text"]))
 def test_a_plain_loop_over_transformers_gives_the_same_losses(
     realdata: Path, runs: dict[tuple[str, int], Any], kind: str
 ):
     expected = reference(realdata / "stories260K-hf", data_rows(realdata, kind), decay=DECAY[kind])
     for ranks in WORLDS:
-        found = steps(runs[kind, ranks][0])
-        assert furthest([loss for _, loss, _ in found], [loss for loss, _ in expected]) <= 1e-4
-        assert furthest([norm for _, _, norm in found], [norm for _, norm in expected]) <= 1e-4
+        found = read_steps(runs[kind, ranks][0])
+        assert (
+            find_largest_difference([loss for _, loss, _ in found], [loss for loss, _ in expected])
+            <= 1e-4
+        )
+        assert (
+            find_largest_difference([norm for _, _, norm in found], [norm for _, norm in expected])
+            <= 1e-4
+        )
 
 
 def data_rows(realdata: Path, kind: str) -> list[tuple[list[int], list[bool]]]:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from recipe_lib import training
-from tests.recipes.runs import parameters
-from tests.training.formulas import Formula, clipped
+from tests.recipes.runs import list_parameters
+from tests.training.formulas import Formula, clip_gradients
 
 
 class Watch:
@@ -35,10 +35,10 @@ class Watch:
         clip = training.clip_grad_norm
 
         def watch(*args: Any, **kwargs: Any) -> Any:
-            gradients, norm = clipped(
+            gradients, norm = clip_gradients(
                 {name: one.grad.clone() for name, one in named.items()}, cfg.clip_grad_norm
             )
-            rate = rate_of(cfg, len(self.norms))
+            rate = compute_rate(cfg, len(self.norms))
             self.norms.append(norm)
             for name, formula in self.formulas.items():
                 formula.step(gradients[name], rate)
@@ -77,7 +77,7 @@ class Watch:
         }
 
 
-def rate_of(cfg: Any, step: int) -> float:
+def compute_rate(cfg: Any, step: int) -> float:
     """The learning rate of a step, of a run without warm-up that does `max_steps` steps."""
     assert cfg.lr_scheduler.warmup_steps == 0
     if cfg.lr_scheduler.type == "constant":
@@ -87,14 +87,14 @@ def rate_of(cfg: Any, step: int) -> float:
     return cfg.optimizer.lr * (least + (1 - least) * left)
 
 
-def trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
+def read_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
     """Every trained parameter, whole, on the first rank; nothing on the others. A collective of all
     ranks.
     """
     trained = {
         name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad
     }
-    found = {name: value for name, value in parameters(recipe).items() if name in trained}
+    found = {name: value for name, value in list_parameters(recipe).items() if name in trained}
     if recipe.world.pipeline is not None:
         stages: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(stages, found)
@@ -102,7 +102,7 @@ def trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
     return found if recipe.world.is_main else {}
 
 
-def distance(
+def measure_distance(
     found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
 ) -> float:
     """How far weights are from those wanted, in parts of the way that these have come from the

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def lines_on(text: str) -> list[str]:
+def read_lines(text: str) -> list[str]:
     """Return the lines that stand on the screen after `text`, history first, without the last empty ones."""
     lines, row, column = [""], 0, 0
     history: list[str] = []

@@ -16,7 +16,7 @@ from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, print_wrapped, set_v
 from recipe_lib.report import phases
 from recipe_lib.report.phases import phase
 from tests.house.files import ROOT
-from tests.report.terminal_screen import Terminal, lines_on
+from tests.report.terminal_screen import Terminal, read_lines
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
@@ -36,10 +36,10 @@ def until_shown(stream: Terminal, text: str) -> list[str]:
     """What is on the screen, once `text` is."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        if any(text in line for line in lines_on(stream.getvalue())):
-            return lines_on(stream.getvalue())
+        if any(text in line for line in read_lines(stream.getvalue())):
+            return read_lines(stream.getvalue())
         time.sleep(0.05)  # what has been written is read anew each time
-    raise AssertionError(lines_on(stream.getvalue()))
+    raise AssertionError(read_lines(stream.getvalue()))
 
 
 def test_a_row_with_what_is_done_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_row_with_what_is_done_and_nothing_left(monkeypatch: pytest.MonkeyPatc
         going.advance(2 << 30)
         (row,) = until_shown(terminal, "2.00 GiB of 8.00 GiB, 25%")
         assert row[2:].startswith("loading weights: 2.00 GiB of 8.00 GiB, 25%  0s")
-    assert lines_on(terminal.getvalue()) == []
+    assert read_lines(terminal.getvalue()) == []
     assert sys.stderr is terminal
 
 
@@ -92,7 +92,7 @@ def test_lines_of_this_and_of_other_processes_stand_above(monkeypatch: pytest.Mo
     until_shown(terminal, "three")
     terminal.write(f"{phases.ERASE}of another process\n")  # as that writes to the same terminal
     deadline = time.monotonic() + 10
-    while lines_on(terminal.getvalue()) != [
+    while read_lines(terminal.getvalue()) != [
         "printed",
         "logged",
         "of another process",
@@ -100,16 +100,16 @@ def test_lines_of_this_and_of_other_processes_stand_above(monkeypatch: pytest.Mo
         "two",
         "three",
     ]:
-        assert time.monotonic() < deadline, lines_on(terminal.getvalue())
+        assert time.monotonic() < deadline, read_lines(terminal.getvalue())
     print("begun, ", end="", file=sys.stderr)
     time.sleep(0.1)
-    assert lines_on(terminal.getvalue())[-1].startswith(
+    assert read_lines(terminal.getvalue())[-1].startswith(
         "begun,"
     )  # nothing is drawn into a line that goes on
     print("ended", file=sys.stderr)
     until_shown(terminal, "three")
     phases.hide_rows(show_all)
-    assert lines_on(terminal.getvalue()) == [
+    assert read_lines(terminal.getvalue()) == [
         "printed",
         "logged",
         "of another process",
@@ -124,7 +124,7 @@ def test_a_phase_of_more_than_a_second_leaves_a_line(monkeypatch: pytest.MonkeyP
         pass
     with phase("planning", leaves_line=False):
         pass
-    (line,) = lines_on(terminal.getvalue())
+    (line,) = read_lines(terminal.getvalue())
     assert line.startswith("saving: 0.")
 
 
@@ -133,7 +133,7 @@ def test_an_error_goes_through_and_takes_the_row_away(monkeypatch: pytest.Monkey
     with pytest.raises(KeyError), phase("saving"):
         until_shown(terminal, "saving")
         raise KeyError
-    assert lines_on(terminal.getvalue()) == []
+    assert read_lines(terminal.getvalue()) == []
 
 
 def test_off_a_terminal_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_levels_have_colors_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     get_logger().warning("careful")
     get_logger().info("a long line of words %s", "word " * 20)
     assert terminal.getvalue().startswith("\x1b[33mcareful\x1b[0m\n")
-    lines = lines_on(terminal.getvalue())
+    lines = read_lines(terminal.getvalue())
     assert lines[1].startswith("a long line of words word") and lines[2].startswith("    word")
     assert max(map(len, lines)) <= 59
     monkeypatch.setenv("NO_COLOR", "1")
@@ -204,11 +204,11 @@ def test_verbosity(monkeypatch: pytest.MonkeyPatch) -> None:
     set_verbosity("quiet")
     get_logger().info("not said")
     get_logger().warning("said")
-    assert lines_on(terminal.getvalue()) == ["said"]
+    assert read_lines(terminal.getvalue()) == ["said"]
     set_verbosity("verbose")
     with phase("a moment"):
         pass
-    assert lines_on(terminal.getvalue())[1].startswith("a moment: 0.0")
+    assert read_lines(terminal.getvalue())[1].startswith("a moment: 0.0")
 
 
 def test_an_interrupt_ends_an_import_that_swallows_it() -> None:

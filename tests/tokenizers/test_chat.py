@@ -8,7 +8,7 @@ import jinja2
 import pytest
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers.tokenizer import ChatTemplate
+from recipe_lib.tokenizers.chat_template import ChatTemplate
 from tests.tokenizers.made import render
 
 USER = {"role": "user", "content": "  What is 2 < 3? 'é'  "}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers import load_tokenizer, template_process, tokenizer
-from recipe_lib.tokenizers.tokenizer import ChatTemplate
+from recipe_lib.tokenizers import chat_template, load_tokenizer, template_process
+from recipe_lib.tokenizers.chat_template import ChatTemplate
 from tests.tokenizers.made import CHATML, render, write_json
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -22,7 +22,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def child() -> int:
     """The number of the process that renders."""
-    child = tokenizer._process._child
+    child = chat_template._process._child
     assert child is not None
     return child.pid
 
@@ -45,7 +45,7 @@ def test_one_process_serves_all_templates():
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [ENDLESS, "{{ messages | join }}" + ENDLESS])
 def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
-    monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.4)
+    monkeypatch.setattr(chat_template, "TIMEOUT_SECONDS", 0.4)
     endless, number, begun = template(source), child(), time.monotonic()
     line = (
         r"^chat.jinja: the chat template was stopped: it took more than 0.4 s; set"
@@ -63,7 +63,7 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
 
 @pytest.mark.slow
 def test_a_process_that_does_not_even_answer_is_ended(monkeypatch):
-    monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "TIMEOUT_SECONDS", 0.2)
     ours = template()
     os.kill(child(), signal.SIGSTOP)
     with pytest.raises(DataError, match="the chat template was stopped: "):
@@ -102,7 +102,7 @@ def test_a_stopped_template_ends_the_run_and_is_no_bad_row(tmp_path, monkeypatch
 
     source = "{% if messages|length == 1 %}" + ENDLESS + "{% endif %}" + CHATML
     encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "chat")
-    monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.4)
+    monkeypatch.setattr(chat_template, "TIMEOUT_SECONDS", 0.4)
     with pytest.raises(DataError, match="it took more than 0.4 s"):
         encoder.encode(build_conversation([*MESSAGES, {"role": "assistant", "content": "b"}]))
 
@@ -113,7 +113,7 @@ def test_a_forked_process_has_its_own():
     forked = os.fork()
     if not forked:
         good = render(ours.render_many, MESSAGES, False) == "a" and child() != number
-        tokenizer._process.drop(kill=True)
+        chat_template._process.drop(kill=True)
         os._exit(0 if good else 1)
     assert os.waitpid(forked, 0)[1] == 0
     assert render(ours.render_many, MESSAGES, False) == "a" and child() == number
@@ -122,7 +122,7 @@ def test_a_forked_process_has_its_own():
 def test_nothing_is_left_behind_and_nothing_is_handed_on():
     program = (
         "import os, pathlib\n"
-        "from recipe_lib.tokenizers import tokenizer as chat\n"
+        "from recipe_lib.tokenizers import chat_template as chat\n"
         "chat.ChatTemplate('x', 'p', {})\n"
         "number = chat._process._child.pid\n"
         "assert b'SECRET' not in pathlib.Path(f'/proc/{number}/environ').read_bytes()\n"
@@ -167,9 +167,9 @@ def test_the_users_own_file_is_rendered_there_too(tmp_path, monkeypatch):
     folder = write_json(tmp_path / "model", template="theirs")
     (tmp_path / "own.jinja").write_text("ours")
     asked = []
-    ask = tokenizer._process.ask
+    ask = chat_template._process.ask
     monkeypatch.setattr(
-        tokenizer._process,
+        chat_template._process,
         "ask",
         lambda request, template: asked.append(template["source"]) or ask(request, template),
     )

@@ -14,8 +14,8 @@ from recipe_lib.checkpoint.gguf.gguf_file import write_gguf
 from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, PieceKind, read_vocabulary
 from recipe_lib.errors import CheckpointError
 from recipe_lib.tokenizers import load_tokenizer
-from tests.checkpoint.gguf.made_models import llama_cpp, llama_tokens
-from tests.selection import slow_except
+from tests.checkpoint.gguf.made_models import import_llama_cpp, tokenize_with_llama
+from tests.selection import mark_slow_except
 from tests.tokenizers.made import NASTY, write_json, write_sentencepiece, write_tiktoken
 
 PRE = {"gpt2": "gpt-2", "llama3_1": "llama-bpe", "qwen2_5": "qwen2", "smollm2": "smollm"}
@@ -28,13 +28,13 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(
-    "name", slow_except([*PRE, "llama2", "mistral", "gemma2"], ["gpt2", "llama2"])
+    "name", mark_slow_except([*PRE, "llama2", "mistral", "gemma2"], ["gpt2", "llama2"])
 )
 def test_tokens_are_those_of_the_tokenizer(
     name: str, real_folder: Callable[[str], Path], tmp_path: Path
 ):
     """By the tokenizers library, or sentencepiece, whichever the folder has."""
-    llama_cpp()
+    import_llama_cpp()
     folder, file = real_folder(name), tmp_path / "vocabulary.gguf"
     tokenizer = load_tokenizer(folder)
     numbers = {
@@ -61,15 +61,17 @@ def test_tokens_are_those_of_the_tokenizer(
 
         theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         expected = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
-        assert llama_tokens(file, texts, special=True) == expected
+        assert tokenize_with_llama(file, texts, special=True) == expected
     else:
         import sentencepiece
 
         theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        assert llama_tokens(file, texts, special=False) == [theirs.encode(text) for text in texts]
+        assert tokenize_with_llama(file, texts, special=False) == [
+            theirs.encode(text) for text in texts
+        ]
 
 
-@pytest.mark.parametrize("name", slow_except(["gpt2", "smollm2"], ["gpt2"]))
+@pytest.mark.parametrize("name", mark_slow_except(["gpt2", "smollm2"], ["gpt2"]))
 def test_a_byte_level_tokenizer_keeps_pieces_and_merges(
     name: str, real_folder: Callable[[str], Path]
 ):

@@ -12,7 +12,7 @@ import tiktoken
 import tokenizers
 
 from recipe_lib.tokenizers import StreamDecoder, load_tokenizer
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 from tests.tokenizers.made import NASTY
 
 PIECES = [
@@ -92,7 +92,7 @@ def test_tiktoken_reads_more_white_space_than_its_library_can(real):
     assert ours.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize("name", slow_except(JSONS, ["gpt2"]))
+@pytest.mark.parametrize("name", mark_slow_except(JSONS, ["gpt2"]))
 def test_tokenizer_json_ids(name, real, real_folder):
     path = real_folder(name) / "tokenizer.json"
     ours, reference = real(f"{name}/tokenizer.json"), tokenizers.Tokenizer.from_file(str(path))
@@ -112,7 +112,7 @@ def test_tokenizer_json_ids(name, real, real_folder):
             assert ours.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize("name", slow_except(["llama3_1", "gpt2", "smollm2"], ["smollm2"]))
+@pytest.mark.parametrize("name", mark_slow_except(["llama3_1", "gpt2", "smollm2"], ["smollm2"]))
 def test_ids_agree_with_transformers(name, real, real_folder):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(real_folder(name)))
@@ -128,7 +128,9 @@ def test_ids_agree_with_transformers(name, real, real_folder):
         assert ours.encode("Hello there", add_bos=ours.add_bos_by_default) == expected
 
 
-@pytest.mark.parametrize("name", slow_except([*PIECES, *JSONS, "llama3"], ["gpt2", "llama3_1"]))
+@pytest.mark.parametrize(
+    "name", mark_slow_except([*PIECES, *JSONS, "llama3"], ["gpt2", "llama3_1"])
+)
 def test_stream_emits_what_decoding_gives(name, real):
     ours = real(name if name in PIECES or name == "llama3" else f"{name}/tokenizer.json")
     for text in NASTY:

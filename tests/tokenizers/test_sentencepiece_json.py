@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from recipe_lib.checkpoint.tokenizer_export import copy_tokenizer, make_tokenizer_json
+from recipe_lib.checkpoint.side_files import copy_tokenizer, make_tokenizer_json
 from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.tokenizers.made import NASTY, write_json, write_tiktoken

@@ -30,7 +30,7 @@ class _Holder(nn.Module):
         self.held = nn.ParameterList(params.values())
 
 
-def placed(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]:
+def place_model(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]:
     """The same values, of which each rank has its part. Collective."""
     whole = {name: parameter.detach().clone() for name, parameter in params.items()}
     mesh: Any = init_device_mesh("cpu", (cut.ranks,), mesh_dim_names=("data",))

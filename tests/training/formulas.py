@@ -17,7 +17,7 @@ LEAST_IN_BLOCKS = 4096  # elements of a matrix whose states are kept in 8 or 4 b
 LONGEST_BLOCK = {8: 256, 4: 128}
 
 
-def dynamic_levels(bits: int, signed: bool) -> Tensor:
+def compute_dynamic_levels(bits: int, signed: bool) -> Tensor:
     """The 2^bits numbers that codes stand for, fp64, rising (Dettmers, arXiv:1511.04561; of
     unsigned 4 bits: Li, Chen and Zhu, arXiv:2309.01507).
     """
@@ -34,7 +34,7 @@ def dynamic_levels(bits: int, signed: bool) -> Tensor:
     return torch.tensor(sorted(found), dtype=torch.float64)
 
 
-def in_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
+def split_into_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
     """Numbers of which each block shares its largest absolute value as scale, each rounded to the
     nearest level.
 
@@ -42,7 +42,7 @@ def in_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
     """
     blocks = numbers.reshape(-1, block)
     scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
-    levels = dynamic_levels(bits, signed)
+    levels = compute_dynamic_levels(bits, signed)
     scaled = (blocks / scales).contiguous()
     upper = torch.searchsorted(levels, scaled).clamp(1, len(levels) - 1)
     low, high = levels[upper - 1], levels[upper]
@@ -52,7 +52,7 @@ def in_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
     return (nearest * scales).reshape(numbers.shape)
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """Five steps of the quintic Newton-Schulz iteration (Jordan 2024) on a matrix divided by its
     Frobenius norm.
     """
@@ -101,7 +101,7 @@ class Formula:
         if bits in LONGEST_BLOCK:
             block = math.gcd(value.shape[-1], LONGEST_BLOCK[bits]) if value.dim() else 1
             if value.dim() >= 2 and value.numel() >= LEAST_IN_BLOCKS and block >= 16:
-                self.states[state] = in_blocks(value, bits, block, signed)
+                self.states[state] = split_into_blocks(value, bits, block, signed)
                 return value
             bits = 32
         dtype = {None: self.dtype, 16: torch.bfloat16, 32: torch.float32}[bits]
@@ -157,7 +157,7 @@ class Formula:
             "momentum", momentum * self.before("momentum") + (1 - momentum) * gradient, True
         )
         ahead = (1 - momentum) * gradient + momentum * mean
-        return 0.2 * math.sqrt(max(ahead.shape)) * orthogonalized(ahead)
+        return 0.2 * math.sqrt(max(ahead.shape)) * orthogonalize(ahead)
 
     def stored(self) -> Tensor:
         """`at`, in the parameter's type and back."""
@@ -190,7 +190,9 @@ class Formula:
         return max(0.0, along - 5 * spread)
 
 
-def clipped(gradients: dict[str, Tensor], most: float | None) -> tuple[dict[str, Tensor], float]:
+def clip_gradients(
+    gradients: dict[str, Tensor], most: float | None
+) -> tuple[dict[str, Tensor], float]:
     """The gradients scaled so that the norm of all of them is at most `most`, each in its type; and
     the norm before.
     """

@@ -32,7 +32,7 @@ SHAPE = {
 }
 
 
-def sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
+def build_sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
     """lengths: of each item the prompt's, then those of its answers, one for each of its `group`
     sequences.
     """
@@ -51,7 +51,7 @@ def sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 
     return Dataset(*arrays, report, {}, group=group, values=np.array(values, dtype=np.float64))
 
 
-def parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
+def split_parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
     """The ids of a sequence's prompt and of its answer."""
     start, end = dataset._offsets[number], dataset._offsets[number + 1]
     ids, trained = dataset.ids[start:end].tolist(), dataset._trained[start:end].tolist()
@@ -59,7 +59,7 @@ def parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
     return ids[:first], ids[first:]
 
 
-def theirs(seed: int, folder: Path, **changed: Any) -> Any:
+def save_theirs(seed: int, folder: Path, **changed: Any) -> Any:
     """A model of transformers with random weights in fp32, saved to a folder; with num_labels it
     has a score head.
     """
@@ -72,7 +72,7 @@ def theirs(seed: int, folder: Path, **changed: Any) -> Any:
     return model
 
 
-def ours(spec: DecoderSpec, folder: Path) -> Decoder:
+def load_ours(spec: DecoderSpec, folder: Path) -> Decoder:
     """The model in a folder."""
     model = build_meta(spec, torch.float32)
     allocate(model, torch.device("cpu"))
@@ -80,7 +80,7 @@ def ours(spec: DecoderSpec, folder: Path) -> Decoder:
     return model
 
 
-def tokenizer() -> Any:
+def build_tokenizer() -> Any:
     """For TRL, which wants one; nothing of what is compared goes through it."""
     from transformers import AutoTokenizer
 

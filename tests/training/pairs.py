@@ -24,7 +24,7 @@ LOSSES = {
 }
 
 
-def pairs(vocabulary: int) -> Dataset:
+def build_pairs(vocabulary: int) -> Dataset:
     """A dataset of the pairs in LENGTHS: every answer has its prompt in front, and only its own ids
     are trained.
     """
@@ -53,7 +53,7 @@ def answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
     return sum(counted) / (len(counted) if mean else 1)
 
 
-def plain_loss(
+def compute_plain_loss(
     model: Decoder, reference: Decoder | None, rows: Dataset, cfg: DpoConfig
 ) -> tuple[Tensor, list[float]]:
     """Mean loss over all pairs; and the means of chosen reward, rejected reward and accuracy."""

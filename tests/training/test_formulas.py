@@ -19,7 +19,7 @@ from recipe_lib.optim import optimizers
 from recipe_lib.optim.optimizers import apply_optimizer_levers, build_optimizer, set_learning_rate
 from recipe_lib.parallel import Parallel
 from tests.distributed.ranks import run_ranks
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 from tests.training.formulas import Formula
 
 CPU = torch.device("cpu")
@@ -154,7 +154,8 @@ def test_weights_move_as_the_formula_says(settings: dict[str, Any], dtype: torch
 
 
 @pytest.mark.parametrize(
-    "arranged", slow_except(["in backward", "offloaded, in backward"], ["offloaded, in backward"])
+    "arranged",
+    mark_slow_except(["in backward", "offloaded, in backward"], ["offloaded, in backward"]),
 )
 def test_however_steps_are_arranged(arranged: str) -> None:
     """In a process of its own, in which a CPU is said to have a host."""

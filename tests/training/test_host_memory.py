@@ -17,7 +17,7 @@ from recipe_lib.training.host_memory import count_calls_at_once, count_offloaded
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.late_copies import LateCopies
-from tests.parallel.small_models import LENGTH, ROWS, WIDTH, small_batch, small_spec
+from tests.parallel.small_models import LENGTH, ROWS, WIDTH, build_small_spec, make_small_batch
 from tests.recipes.runs import PLAIN
 
 LAYERS = 5
@@ -44,7 +44,7 @@ def power_of_two(size: int) -> int:
 
 
 def test_parameters_gradients_and_states_on_the_host() -> None:
-    model = build_meta(small_spec(), torch.bfloat16)
+    model = build_meta(build_small_spec(), torch.bfloat16)
     sizes = [parameter.numel() * 2 for parameter in model.parameters()]
     largest = max(sizes)
     pinned = sum(map(power_of_two, sizes))
@@ -71,7 +71,7 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
     assert count_offloaded_bytes(model, config("memory.optimizer_offload=true")) == {
         "optimizer_offload": 2 * pinned
     }
-    reference = build_meta(small_spec(), torch.bfloat16).requires_grad_(False)
+    reference = build_meta(build_small_spec(), torch.bfloat16).requires_grad_(False)
     beside = count_offloaded_bytes(model, config("memory.cpu_offload=true"), reference)
     assert beside == {"cpu_offload": 3 * pinned + 2 * sum(sizes)}
     # Each state is memory of its own, of which codes, scales and master weights have different
@@ -88,7 +88,7 @@ def arriving() -> list[int]:
     cfg = config("device=cpu", "dtype=bf16", "parallel.fsdp_wrap_policy=layers")
     judged = config("memory.cpu_offload=true", "gradient_accumulation_steps=3")
     with start_world(cfg) as world:
-        model = build_meta(small_spec(layers=LAYERS), torch.bfloat16)
+        model = build_meta(build_small_spec(layers=LAYERS), torch.bfloat16)
         parallelize(model, cfg, world)
         layers = [
             [each for name, each in model.named_parameters() if f"layers.{at}." in name]
@@ -116,7 +116,7 @@ def test_streamed_layers_are_pinned_and_judged(monkeypatch: pytest.MonkeyPatch) 
         "memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, "dtype=bf16"
     )
     for frozen in (False, True):
-        model = build_meta(small_spec(), torch.bfloat16).requires_grad_(not frozen)
+        model = build_meta(build_small_spec(), torch.bfloat16).requires_grad_(not frozen)
         layer_stream.stream_layers(model, cfg.memory, torch.device("cpu"))
         sizes = {name: parameter.numel() * 2 for name, parameter in model.named_parameters()}
         streamed = [size for name, size in sizes.items() if name != "model.norm.weight"]
@@ -136,7 +136,7 @@ def test_streamed_layers_are_pinned_and_judged(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are those of a rank of two; on a CPU, and in a simulation, nothing is judged."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    model = build_meta(small_spec(), torch.bfloat16)
+    model = build_meta(build_small_spec(), torch.bfloat16)
     cfg = config("memory.cpu_offload=true", "memory.host_memory_limit_gib=0.0001")
     check_host_memory(model, Parallel(), cfg, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(
             "memory.activation_checkpointing=full",
             f"memory.host_memory_limit_gib={allowed / GIB!r}",
         )
-        spec = small_spec(layers=LAYERS)
+        spec = build_small_spec(layers=LAYERS)
         model = build_meta(spec, torch.float32)
         apply_activation_checkpointing(model, "full")
         window = activation_offload.offload_activations(model, cfg.memory, torch.device("cpu"))
@@ -173,7 +173,7 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(
         )  # type: ignore[arg-type]
         model.to_empty(device="cpu")
         init_weights(model, 3, spec)
-        tokens, labels = small_batch()
+        tokens, labels = make_small_batch()
         window._copies._module = late = LateCopies()
         with late:
             if refused:

@@ -19,8 +19,8 @@ from recipe_lib.optim.optimizers import (
     set_learning_rate,
 )
 from tests.distributed.ranks import run_ranks
-from tests.torchao_oracle import low_bit_adamw
-from tests.training.cut import Cut, own_part, placed
+from tests.torchao_oracle import build_low_bit_adamw
+from tests.training.cut import Cut, own_part, place_model
 
 CPU = torch.device("cpu")
 CFG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8)
@@ -98,7 +98,7 @@ def in_fp64(
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return low_bit_adamw()
+    return build_low_bit_adamw()
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
         for cut in CUTS[ranks]:
             for case, options in CONFIGS.items():
                 names = "g" if ranks == 4 else "abcde"
-                params = placed(
+                params = place_model(
                     {name: weights(torch.bfloat16)[name] for name in names}, Cut(cut, ranks)
                 )
                 optimizer = build_optimizer(replace(CFG, **options), params.items(), CPU)
@@ -353,7 +353,7 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
 def test_a_block_on_two_ranks_is_refused_in_one_line() -> None:
     def work() -> str:
         weight = {"layers.0.w": nn.Parameter(torch.ones(64, 768))}  # 3 blocks of 256
-        params = placed(weight, Cut("columns, then rows", 4))
+        params = place_model(weight, Cut("columns, then rows", 4))
         with pytest.raises(ConfigError) as raised:
             build_optimizer(replace(CFG, state_bits=8), params.items(), CPU)
         return str(raised.value)

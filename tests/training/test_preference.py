@@ -27,12 +27,12 @@ from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.training import compute_answer_logps
 from recipe_lib.training.training_data import check_pairs
-from tests.adapters.adapted import EVERYWHERE, Setting, adapted
+from tests.adapters.adapted import EVERYWHERE, Setting, build_adapted
 from tests.distributed.ranks import run_ranks
-from tests.parallel.gathered import gathered_bytes
-from tests.parallel.small_models import VOCABULARY, gradients, small_spec
-from tests.selection import slow_but
-from tests.training.pairs import LOSSES, pairs, plain_loss
+from tests.parallel.gathered import count_gathered_bytes
+from tests.parallel.small_models import VOCABULARY, build_small_spec, read_gradients
+from tests.selection import mark_slow_but
+from tests.training.pairs import LOSSES, build_pairs, compute_plain_loss
 
 LORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
 Found = tuple[list[float], dict[str, Tensor]]  # means of NUMBERS, gradients by name
@@ -69,7 +69,7 @@ def step(
     packed: bool = False,
 ) -> Found:
     """One step over all pairs."""
-    rows = pairs(VOCABULARY)
+    rows = build_pairs(VOCABULARY)
     items = np.arange(rows.items)
     slots = (
         [items[at : at + 2] for at in range(0, len(items), 2)]
@@ -88,7 +88,7 @@ def step(
         loss, numbers = compared(model, reference, batch, cfg)
         (loss / batches.num_items).backward()
         sums += numbers
-    return (world.all_reduce_sum(sums) / batches.num_items).tolist(), gradients(model)
+    return (world.all_reduce_sum(sums) / batches.num_items).tolist(), read_gradients(model)
 
 
 def frozen(spec: DecoderSpec, seed: int) -> Decoder:
@@ -100,13 +100,13 @@ def frozen(spec: DecoderSpec, seed: int) -> Decoder:
 @cache
 def expected(kind: str, tied: bool, loss: str) -> Found:
     """By the formulas, of the model `kind` makes."""
-    rows, spec, cfg = pairs(VOCABULARY), small_spec(tied=tied), LOSSES[loss]
+    rows, spec, cfg = build_pairs(VOCABULARY), build_small_spec(tied=tied), LOSSES[loss]
     with made(kind, spec, cfg) as (model, reference, _):
         if cfg.needs_reference and reference is None:
-            reference = frozen(spec, 3)  # what `adapted` puts adapters on
-        loss, numbers = plain_loss(model, reference, rows, cfg)
+            reference = frozen(spec, 3)  # what `build_adapted` puts adapters on
+        loss, numbers = compute_plain_loss(model, reference, rows, cfg)
         loss.backward()
-        return [float(loss.detach()), *numbers], gradients(model)
+        return [float(loss.detach()), *numbers], read_gradients(model)
 
 
 class made:  # noqa: N801  (used as a context manager)
@@ -120,7 +120,7 @@ class made:  # noqa: N801  (used as a context manager)
 
     def __enter__(self) -> tuple[Decoder, Decoder | None, World]:
         if self.kind == "lora":
-            self.inner = adapted(self.spec, self.setting)
+            self.inner = build_adapted(self.spec, self.setting)
             model, world = self.inner.__enter__()
             return model, None, world
         self.inner = start_world(DpoFinetuneConfig(device="cpu", parallel=self.setting.parallel))
@@ -153,17 +153,17 @@ def assert_same(found: Found, wanted: Found) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("loss", slow_but(LOSSES, 2))
+@pytest.mark.parametrize("loss", mark_slow_but(LOSSES, 2))
 def test_loss_rewards_and_gradients_equal_the_formulas(loss: str, kind: str, packed: bool) -> None:
     wanted = expected(kind, False, loss)
     assert len({round(number, 6) for number in wanted[0]}) == 4
-    with made(kind, small_spec(), LOSSES[loss]) as (model, reference, world):
+    with made(kind, build_small_spec(), LOSSES[loss]) as (model, reference, world):
         assert_same(step(model, reference, LOSSES[loss], world, 2, packed), wanted)
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_micro_batches_of_any_size_give_the_same_step(batch_size: int) -> None:
-    with made("lora", small_spec(), LOSSES["ipo"]) as (model, reference, world):
+    with made("lora", build_small_spec(), LOSSES["ipo"]) as (model, reference, world):
         assert_same(
             step(model, reference, LOSSES["ipo"], world, batch_size), expected("lora", False, "ipo")
         )
@@ -197,7 +197,7 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
     def work() -> None:
         for loss, parallel, memory in levers:
             placing = made(
-                kind, small_spec(tied=tied), LOSSES[loss], parallel=parallel, memory=memory
+                kind, build_small_spec(tied=tied), LOSSES[loss], parallel=parallel, memory=memory
             )
             with placing as (model, reference, world):
                 assert (reference is None) == (kind == "lora" or loss == "simpo")
@@ -207,7 +207,7 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
                         wanted[loss],
                     )
                     for part in (model, reference):
-                        assert part is None or gathered_bytes(part) == notes(part) == 0
+                        assert part is None or count_gathered_bytes(part) == notes(part) == 0
 
     run_ranks(work, 2)
 
@@ -218,7 +218,7 @@ def test_hybrid_sharding_on_two_by_two_ranks() -> None:
     parallel = ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2)
 
     def work() -> None:
-        with made("full", small_spec(tied=True), LOSSES["sigmoid"], parallel=parallel) as (
+        with made("full", build_small_spec(tied=True), LOSSES["sigmoid"], parallel=parallel) as (
             model,
             reference,
             world,
@@ -229,7 +229,7 @@ def test_hybrid_sharding_on_two_by_two_ranks() -> None:
 
 
 def test_the_reference_leaves_no_graph_and_no_gradient() -> None:
-    with made("full", small_spec(), LOSSES["sigmoid"]) as (model, reference, world):
+    with made("full", build_small_spec(), LOSSES["sigmoid"]) as (model, reference, world):
         step(model, reference, LOSSES["sigmoid"], world, 8)
         assert all(parameter.grad is None for parameter in reference.parameters())
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -268,7 +268,7 @@ def test_metrics_are_named_means() -> None:
 
 
 def test_rows_of_one_answer_are_refused_in_one_line() -> None:
-    rows = pairs(VOCABULARY)
+    rows = build_pairs(VOCABULARY)
     check_pairs(cast(Any, SimpleNamespace(dataset=rows, validation_dataset=None)), "do else")
     single = SimpleNamespace(group=1, report=SimpleNamespace(format="alpaca"))
     for key, given in (("data.format", (single, None)), ("validation.format", (rows, single))):

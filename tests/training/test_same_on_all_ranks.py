@@ -14,7 +14,7 @@ from recipe_lib.errors import SetupError
 from recipe_lib.parallel import start_world
 from recipe_lib.training.run import check_same_batches
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import arguments, losses, run_here
+from tests.recipes.runs import build_arguments, read_losses, run_here
 
 MESSAGE = "data: the 2 ranks {} that have data rank {} found different batches for the same step"
 SHARED = "that share matrices"
@@ -79,7 +79,7 @@ def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> No
 
     def run() -> list[list[str]]:
         argv = [
-            *arguments(tmp_path / "run"),
+            *build_arguments(tmp_path / "run"),
             "parallel.tensor=2",
             "max_steps=2",
             "checkpoint.save_model=false",
@@ -97,4 +97,4 @@ def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> No
     for told in zip(*run_ranks(run, 2), strict=True):
         (line,) = sum(told, [])  # by one of the ranks
         assert MESSAGE.format(SHARED, 0) in line
-    assert len(losses(tmp_path / "run")) == 1  # of the run that was not changed
+    assert len(read_losses(tmp_path / "run")) == 1  # of the run that was not changed

@@ -34,8 +34,8 @@ LOSSES = {
 
 def items(cfg: RewardConfig) -> Dataset:
     if cfg.loss == "classification":
-        return labeled.sequences(TEXTS, CLASSES).convert_to_scored(labeled.LIMIT)
-    return labeled.sequences(PAIRS, MARGINS, group=2).convert_to_scored(labeled.LIMIT)
+        return labeled.build_sequences(TEXTS, CLASSES).convert_to_scored(labeled.LIMIT)
+    return labeled.build_sequences(PAIRS, MARGINS, group=2).convert_to_scored(labeled.LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Any, Dec
     found = {}
     for labels in (1, 3):
         folder = tmp_path_factory.mktemp(f"scored{labels}")
-        theirs = labeled.theirs(labels, folder, num_labels=labels)
+        theirs = labeled.save_theirs(labels, folder, num_labels=labels)
         spec = build_scored_spec(read_config(folder), str(folder), None)
         assert spec.num_labels == labels
-        found[labels] = theirs, labeled.ours(spec, folder)
+        found[labels] = theirs, labeled.load_ours(spec, folder)
     return found
 
 
@@ -86,11 +86,11 @@ def test_rewards_equal_trl(models: Any, name: str, tmp_path: Path) -> None:
     )
     rows = Rows.from_list([{"chosen": "a b", "rejected": "c"}] * 2)
     trainer = RewardTrainer(
-        theirs, arguments, train_dataset=rows, processing_class=labeled.tokenizer()
+        theirs, arguments, train_dataset=rows, processing_class=labeled.build_tokenizer()
     )
     theirs.config.pad_token_id = labeled.PAD
     dataset = items(cfg)
-    ids = [sum(labeled.parts(dataset, number), []) for number in range(len(dataset))]
+    ids = [sum(labeled.split_parts(dataset, number), []) for number in range(len(dataset))]
     examples = [
         {"chosen_ids": ids[2 * at], "rejected_ids": ids[2 * at + 1], "margin": margin}
         for at, margin in enumerate(MARGINS)
@@ -113,7 +113,10 @@ def test_rewards_equal_trl(models: Any, name: str, tmp_path: Path) -> None:
 def test_classes_equal_transformers(models: Any) -> None:
     theirs, ours = models[3]
     dataset = items(LOSSES["classes"])
-    ids = [torch.tensor(sum(labeled.parts(dataset, number), [])) for number in range(len(dataset))]
+    ids = [
+        torch.tensor(sum(labeled.split_parts(dataset, number), []))
+        for number in range(len(dataset))
+    ]
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=labeled.PAD)
     theirs.zero_grad()
     classes = torch.tensor(CLASSES).long()
@@ -153,9 +156,9 @@ def test_however_a_step_is_divided(models: Any, name: str, division: str) -> Non
 
 
 def test_a_sequence_has_all_its_ids_up_to_the_limit() -> None:
-    dataset = labeled.sequences(TEXTS, CLASSES).convert_to_scored(9)
+    dataset = labeled.build_sequences(TEXTS, CLASSES).convert_to_scored(9)
     for number in range(len(dataset)):
-        ids = sum(labeled.parts(dataset, number), [])[:9]
+        ids = sum(labeled.split_parts(dataset, number), [])[:9]
         row = dataset[number]
         assert row.tokens.tolist() == ids and dataset.lengths[number] == len(ids)
         assert (row.labels != -100).tolist() == [False] * (len(ids) - 1) + [True]
@@ -169,7 +172,7 @@ def settled(
 
     def classes(found: list[str]) -> Dataset:
         seen = list(dict.fromkeys(found))
-        dataset = labeled.sequences(
+        dataset = labeled.build_sequences(
             [(1, 3)] * len(found), [float(seen.index(name)) for name in found]
         )
         dataset.report.classes = seen

@@ -13,7 +13,7 @@ import torch
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.training import run as run_module
-from tests.cli.commands import environment
+from tests.cli.commands import build_environment
 
 LINE = (
     "warning: dtype=bf16 on this CPU, which has no instructions for it: matrices are multiplied"
@@ -84,7 +84,7 @@ def test_it_is_slow_where_torch_says_that_it_has_no_instructions() -> None:
     limit = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     said = subprocess.run(
         [sys.executable, "-c", PROBE],
-        env=environment(**limit),
+        env=build_environment(**limit),
         capture_output=True,
         text=True,
         check=True,

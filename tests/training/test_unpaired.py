@@ -36,7 +36,7 @@ LOSSES = {
 
 
 def answers() -> Dataset:
-    return labeled.sequences(LENGTHS, WANTED).convert_to_labeled_answers()
+    return labeled.build_sequences(LENGTHS, WANTED).convert_to_labeled_answers()
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Decod
         (0, "reference"),
     ):  # the other way round the estimate is below 0
         folder = tmp_path_factory.mktemp(name)
-        theirs = labeled.theirs(seed, folder)
+        theirs = labeled.save_theirs(seed, folder)
         found[name] = (
             theirs,
-            labeled.ours(build_spec(read_config(folder), str(folder)), folder),
+            labeled.load_ours(build_spec(read_config(folder), str(folder)), folder),
         )
     return found
 
@@ -119,10 +119,10 @@ def trl_step(pair: Any, cfg: DpoConfig, folder: Path) -> dict[str, float]:
     )
     (policy, _), (reference, _) = pair["policy"], pair["reference"]
     trainer = KTOTrainer(
-        policy, reference, arguments, train_dataset=rows, processing_class=labeled.tokenizer()
+        policy, reference, arguments, train_dataset=rows, processing_class=labeled.build_tokenizer()
     )
     dataset = answers()
-    made = [labeled.parts(dataset, number) for number in range(len(dataset))]
+    made = [labeled.split_parts(dataset, number) for number in range(len(dataset))]
     examples = [
         {
             "prompt_ids": prompt,
@@ -199,7 +199,7 @@ def test_mismatched_sequences() -> None:
     its batches.
     """
     dataset = answers()
-    made = [labeled.parts(dataset, number) for number in range(len(dataset))]
+    made = [labeled.split_parts(dataset, number) for number in range(len(dataset))]
     expected = []
     for at, (prompt, _) in enumerate(made):
         ids = [*prompt, *made[at - 1][1]]
@@ -225,11 +225,11 @@ def test_mismatched_sequences() -> None:
 
 
 def test_pairs_are_taken_apart() -> None:
-    pairs = labeled.sequences([(3, 2, 4), (2, 5, 1)], [0.0, 0.0], group=2)
+    pairs = labeled.build_sequences([(3, 2, 4), (2, 5, 1)], [0.0, 0.0], group=2)
     split = pairs.convert_to_labeled_answers()
     assert split.items == 4 and split.values.tolist() == [1, 0, 1, 0] and split.group == 1
-    assert [labeled.parts(split, number) for number in range(4)] == [
-        labeled.parts(pairs, at) for at in range(4)
+    assert [labeled.split_parts(split, number) for number in range(4)] == [
+        labeled.split_parts(pairs, at) for at in range(4)
     ]
     assert split.fingerprint != pairs.fingerprint
     assert len(set(split.digests.tolist())) == 4

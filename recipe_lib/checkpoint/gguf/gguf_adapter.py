@@ -116,18 +116,17 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
         "vocab_size": spec.vocab_size,
         **rope_metadata,
     }
-    if spec.family == "gemma2":
-        metadata["attn_logit_softcapping"] = spec.attention_softcap
-        metadata["final_logit_softcapping"] = spec.logit_softcap
-    elif spec.logit_softcap is not None:
-        metadata["final_logit_softcapping"] = spec.logit_softcap
     window = next((window for window in spec.windows if window is not None), None)
-    if spec.family in _PATTERNS and window is not None:
-        metadata["attention.sliding_window"] = window
-    elif spec.family == "phi3":
-        metadata["attention.sliding_window"] = window or 0  # llama.cpp tells Phi 4 from Phi 3 by it
-    if spec.local_rope is not None:
-        metadata["rope.freq_base_swa"] = float(spec.local_rope.base)
+    # llama.cpp tells Phi 4 from Phi 3 by a window of 0.
+    windows = dict.fromkeys(_PATTERNS, window) | {"phi3": window or 0}
+    local_rope = spec.local_rope
+    optional = {
+        "attn_logit_softcapping": spec.attention_softcap if spec.family == "gemma2" else None,
+        "final_logit_softcapping": spec.logit_softcap,
+        "attention.sliding_window": windows.get(spec.family),
+        "rope.freq_base_swa": None if local_rope is None else float(local_rope.base),
+    }
+    metadata |= {key: value for key, value in optional.items() if value is not None}
     for key, value in metadata.items():
         if isinstance(value, int) and value >= 2**32:
             raise CheckpointError(
@@ -525,15 +524,15 @@ def _list_adapter_tensors(
             adapter, module, spec=spec, architecture=architecture, factor=factor
         )
         name = names[f"{module.name}.weight"]
-        for suffix, matrix in zip(("lora_a", "lora_b"), matrices, strict=True):
-            tensors.append(
-                GgufTensor(
-                    name=f"{name}.{suffix}",
-                    shape=tuple(matrix.shape),
-                    kind=kind.upper(),
-                    read=matrix.contiguous,
-                )
+        tensors += [
+            GgufTensor(
+                name=f"{name}.{suffix}",
+                shape=tuple(matrix.shape),
+                kind=kind.upper(),
+                read=matrix.contiguous,
             )
+            for suffix, matrix in zip(("lora_a", "lora_b"), matrices, strict=True)
+        ]
     return tensors
 
 

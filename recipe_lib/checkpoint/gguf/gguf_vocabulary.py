@@ -20,7 +20,7 @@ from typing import Any
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import CheckpointError, DataError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.special_tokens import read_json
+from recipe_lib.tokenizers.tokenizer import read_json
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
 
 _PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}  # by which llama.cpp knows Phi 3's vocabulary
@@ -106,8 +106,7 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
     if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
         vocabulary = _convert_sentencepiece(tokenizer, tokenizer.vocabulary, size)
     elif isinstance(tokenizer.vocabulary, JsonVocabulary):
-        content = read_json(Path(tokenizer.place))
-        vocabulary = _convert_json(tokenizer, content, size=size, pre=pre)
+        vocabulary = _convert_json(tokenizer, size=size, pre=pre)
     else:
         raise CheckpointError(
             f"{tokenizer.place}: is a tiktoken vocabulary, whose merges a GGUF file has and it has"
@@ -212,10 +211,9 @@ def _set_space_rules(converted: GgufVocabulary, tokenizer: Tokenizer) -> None:
         )
 
 
-def _convert_json(
-    tokenizer: Tokenizer, content: dict[str, Any], *, size: int, pre: str | None
-) -> GgufVocabulary:
+def _convert_json(tokenizer: Tokenizer, *, size: int, pre: str | None) -> GgufVocabulary:
     path = Path(tokenizer.place)
+    content = read_json(path)
     model = content.get("model") or {}
     if model.get("type", "BPE") != "BPE":
         raise CheckpointError(

@@ -28,9 +28,8 @@ def build_adamw(
     if isinstance(params, TrainedParameters) and is_ours:
         return ChunkedOptimizer(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
     # torch refuses an empty list of parameters, but not an empty group.
-    groups = [{"params": list(params)}]
     return torch.optim.AdamW(
-        groups,
+        [{"params": list(params)}],
         lr=cfg.lr,
         betas=(beta1, beta2),
         eps=cfg.eps,

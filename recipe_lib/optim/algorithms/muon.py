@@ -156,8 +156,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     to the argument it takes two matrices of that size and two of the shorter side squared.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    current = matrix.bfloat16()
-    current = current.T if is_tall else current  # products have the shorter side squared
+    # Products have the shorter side squared.
+    current = matrix.bfloat16().T if is_tall else matrix.bfloat16()
     current = current / current.norm().clamp(min=_SMALLEST_NORM)
     linear, cubic, quintic = _COEFFICIENTS
     for _ in range(_ITERATIONS):
@@ -255,16 +255,17 @@ def orthogonalize_over_ranks(
     sent = torch.cat([updates[index].flatten() for index in indices if index < len(updates)])
     updates.clear()  # their memory is free from here on
     own_index = indices[mesh.get_local_rank(mesh_dim)]
-    own = shardings[own_index] if own_index < len(shardings) else None
+    own_sharding = shardings[own_index] if own_index < len(shardings) else None
     receive_sizes = [
-        math.prod(own.compute_part_shape(rank, ranks)) if own else 0 for rank in range(ranks)
+        math.prod(own_sharding.compute_part_shape(rank, ranks)) if own_sharding else 0
+        for rank in range(ranks)
     ]
     received = sent.new_empty(sum(receive_sizes))
     dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
-    if own:
-        shared = own.join_parts(received, receive_sizes)
+    if own_sharding:
+        shared = own_sharding.join_parts(received, receive_sizes)
         del received
-        parts = own.split_parts(own.orthogonalize(shared), ranks)
+        parts = own_sharding.split_parts(own_sharding.orthogonalize(shared), ranks)
         del shared
         received = torch.cat([part.flatten() for part in parts])
         del parts
@@ -285,9 +286,8 @@ def _find_sharded_dims(matrix: Any) -> list[tuple[int, int]]:
     if not isinstance(matrix, DTensor):
         return []
     placements: list[Any] = list(matrix.placements)
-    mesh = matrix.device_mesh
     return [
         (mesh_dim, placement.dim)
         for mesh_dim, placement in enumerate(placements)
-        if not placement.is_replicate() and mesh.size(mesh_dim) > 1
+        if not placement.is_replicate() and matrix.device_mesh.size(mesh_dim) > 1
     ]

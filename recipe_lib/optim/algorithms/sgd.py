@@ -32,10 +32,9 @@ def build_sgd(
         def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for group in optimizer.param_groups:
                 stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-                if not stepped:
-                    continue
-                with torch.no_grad():
-                    torch._foreach_mul_(stepped, 1 - group["lr"] * cfg.weight_decay)
+                if stepped:
+                    with torch.no_grad():
+                        torch._foreach_mul_(stepped, 1 - group["lr"] * cfg.weight_decay)
 
         optimizer.register_step_pre_hook(decay)
     return optimizer

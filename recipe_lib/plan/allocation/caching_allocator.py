@@ -8,7 +8,7 @@ pools, several threads, address space that runs out in expandable mode, and the 
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 
 from recipe_lib.units import MIB, format_bytes
@@ -147,6 +147,16 @@ class AllocatorSettings:
     by_fraction: bool = False
 
 
+@dataclass
+class MemoryPeaks:
+    """Peaks in bytes, each for itself, as `torch.cuda.memory_stats` counts them."""
+
+    requested: int = 0  # asked for and not given back
+    allocated: int = 0  # in the blocks handed out for it
+    active: int = 0  # in those and in freed blocks that another stream may still use
+    reserved: int = 0  # in all segments, taken from the device
+
+
 class OutOfMemory(Exception):  # noqa: N818 - what it is called everywhere
     """No segment can be had, even after all unused ones were given back."""
 
@@ -163,29 +173,27 @@ class CachingAllocator:
     def __init__(
         self,
         settings: AllocatorSettings | None = None,
-        place: Callable[[int, int], int | None] | None = None,
+        choose_address: Callable[[int, int], int | None] | None = None,
     ):
         """Make an allocator that has reserved nothing.
 
-        place: `place(bytes, stream)` returns the address at which the device puts a segment, or
-        None, where it does not know; they then ascend. It can matter, since of two free blocks of
-        one size the one with the lower address is taken.
+        choose_address: `fn(bytes, stream)` returns the address at which the device puts a segment,
+        or None, where it does not know; they then ascend. It can matter, since of two free blocks
+        of one size the one with the lower address is taken.
         """
         self.settings = settings or AllocatorSettings()
-        # Asked for; in the blocks handed out; in those and the freed ones that another stream may
-        # still use; in all segments.
+        # Bytes now, as `MemoryPeaks` has them, and their peaks since the last `reset_peaks`.
         self.requested = self.allocated = self.active = self.reserved = 0
-        # Their peaks since the last `reset_peaks`.
-        self.peak_requested = self.peak_allocated = self.peak_active = self.peak_reserved = 0
+        self.peaks = MemoryPeaks()
         self.num_alloc_retries = 0
-        # Entries (action, address, bytes, stream), if the caller sets it to a list.
-        self.log: list[tuple[str, int, int, int]] | None = None
+        # Entries (action, address, bytes, stream); none are kept unless the caller sets a list.
+        self.log: MutableSequence[tuple[str, int, int, int]] = deque(maxlen=0)
         self._pools: dict[tuple[bool, int], Pool] = {}  # by (is small, stream)
         self._active: set[Block] = set()
         # By stream, (kernels issued there when the block was freed, block).
         self._pending: dict[int, deque[tuple[int, Block]]] = {}
         self._issued: Counter[int] = Counter()  # by stream, kernels
-        self._place = place
+        self._choose_address = choose_address
         self._next_address = _FIRST_ADDRESS
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
@@ -208,11 +216,10 @@ class CachingAllocator:
         self.requested += num_bytes
         self.allocated += block.size
         self.active += block.size
-        self.peak_requested = max(self.peak_requested, self.requested)
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_active = max(self.peak_active, self.active)
-        if self.log is not None:
-            self.log.append(("alloc", block.address, num_bytes, stream))
+        self.peaks.requested = max(self.peaks.requested, self.requested)
+        self.peaks.allocated = max(self.peaks.allocated, self.allocated)
+        self.peaks.active = max(self.peaks.active, self.active)
+        self.log.append(("alloc", block.address, num_bytes, stream))
         return block
 
     def free(self, block: Block) -> None:
@@ -224,8 +231,7 @@ class CachingAllocator:
             raise ValueError(f"the block at {block.address:#x} is not allocated")
         block.allocated = False
         self.allocated -= block.size
-        if self.log is not None:
-            self.log.append(("free_requested", block.address, block.requested, block.pool.stream))
+        self.log.append(("free_requested", block.address, block.requested, block.pool.stream))
         if not block.streams:
             self._complete_free(block)
             return
@@ -274,10 +280,7 @@ class CachingAllocator:
 
     def reset_peaks(self) -> None:
         """Count peaks from what is held now."""
-        self.peak_requested = self.requested
-        self.peak_allocated = self.allocated
-        self.peak_active = self.active
-        self.peak_reserved = self.reserved
+        self.peaks = MemoryPeaks(self.requested, self.allocated, self.active, self.reserved)
 
     def list_blocks(self) -> list[Block]:
         """Return every block with memory, by address."""
@@ -316,8 +319,7 @@ class CachingAllocator:
             block = self._make_segment(pool, size)
         if block:
             return block
-        if self.log is not None:
-            self.log.append(("oom", 0, size, pool.stream))
+        self.log.append(("oom", 0, size, pool.stream))
         raise OutOfMemory(
             requested,
             reserved=self.reserved,
@@ -336,7 +338,7 @@ class CachingAllocator:
             return None
         if settings.expandable:
             return self._expand(pool, size)
-        address = self._place(segment, pool.stream) if self._place else None
+        address = self._choose_address(segment, pool.stream) if self._choose_address else None
         if address is None:
             address = self._next_address
             self._next_address += segment
@@ -348,14 +350,12 @@ class CachingAllocator:
 
     def _count_reserved(self, action: str, address: int, *, change: int, stream: int) -> None:
         self.reserved += change
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        if self.log is not None:
-            self.log.append((action, address, abs(change), stream))
+        self.peaks.reserved = max(self.peaks.reserved, self.reserved)
+        self.log.append((action, address, abs(change), stream))
 
     def _complete_free(self, block: Block) -> None:
         """Put a freed block, joined with its free neighbors, back into its pool (`free_block`)."""
-        if self.log is not None:
-            self.log.append(("free_completed", block.address, block.requested, block.pool.stream))
+        self.log.append(("free_completed", block.address, block.requested, block.pool.stream))
         self._active.remove(block)
         self.active -= block.size
         self.requested -= block.requested

@@ -69,12 +69,9 @@ def compute_attention_backward_scratch(
     Of q `[b, h, s, e]`. aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd
     and mha_varlen_bwd; for cuDNN's kernel the same sums, an estimate.
     """
-    padded = _round_up(queries, 128)
-    # Both fp32: row sums of gradient times output `[b, h, s]`, and the sum of dq `[b, s, h, e]`.
-    row_sums = 4 * rows * heads * padded
-    scratch = [row_sums, row_sums * _round_head_width(head_width)]
-    return scratch + _compute_expanded_gradients(
-        tokens=rows * keys,
+    return _compute_flash_scratch(
+        padded_queries=rows * _round_up(queries, 128),
+        keys=rows * keys,
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
@@ -92,11 +89,9 @@ def compute_varlen_backward_scratch(
     element_bytes: int = 2,
 ) -> list[int]:
     """Return the same for documents of together `tokens` tokens in one flat list."""
-    padded = tokens + 128 * documents  # so much more for each document
-    row_sums = 4 * heads * padded
-    scratch = [row_sums, row_sums * _round_head_width(head_width)]
-    return scratch + _compute_expanded_gradients(
-        tokens=tokens,
+    return _compute_flash_scratch(
+        padded_queries=tokens + 128 * documents,  # so much more for each document
+        keys=tokens,
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
@@ -154,17 +149,26 @@ def _round_up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-def _round_head_width(width: int) -> int:
-    """Return a head width as the flash kernels are built for it."""
-    width = _round_up(width, 8)
-    return _round_up(width, 32 if width <= 128 else 64)
-
-
-def _compute_expanded_gradients(
-    *, tokens: int, heads: int, kv_heads: int, head_width: int, element_bytes: int
+def _compute_flash_scratch(
+    *,
+    padded_queries: int,
+    keys: int,
+    heads: int,
+    kv_heads: int,
+    head_width: int,
+    element_bytes: int,
 ) -> list[int]:
-    """Return the bytes of dk and dv where query heads share keys, else []."""
-    if heads == kv_heads:
-        return []
-    # They have a copy for every query head, before those are summed over the heads that share keys.
-    return [tokens * heads * _round_up(head_width, 8) * element_bytes] * 2
+    """Return the bytes of each scratch tensor of flash attention's backward.
+
+    padded_queries, keys: of all rows or documents together.
+    """
+    width = _round_up(head_width, 8)
+    kernel_width = _round_up(width, 32 if width <= 128 else 64)  # that the kernels are built for
+    # Both fp32: row sums of gradient times output `[b, h, s]`, and the sum of dq `[b, s, h, e]`.
+    row_sums = 4 * heads * padded_queries
+    scratch = [row_sums, row_sums * kernel_width]
+    # Where query heads share keys, dk and dv have a copy for every query head, before those are
+    # summed over the heads that share keys.
+    if heads != kv_heads:
+        scratch += [keys * heads * width * element_bytes] * 2
+    return scratch

@@ -10,7 +10,7 @@ fuses by the same rules but for reductions, which it can split otherwise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -29,10 +29,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from recipe_lib.plan.simulated_world.cached_fake_mode import wrap
-from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME
-from recipe_lib.plan.simulated_world.simulated_ranks import dispatch_attention
-from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype
-from recipe_lib.plan.tracing.trace import Op
+from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME, dispatch_attention
+from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype, list_tensors
+from recipe_lib.plan.tracing.trace import OP, Op
 from recipe_lib.units import pluralize
 
 if TYPE_CHECKING:
@@ -71,10 +70,9 @@ class CompiledCode:
     def describe(self) -> str:
         """Return a line for a report."""
         kernel = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
-        graphs = pluralize(self.graphs, "graph")
         return (
-            f"compiled code: {graphs}, fused and with the buffers of inductor's code for a"
-            f" CPU{kernel}"
+            f"compiled code: {pluralize(self.graphs, 'graph')}, fused and with the buffers of"
+            f" inductor's code for a CPU{kernel}"
         )
 
 
@@ -128,23 +126,22 @@ def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
 
     torch._dynamo.reset()
     tracer.is_compiling = lambda: TracingContext.try_get() is not None
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_graph))
-        # Patterns of attention are made once, on the device that is asked for first, with tensors
-        # of it.
-        stack.enter_context(
-            mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu")))
-        )
-        try:
+    try:
+        with (
+            mock.patch.object(compile_fx, "compile_fx", compile_graph),
+            # Patterns of attention are made once, on the device that is asked for first, with
+            # tensors of it.
+            mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu"))),
+        ):
             yield compiled
-        except Exception as error:
-            # dynamo and autograd wrap what is raised in them, so its type does not tell.
-            if compiled.faults:
-                raise NotCompiled(compiled.faults[0]) from error
-            raise
-        finally:
-            tracer.is_compiling = None
-            torch._dynamo.reset()
+    except Exception as error:
+        # dynamo and autograd wrap what is raised in them, so its type does not tell.
+        if compiled.faults:
+            raise NotCompiled(compiled.faults[0]) from error
+        raise
+    finally:
+        tracer.is_compiling = None
+        torch._dynamo.reset()
 
 
 def _make_cpu_input(tensor: Tensor) -> Tensor:
@@ -203,32 +200,29 @@ def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str,
     return _written.setdefault(key, codes[-1])
 
 
-@dataclass
-class _Binding:
-    """A kernel as the code binds it."""
-
-    types: Sequence[str]  # of its arguments in C++
-
-
 def _load_code(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
     """Return the module's `call`, which takes its buffers from the simulated device."""
     scope: dict[str, Any] = {}
+    # A kernel is bound before the code gives it a name.
     compiles_nothing = SimpleNamespace(
-        cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None
+        cpp_pybinding=lambda types, _: partial(_make_kernel, tracer, types),
+        wait=lambda scope: None,
     )
     with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
         # What inductor wrote, as it would run it.
         exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102
-    for name, value in list(scope.items()):
-        if isinstance(value, _Binding):
-            scope[name] = _make_kernel(name.removeprefix("cpp_"), value, tracer)
-    scope["extern_kernels"] = SimpleNamespace(
-        _grouped_mm=torch._grouped_mm,  # into a tensor of its own, which it notes as any operator
-        **{name: partial(_note_matmul, tracer, operator) for name, operator in _MATMULS.items()},
-    )
-    scope["empty_strided_cpu"] = partial(_take_buffer, tracer)
-    scope["reinterpret_tensor"] = _reinterpret_tensor
-    scope["assert_size_stride"] = scope["assert_alignment"] = lambda *_: None
+    bindings = {name: value for name, value in scope.items() if isinstance(value, partial)}
+    kernels = {name: bind(name.removeprefix("cpp_")) for name, bind in bindings.items()}
+    matmuls = {name: partial(_note_matmul, tracer, operator) for name, operator in _MATMULS.items()}
+    scope |= {
+        **kernels,
+        # `_grouped_mm` is into a tensor of its own, which it notes as any operator.
+        "extern_kernels": SimpleNamespace(_grouped_mm=torch._grouped_mm, **matmuls),
+        "empty_strided_cpu": partial(_take_buffer, tracer),
+        "reinterpret_tensor": _reinterpret_tensor,
+        "assert_size_stride": lambda *_: None,
+        "assert_alignment": lambda *_: None,
+    }
     call = scope["call"]
 
     def run(args: list[Any]) -> Any:
@@ -249,30 +243,32 @@ def _take_buffer(
     return tensor
 
 
-def _make_kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., None]:
-    """Return a kernel that notes its calls and does nothing else."""
+def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[..., None]:
+    """Return a kernel that notes its calls and does nothing else.
+
+    types: of its arguments in C++.
+    """
     # What C++ takes as const it does not write.
-    is_const = [kind.startswith("const") for kind in binding.types]
+    is_const = [kind.startswith("const") for kind in types]
 
     def call(*args: Any) -> None:
-        read: list[Tensor] = []
-        written: list[Tensor] = []
-        for value, is_read in zip(args, is_const, strict=False):
-            if isinstance(value, Tensor):
-                (read if is_read else written).append(value)
+        buffers = list(zip(args, is_const, strict=False))
+        read = list_tensors([value for value, const in buffers if const])
+        written = list_tensors([value for value, const in buffers if not const])
         part, module = tracer.locate()
-        tracer.add_op(
+        tracer.trace.add(
+            OP,
             Op(
                 name=f"inductor::{name}",
                 stream=tracer.get_stream(),
                 part=part,
                 module=module,
                 phase=tracer.phase,
-                bytes=sum(tensor.numel() * tensor.element_size() for tensor in read + written),
+                bytes=sum(tensor.nbytes for tensor in read + written),
                 dtype=format_dtype(written[0].dtype) if written else "",
                 reads=tracer.list_numbers(read),
                 makes=tracer.list_numbers(written),
-            )
+            ),
         )
 
     return call

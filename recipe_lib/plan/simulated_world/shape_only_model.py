@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,10 +136,19 @@ def _read_yaml(file: Path) -> Any:
 def limit_layers(cfg: Any, layers: int) -> Any:
     """Return a copy of a plannable config whose model has only the first `layers` layers.
 
-    Raises ValueError if the model has fewer.
+    Raises ValueError if the model has fewer, ConfigError where config.json has no key for them.
     """
-    config = _read_config(cfg)
-    layers_key = _find_layers_key(cfg, config)
+    config = read_preset_config(cfg.model.preset)
+    if cfg.model.implementation == "native":
+        read_spec(cfg)  # raises where the config is not covered
+        config = get_text_config(config)
+    keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    layers_key = next((key for key in keys if isinstance(config.get(key), int)), None)
+    if layers_key is None:
+        raise ConfigError(
+            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(keys)};"
+            " plan without --depth"
+        )
     num_layers = config[layers_key]
     if not 1 <= layers <= num_layers:
         raise ValueError(f"found {layers} layers, expected 1 to {num_layers}")
@@ -192,27 +200,6 @@ def _list_layer_kinds(spec: ModelSpec) -> list[Any]:
 def count_layers(cfg: Any) -> int:
     """Return how many layers the model of a plannable config has."""
     return read_spec(cfg).num_layers
-
-
-def _find_layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
-    """Return the key of config.json that has the number of layers. Raises ConfigError if none."""
-    keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    layers_key = next((key for key in keys if isinstance(config.get(key), int)), None)
-    if layers_key is None:
-        raise ConfigError(
-            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(keys)};"
-            " plan without --depth"
-        )
-    return layers_key
-
-
-def _read_config(cfg: Any) -> Mapping[str, Any]:
-    """Return the decoder's config.json, checked."""
-    config = read_preset_config(cfg.model.preset)
-    if cfg.model.implementation != "native":
-        return config
-    read_spec(cfg)  # raises where the config is not covered
-    return get_text_config(config)
 
 
 def read_spec(cfg: Any) -> ModelSpec:

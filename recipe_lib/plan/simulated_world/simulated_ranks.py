@@ -1,34 +1,44 @@
 """The simulated world: rank r of N in one process, on a device whose tensors have no bytes.
 
 `enter_simulated_world` gives the rank its mesh over a fake process group, whose collectives move
-nothing, and `use_fake_tensors` the tensors. `pin_kernels` makes torch choose the kernels of the
-planned device (attention, norm).
+nothing, and `use_fake_tensors` the tensors. What of torch and transformers would make a trace wrong
+or slow, or do what no dispatch mode sees, is replaced meanwhile: functions return such patches, and
+`apply_patches` puts them in place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import fake_pg
+from torch.utils._pytree import tree_map_only
 
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
-from recipe_lib.config.precision import VARLEN_CAPABILITY
-from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.ops import dtensor_shards as parts
+from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
+from recipe_lib.ops import dtensor_shards
 from recipe_lib.parallel.world import World, build_world
-from recipe_lib.plan.simulated_world.patches import Patch, apply_patches
-from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME, register_device
+from recipe_lib.plan.simulated_world.simulated_device import (
+    MODULE,
+    NAME,
+    pin_kernels,
+    register_device,
+)
+from recipe_lib.plan.tracing.operator_costs import list_tensors
+from recipe_lib.plan.tracing.trace import OP, WORK_WAIT, Op
 
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer
 
+Patch = tuple[Any, str, Any]  # the owner of an attribute, its name, its replacement
 
 # Methods of a DeviceMesh that compute with its ranks' numbers.
 _MESH_METHODS = (
@@ -60,14 +70,12 @@ def enter_simulated_world(
     shape = tuple(compute_mesh_shape(parallel, ranks).values())
     device = register_device()
     pin_kernels(like_cpu, capability)
-    with ExitStack() as stack:
-        stack.enter_context(_make_fake_group(rank, ranks))
-        stack.enter_context(apply_patches(_tell_meshes_apart(hash((rank, shape)))))
+    with _make_fake_group(rank, ranks), apply_patches(_tell_meshes_apart(hash((rank, shape)))):
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
-        stack.enter_context(apply_patches([*_make_meshes_real(), *_use_own_streams()]))
-        yield build_world(
-            mesh, rank, size=ranks, local_rank=0, device=device, context=parallel.context
-        )
+        with apply_patches([*_make_meshes_real(), *_use_own_streams()]):
+            yield build_world(
+                mesh, rank, size=ranks, local_rank=0, device=device, context=parallel.context
+            )
 
 
 class _SizesOnly(FakeTensorMode):
@@ -81,14 +89,14 @@ class _SizesOnly(FakeTensorMode):
 @contextmanager
 def use_fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor without memory inside the block."""
-    mode = _SizesOnly(allow_non_fake_inputs=True)
-    with ExitStack() as stack:
-        # `module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak
-        # reference: the fake mode does, for a table that nobody reads any more.
-        no_references = SimpleNamespace(getweakrefs=lambda tensor: [])
-        stack.enter_context(apply_patches([(torch.utils, "weakref", no_references)]))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(mode)
+    # `module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak
+    # reference: the fake mode does, for a table that nobody reads any more.
+    no_references = SimpleNamespace(getweakrefs=lambda tensor: [])
+    with (
+        apply_patches([(torch.utils, "weakref", no_references)]),
+        torch.autograd.set_multithreading_enabled(False),
+        _SizesOnly(allow_non_fake_inputs=True) as mode,
+    ):
         yield mode
 
 
@@ -136,20 +144,16 @@ def _make_meshes_real() -> list[Patch]:
     attributes: list[tuple[Any, str]] = [
         (DeviceMesh, name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)
     ]
-    attributes.append((parts, "compute_local_shape_and_global_offset"))
+    attributes.append((dtensor_shards, "compute_local_shape_and_global_offset"))
     return [(owner, name, make_real(getattr(owner, name))) for owner, name in attributes]
 
 
 def _use_own_streams() -> list[Patch]:
     """Return patches that keep streams away from C++, which does not know ours."""
-
-    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-        MODULE.listener.use_on(tensor, stream.number)
-
     return [
         # FSDP asks it in one place, and it asks a C++ guard that this device does not have.
         (torch.accelerator, "current_stream", MODULE.current_stream),
-        (torch.Tensor, "record_stream", record_stream),
+        (Tensor, "record_stream", lambda t, stream: MODULE.listener.use_on(t, stream.number)),
     ]
 
 
@@ -159,143 +163,157 @@ def connect_streams(tracer: "Tracer") -> None:
     tracer.get_stream = lambda: MODULE.stream_now.number
 
 
-# Kernels of the simulated device, where torch would choose them by the device.
-#
-# On an unknown device attention falls to the path that holds scores of `[s, s]`, and the norm to a
-# chain of elementwise operators. These registrations make the simulated device choose what CUDA
-# chooses; for `cpu`, what a CPU does.
+# Patches for as long as a program is traced.
 
-_KEY = "AutogradPrivateUse1"
+# Methods of DTensor's ShardingPropagator that run operators.
+_PROPAGATIONS = (
+    "_propagate_tensor_meta_non_cached",
+    "propagate_tensor_meta",
+    "propagate_op_sharding_non_cached",
+)
+# Methods of a process group that return a work.
+_STARTING = (
+    "send",
+    "recv",
+    "recv_anysource",
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "_allgather_base",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall",
+    "alltoall_base",
+    "gather",
+    "scatter",
+    "barrier",
+)
 
 
-def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
-    """Choose the kernels of the simulated device, for the process.
+@contextmanager
+def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
+    """Replace attributes inside the block, in order."""
+    with ExitStack() as stack:
+        for owner, name, replacement in patches:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
 
-    like_cpu: those of a CPU, for comparison with real runs there; else of a GPU with this compute
-    capability.
+
+def hide_propagation(tracer: "Tracer") -> list[Patch]:
+    """Return patches that keep DTensor's sharding propagation out of a trace.
+
+    It runs operators on tensors of the global size, which no rank ever holds.
     """
-    MODULE.capability = capability
-    MODULE.kernels = "cpu" if like_cpu else "cuda"
-    _register_kernels()
+
+    def hide(original: Callable[..., Any], finds_shapes: bool) -> Callable[..., Any]:
+        def run(propagator: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
+            # An operator without results has no shapes to find out, and an optimizer's would do it
+            # with thousands of tensors.
+            if finds_shapes and not schema.op._schema.returns:
+                return None
+            tracer.muted += 1
+            try:
+                return original(propagator, schema, *args, **kwargs)
+            finally:
+                tracer.muted -= 1
+
+        return run
+
+    methods = vars(ShardingPropagator)
+    return [
+        (ShardingPropagator, name, hide(methods[name], "tensor_meta" in name))
+        for name in _PROPAGATIONS
+        if name in methods  # a version of torch may lack one of these private methods
+    ]
 
 
-@cache  # which keeps the library alive: without it torch forgets the registrations
-def _register_kernels() -> torch.library.Library:
-    """Register the kernels with torch, once a process."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", dispatch_attention, _KEY)
-    library.impl("rms_norm", _rms_norm, _KEY)
-    # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
-    library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
-    library.impl("dropout", _dropout, _KEY)
-    library.impl("softmax.int", _softmax, _KEY)
-    # torch has a shape rule for the fused AdamW and none for the fused SGD; both write into what
-    # they are given.
-    for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
-        library.impl(name, lambda *args, **kwargs: None, "Meta")
-    for name in ("silu_backward", "mish_backward"):
-        library.impl(name, _fuse(getattr(torch.ops.aten, name).default), _KEY)
-    return library
+def unwrap_shards(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any] | None:
+    """Return an optimizer's arguments, lists of DTensors that are sharded alike, as local tensors.
 
-
-def dispatch_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute what `F.scaled_dot_product_attention` does on the planned device."""
-    aten = torch.ops.aten
-    if MODULE.kernels == "cpu" and query.shape[-1] == value.shape[-1] and dropout_p == 0.0:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    width = query.shape[-1]
-    can_flash = (
-        MODULE.kernels != "cpu"
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and width <= 256
-        and MODULE.capability >= VARLEN_CAPABILITY
+    None for any other operator.
+    """
+    if func._schema.returns or not args or not isinstance(args[0], (list, tuple)):
+        return None
+    # DTensor itself looks at each of thousands of tensors to find out that they are sharded alike,
+    # which takes seconds.
+    shards = [tensor for tensor in list_tensors(args) if isinstance(tensor, DTensor)]
+    if len({(shard.device_mesh, shard.placements) for shard in shards}) != 1:
+        return None
+    local: tuple[Any, Any] = tree_map_only(
+        DTensor, lambda shard: shard._local_tensor, (tuple(args), dict(kwargs))
     )
-    if attn_mask is None and can_flash:
-        # The kernel takes head widths that are a multiple of 8; the scale is that of the width as
-        # it was.
-        query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
-        scale = scale if scale is not None else width**-0.5
-        output = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return output[..., :width]
-    # The memory-efficient kernel does not share keys among query heads.
-    if MODULE.kernels == "cpu" or (enable_gqa and query.shape[-3] != key.shape[-3]):
-        return _run_composite(
-            aten.scaled_dot_product_attention.default,
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-    needs_gradient = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (query, key, value)
-    )
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
-    )[0]
+    return local
 
 
-def _rms_norm(
-    hidden: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    if MODULE.kernels == "cpu" or (weight is not None and weight.dtype != hidden.dtype):
-        return _run_composite(torch.ops.aten._fused_rms_norm.default, hidden, shape, weight, eps)[0]
-    return torch.ops.aten._fused_rms_norm(hidden, shape, weight, eps)[0]
+def patch_document_search(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:
+    """Return the patch that lets transformers find as many documents as it does in a run.
+
+    documents: of a packed sequence.
+    """
+    if cfg.model.implementation != "transformers":
+        return []
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+
+    # It reads positions. In a run it finds that a sequence is one document, and makes no mask;
+    # without values it takes sequences for packed ones and makes a mask of b s s bytes.
+    def find(positions: Tensor) -> Tensor | None:
+        document_ids = original(positions)
+        if document_ids is None or (cfg.data.packing and documents > 1):
+            return document_ids
+        (document_ids[:, -1] == 0).all()  # what a run looks at, with the memory that it takes
+        return None
+
+    return [(masking_utils, "find_packed_sequence_indices", find)]
 
 
-def _fused_rms_norm(*args: Any) -> Any:
-    return _run_composite(torch.ops.aten._fused_rms_norm.default, *args)
+def follow_works(tracer: "Tracer") -> list[Patch]:
+    """Return patches that tell a tracer and its checker of collectives' works and waits for them.
 
+    A work is what an asynchronous collective of a fake process group returns.
+    """
+    checker = tracer.checker
+    asynchronous = set[int]()  # ids of works that nobody has waited for
+    fake_work = torch._C._distributed_c10d.FakeWork
+    alive: list[Any] = []  # works are known by their id, which another may have when one is gone
 
-def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
-    # A CPU makes its mask from several operators, CUDA has one kernel.
-    if MODULE.kernels == "cpu" and train and rate > 0:
-        return hidden * torch.empty_like(hidden).bernoulli_(1 - rate).div_(1 - rate)
-    return _run_composite(torch.ops.aten.dropout.default, hidden, rate, train)
+    def follow_start(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            work = original.__get__(args[0])(*args[1:], **kwargs)
+            alive.append(work)
+            collective = tracer.trace.ops[-1].collective if tracer.trace.ops else None
+            if collective is not None and not collective.waits:
+                asynchronous.add(id(work))
+            if checker is not None:
+                checker.note_start(work)
+            return work
 
+        return run
 
-def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    # CUDA has a kernel that reads fp16 and writes fp32, without a copy of what it reads; for no
-    # other type.
-    if MODULE.kernels == "cuda" and scores.dtype == torch.float16 and dtype == torch.float32:
-        return torch.ops.aten._softmax(scores, dim, True)
-    return _run_composite(torch.ops.aten.softmax.int, scores, dim, dtype)
+    original_wait = fake_work.wait
 
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) in asynchronous:
+            asynchronous.discard(id(self))
+            # It stands for a wait for the oldest collective of its stream.
+            part, module = tracer.locate()
+            tracer.trace.add(
+                OP, Op(WORK_WAIT, tracer.get_stream(), part, module, phase=tracer.phase)
+            )
+        if checker is not None:
+            checker.note_work_wait(self, tracer.get_stream())
+        return original_wait(self, *args, **kwargs)
 
-def _fuse(operator: Any) -> Callable[..., Tensor]:
-    """Return a kernel for an operator that an unknown device takes apart; CPU and CUDA do not."""
-
-    def run(*args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args)
-
-    return run
-
-
-def _run_composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator as torch does on a device that has no kernel of its own for it."""
-    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-
-
-def _pad(tensor: Tensor, multiple: int) -> Tensor:
-    missing = -tensor.shape[-1] % multiple
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    methods = vars(dist.ProcessGroup)
+    return [
+        (fake_work, "wait", wait),
+        *(
+            (dist.ProcessGroup, name, follow_start(methods[name]))
+            for name in _STARTING
+            if name in methods
+        ),
+    ]

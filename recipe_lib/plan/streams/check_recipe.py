@@ -18,9 +18,8 @@ from recipe_lib.plan.simulated_world.shape_only_model import (
     limit_layers,
 )
 from recipe_lib.plan.simulated_world.simulated_device import NAME
-from recipe_lib.plan.streams.code_line import format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall, list_order_faults
-from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.streams.stream_checker import StreamChecker, format_line
 from recipe_lib.plan.summary.step_time import list_first_ranks
 from recipe_lib.units import pluralize
 
@@ -90,10 +89,10 @@ def check_streams(
         ranks=run_in_processes(follow, list(ranks), "following streams", unit="ranks"),
         faults=[],
         compared="",
-        followed="",
+        followed=f"{traced} of a step's {count} micro-batches are followed"
+        if traced < count
+        else "",
     )
-    if traced < count:
-        check.followed = f"{traced} of a step's {count} micro-batches are followed"
     if settings.ranks > 1 and compares:
         # Of a smaller model: here all ranks are simulated, not one of each stage.
         small, layers = _limit_layers(cfg)
@@ -146,11 +145,8 @@ def render_check(check: StreamCheck) -> str:
             if rank.unneeded
             else ""
         )
-        count = sum(rank.waits.values())
-        lines.append(
-            f"rank {rank.rank}: the host waits for the device {pluralize(count, 'time')} a"
-            f" step{verdict}"
-        )
+        count = pluralize(sum(rank.waits.values()), "time")
+        lines.append(f"rank {rank.rank}: the host waits for the device {count} a step{verdict}")
         lines += [f"  {times:,} x {words}" for words, times in rank.waits.items()]
     if check.compared:
         lines += _list_faults(

@@ -25,7 +25,7 @@ class CollectiveCall:
     group: Group
     bytes: int  # of the whole tensor, or of the message
     dtype: str
-    place: str  # `file:line`
+    line: str  # `file:line`
     # Indices of earlier calls of the rank that are done before it can begin, the last of each
     # stream.
     after: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class CollectiveCall:
     host_after: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.operation} of {self.bytes} bytes {self.dtype} at {self.place}"
+        return f"{self.operation} of {self.bytes} bytes {self.dtype} at {self.line}"
 
 
 Calls = Mapping[int, Sequence[CollectiveCall]]  # by rank, in the order in which it issues them

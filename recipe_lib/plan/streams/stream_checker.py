@@ -7,21 +7,67 @@ memory that the caching allocator hands out again while another stream still use
 host, collectives with streams of their own, and waits of the host.
 """
 
+import sys
+import sysconfig
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipe_lib.plan.streams.code_line import Line, find_code_line, format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.timing.stream_schedule import is_transfer
 from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
 from recipe_lib.plan.tracing.trace import HOST, Op, Storage
+
+# The line of code that an operator comes from: one of the user's code, of ours but for the planner,
+# of a model's class, or of torch's FSDP.
+
+Line = tuple[str, int]  # file, line
+
+_PACKAGE = Path(__file__).parents[2]
+_TORCH = str(Path(torch.__file__).parent)
+_FSDP = str(Path(_TORCH, "distributed", "fsdp"))
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_PACKAGES = sysconfig.get_paths()["purelib"]
+_PLAN = str(_PACKAGE / "plan")
+
+
+def find_code_line() -> Line:
+    """Return the line of the innermost frame that is worth showing; ("", 0): there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not _is_shown(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _is_shown(file: str) -> bool:
+    if file.startswith(_TORCH):
+        return file.startswith(_FSDP)
+    is_standard = file.startswith(_STANDARD) and not file.startswith(_PACKAGES)
+    return not is_standard and not file.startswith((_PLAN, "<"))
+
+
+def is_of_user(file: str) -> bool:
+    """Return whether a file is neither ours nor of an installed package."""
+    return not file.startswith((str(_PACKAGE), _TORCH, _STANDARD, _PACKAGES, "<"))
+
+
+def format_line(line: Line) -> str:
+    """Return a line as text, such as `recipe_lib/memory/activation_offload.py:250`."""
+    file, number = line
+    # Paths are as short as can be: in their package, in this checkout or in the working folder.
+    for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
+        file = file.removeprefix(f"{root}/")
+    return f"{file}:{number}" if file else "unknown line"
+
 
 Clock = dict[int, int]  # stream -> the number of the last of its works that is known to be done
 
@@ -45,33 +91,32 @@ class VectorClocks:
         self.last[stream] = self._num_issued
         return self._num_issued
 
-    def is_before(self, stream: int, work: int, other: int) -> bool:
-        """Return whether a work of `stream` is done before what `other` does next."""
+    def is_before(self, stream: int, work: int, waiter: int) -> bool:
+        """Return whether a work of `stream` is done before what `waiter` does next."""
         # The host has done its works before it issues the next one.
-        return stream == HOST or self.find_last_done(stream, other) >= work
+        return stream == HOST or self.find_last_done(stream, waiter) >= work
 
-    def find_last_done(self, stream: int, other: int) -> int:
-        """Return the last work of `stream` that is done before what `other` does next; 0: none."""
-        if stream == other:
+    def find_last_done(self, stream: int, waiter: int) -> int:
+        """Return the last work of `stream` that is done before what `waiter` does next; 0: none."""
+        if stream == waiter:
             return self.last.get(stream, 0)
         # Whatever the host has waited for comes before all that it issues later.
-        return max(self._known[HOST].get(stream, 0), self._known[other].get(stream, 0))
+        return max(self._known[HOST].get(stream, 0), self._known[waiter].get(stream, 0))
 
-    def take_snapshot(self, stream: int) -> Clock:
+    def take_snapshot(self, waiter: int) -> Clock:
         """Return what is done when all that a stream has so far is."""
-        return {other: self.find_last_done(other, stream) for other in self.last if other != HOST}
+        return {by: self.find_last_done(by, waiter) for by in self.last if by != HOST}
 
-    def wait(self, stream: int, clock: Clock) -> None:
+    def wait(self, waiter: int, clock: Clock) -> None:
         """Let what a stream (or the host) does next come after what a snapshot holds."""
-        known = self._known[stream]
-        for other, work in clock.items():
-            known[other] = max(work, known.get(other, 0))
+        known = self._known[waiter]
+        for stream, work in clock.items():
+            known[stream] = max(work, known.get(stream, 0))
 
 
 _COMMUNICATORS = 10_000  # numbers of their streams begin here
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _INDEX_PUTS = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
-_MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -82,7 +127,7 @@ class Access:
     work: int  # its number among the works of the clocks
     does: str  # `reads`, `writes`, or `has`: its owner had the memory before
     op: Op
-    place: Line
+    line: Line
 
 
 @dataclass(slots=True)
@@ -105,7 +150,7 @@ class _Work:
     clock: Clock  # what is done when it is
     storages: list[int]  # numbers of those that it holds until somebody waits for it
     operator: str
-    place: Line
+    line: Line
     on_host: bool  # its tensors are on the host, which then waits for it
 
 
@@ -144,32 +189,33 @@ class StreamChecker:
         self._num_on_device = 0  # operators issued to it
         self._last_wait: tuple[Line, int] = (("", 0), -1)  # its line, operators issued until then
 
-    def begin_step(self) -> None:
-        """Count waits anew from here on."""
+    @contextmanager
+    def follow_step(self) -> Iterator[None]:
+        """Count a step's waits inside the block, then read what it leaves, as for a saved state."""
         self.waits = []
         self.counts_waits = True
-
-    def end_step(self) -> None:
-        """Read what a step leaves, as for a saved state."""
+        yield
         self.counts_waits = False
         for number, memory in list(self._memory.items()):
             if memory.storage.kind in ("parameters", "optimizer") and not memory.freed:
                 # The host reads its own; the stream that computes copies the device's, and the host
                 # waits for these copies.
                 stream = 0 if memory.storage.device else HOST
-                access = Access(
-                    stream=stream,
-                    work=self._clocks.issue(stream),
-                    does="reads",
-                    op=Op("saving a state"),
-                    place=find_code_line(),
+                self._use(
+                    number,
+                    Access(
+                        stream=stream,
+                        work=self._clocks.issue(stream),
+                        does="reads",
+                        op=Op("saving a state"),
+                        line=find_code_line(),
+                    ),
                 )
-                self._use(number, access)
 
     def list_faults(self) -> list[str]:
         """Return all that was found but waits of the host, in words."""
         works = dict.fromkeys(
-            (work.operator, work.place) for work in (*self._works.values(), *self._results.values())
+            (work.operator, work.line) for work in (*self._works.values(), *self._results.values())
         )
         never = [f"{name} at {format_line(line)} is never waited for" for name, line in works]
         passed = [
@@ -194,7 +240,7 @@ class StreamChecker:
                     work=self._clocks.last.get(pool, 0),
                     does="has",
                     op=Op("what was issued before", part=storage.part),
-                    place=find_code_line(),
+                    line=find_code_line(),
                 )
             )
             unfinished = [
@@ -261,7 +307,7 @@ class StreamChecker:
             clock = dict(self._clocks.last)
         # It does not wait for what is behind something that it has waited for already.
         is_held_up = any(
-            self._clocks.find_last_done(other, HOST) < work for other, work in clock.items()
+            self._clocks.find_last_done(done_by, HOST) < work for done_by, work in clock.items()
         )
         if is_held_up or (stream, event) == (None, None):
             self._note_host_wait(call, clock)
@@ -314,7 +360,7 @@ class StreamChecker:
         if op.collective is not None and on_device:
             self._note_call(op, stream, work, line)
         for does, numbers in (("reads", read), ("writes", written)):
-            access = Access(stream=stream, work=work, does=does, op=op, place=line)
+            access = Access(stream=stream, work=work, does=does, op=op, line=line)
             for number in numbers:
                 memory = self._memory.get(number)
                 # The host gives a kernel the value of a tensor of its own when it issues it.
@@ -328,7 +374,7 @@ class StreamChecker:
                 clock=self._clocks.take_snapshot(stream),
                 storages=sent,
                 operator=op.name,
-                place=line,
+                line=line,
                 on_host=not on_device,
             )
             if op.name.startswith("_c10d_functional"):
@@ -346,8 +392,10 @@ class StreamChecker:
 
     def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
         # CUDA counts its elements for the host (`nonzero`).
-        masks = [index for index in list_tensors(indices) if index.dtype in _MASK_DTYPES]
-        return any(mask.device.type == self.device for mask in masks)
+        return any(
+            index.dtype in (torch.bool, torch.uint8) and index.device.type == self.device
+            for index in list_tensors(indices)
+        )
 
     def _explain_copy_wait(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]
@@ -392,9 +440,9 @@ class StreamChecker:
         second = self._describe(access)
         key: tuple[Any, ...] = (
             earlier.op.name,
-            earlier.place,
+            earlier.line,
             access.op.name,
-            access.place,
+            access.line,
             reused,
         )
         if reused:
@@ -403,7 +451,7 @@ class StreamChecker:
                 f" {access.does} it"
             )
             if earlier.does != "has":  # whoever is given the memory next
-                key = (earlier.op.name, earlier.place, earlier.does)
+                key = (earlier.op.name, earlier.line, earlier.does)
         else:
             words = (
                 f"{memory.storage.label or memory.storage.kind}"
@@ -415,7 +463,7 @@ class StreamChecker:
     def _describe(self, access: Access) -> str:
         """Return `aten::copy_ on stream 2 (backward, model.layers.0, memory/x.py:12)`."""
         part = "" if access.op.part == "other" else access.op.part
-        details = ", ".join(filter(None, [part, access.op.module, format_line(access.place)]))
+        details = ", ".join(filter(None, [part, access.op.module, format_line(access.line)]))
         stream = self._stream_names.get(access.stream, f"on stream {access.stream}")
         return f"{access.op.name} {stream} ({details})"
 
@@ -430,8 +478,9 @@ class StreamChecker:
         # Two ranks exchange on a communicator of their own.
         key = (collective.dim, collective.ranks, is_transfer(op), after == HOST)
         stream = self._communicators.setdefault(key, _COMMUNICATORS + len(self._communicators))
-        ranks = ", ".join(map(str, collective.ranks))
-        self._stream_names[stream] = f"on the communicator of ranks {ranks}"
+        self._stream_names[stream] = (
+            f"on the communicator of ranks {', '.join(map(str, collective.ranks))}"
+        )
         self._clocks.wait(stream, self._clocks.take_snapshot(after))
         return stream
 
@@ -443,7 +492,7 @@ class StreamChecker:
             group=("" if is_exchange else collective.dim, collective.ranks, is_exchange),
             bytes=collective.bytes,
             dtype=collective.dtype,
-            place=format_line(line),
+            line=format_line(line),
             after=self._list_done_calls(stream),
             host_after=self._list_done_calls(HOST),
         )
@@ -453,8 +502,8 @@ class StreamChecker:
     def _list_done_calls(self, stream: int) -> tuple[int, ...]:
         """Return the last call of each stream that is done before what `stream` does next."""
         last_calls = []
-        for other, calls in self._issued.items():
-            last_done = self._clocks.find_last_done(other, stream)
+        for issued_on, calls in self._issued.items():
+            last_done = self._clocks.find_last_done(issued_on, stream)
             count = bisect_right(calls, last_done, key=lambda call: call[0])
             if count:
                 last_calls.append(calls[count - 1][1])

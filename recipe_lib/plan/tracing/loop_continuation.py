@@ -162,9 +162,11 @@ def _find_missing_iteration(
             break
         if not np.array_equal(long[earlier:long_at], long[long_at : long_at + length]):
             continue
-        num_common = int(long_at + length == len(long))
-        if len(short):
-            num_common = _count_common(short, long[long_at + length :])
+        num_common = (
+            _count_common(short, long[long_at + length :])
+            if len(short)
+            else int(long_at + length == len(long))
+        )
         # Of several that it could be, the one after which both runs agree for longest.
         if num_common > longest:
             best_length = length
@@ -221,8 +223,10 @@ def _list_stretches(part: _Part) -> Iterator[list[_Stretch]]:
             if inner >= 2:
                 stretches = [_Stretch(index, index, 0, 1) for index in range(before)]
                 stretches.append(_Stretch(before, before, inner, num_new - before - after))
-                for left in range(after, 0, -1):
-                    stretches.append(_Stretch(num_long - left, num_short - left, 0, 1))
+                stretches += [
+                    _Stretch(num_long - left, num_short - left, 0, 1)
+                    for left in range(after, 0, -1)
+                ]
                 yield stretches
 
 
@@ -287,11 +291,11 @@ def _find_rule(
         first_numbers = numbers if run == _LONG else short_numbers
         if later_target != target:
             return None
+        grown = [new - old for new, old in zip(later_numbers, first_numbers, strict=True)]
         if run == _LONG and distance == 1:
-            slopes = [new - old for new, old in zip(later_numbers, first_numbers, strict=True)]
-        for new, old, slope in zip(later_numbers, first_numbers, slopes, strict=True):
-            if new != old + slope * distance:
-                return None
+            slopes = grown
+        if grown != [slope * distance for slope in slopes]:
+            return None
     # In a loop a number goes up or down by an iteration's worth, or not at all. The last number, a
     # target's iteration, is counted one by one.
     steps = [step] * (len(numbers) - (target is not None)) + [1] * (target is not None)
@@ -305,8 +309,7 @@ def _find_rule(
 
 def _apply_rules(rules: list[_Rule], iteration: int, parts: list[_Part], result: LoopItems) -> None:
     """Add an iteration to the result. iteration: counted from the one that the rules are of."""
-    for like, target, first_numbers, slopes in rules:
-        numbers = first_numbers
+    for like, target, numbers, slopes in rules:
         if slopes and iteration:
             numbers = tuple(
                 [number + iteration * by for number, by in zip(numbers, slopes, strict=True)]

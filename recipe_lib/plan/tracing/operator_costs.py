@@ -5,6 +5,7 @@ gives the ranks and bytes of a communication. The tracer asks both for every ope
 nothing here runs anything.
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -62,17 +63,16 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         value.alias_info is not None and not value.alias_info.is_write for value in returns
     )
     is_view = aliases or name in _VIEWS or name.startswith("profiler::")
-    makes_memory = not is_view and any(value.alias_info is None for value in returns)
     # Their schemas speak of a view, but they copy where the strides leave no other way.
-    if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
-        makes_memory = True
+    may_copy = name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy")
+    makes_memory = may_copy or (not is_view and any(value.alias_info is None for value in returns))
     outputs = list_tensors(result)
     flops = size = 0
     shape: tuple[int, ...] = ()
     inputs = list_tensors((args, tuple(kwargs.values())))
     if not is_view:
-        size = sum(map(_count_bytes, inputs)) + (
-            sum(map(_count_bytes, outputs)) if outputs else _count_written_bytes(schema, args)
+        size = _count_bytes(inputs) + (
+            _count_bytes(outputs) if outputs else _count_written_bytes(schema, args)
         )
         shape = (
             read_matmul_shape(name, args)
@@ -80,15 +80,15 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
             or read_attention_shape(func, args, kwargs)
         )
         if name == "aten::embedding":
-            size = 2 * sum(map(_count_bytes, outputs))  # it reads rows, not the whole table
+            size = 2 * _count_bytes(outputs)  # it reads rows, not the whole table
         elif name == "aten::copy_":
-            size = sum(map(_count_bytes, inputs))  # its output is one of its arguments
+            size = _count_bytes(inputs)  # its output is one of its arguments
         elif name == "fsdp::all_gather_copy_in":
             # It copies this rank's shards to their place in the buffer of all ranks.
-            size = 2 * sum(map(_count_bytes, args[0]))
+            size = 2 * _count_bytes(args[0])
         elif name == "tune_recipes::label_log_probs":
             # It reads the logits twice: for each row's maximum, and for the sum.
-            size += _count_bytes(args[0])
+            size += args[0].nbytes
         if name in _EMPTY:
             size = 0
         flops = _count_flops(func, args=args, kwargs=kwargs, result=result, shape=shape)
@@ -153,7 +153,7 @@ def _count_written_bytes(schema: Any, args: Sequence[Any]) -> int:
         and argument.alias_info.is_write
         and argument.name != "grads"
     ]
-    return sum(map(_count_bytes, list_tensors(written)))
+    return _count_bytes(list_tensors(written))
 
 
 def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -226,8 +226,8 @@ def list_tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _count_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _count_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 # Shapes that decide how fast a matmul or attention runs.
@@ -347,11 +347,8 @@ def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
     if has_memory(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    plain: list[Tensor] = []
-    for inner in (getattr(tensor, name) for name in names):
-        if isinstance(inner, Tensor):
-            plain += list_plain_tensors(inner)
-    return plain
+    inner = list_tensors([getattr(tensor, name) for name in names])
+    return list(itertools.chain.from_iterable(map(list_plain_tensors, inner)))
 
 
 # Sums of gradients by autograd's engine, which are made in place where no dispatch mode looks on.
@@ -443,7 +440,7 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
         operation=operation,
         dim=groups.get(group.group_name, "world"),
         ranks=tuple(ranks),
-        bytes=(len(ranks) if grows else 1) * sum(map(_count_bytes, tensors)),
+        bytes=(len(ranks) if grows else 1) * _count_bytes(tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtype=format_dtype(tensors[0].dtype) if tensors else "",
         waits=func.namespace == "c10d" and not _is_asynchronous(func, args),

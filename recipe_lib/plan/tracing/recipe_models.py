@@ -4,6 +4,7 @@ The labels are set while the recipe runs, as FSDP's and the optimizer's tensors 
 `list_module_rows` reads the finished models.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,8 +31,7 @@ def list_models(recipe: Any) -> dict[str, nn.Module]:
     modules = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
     if not modules:
         return {}
-    main_name = "model" if "model" in modules else next(reversed(modules))
-    main = modules.pop(main_name)
+    main = modules.pop("model" if "model" in modules else next(reversed(modules)))
     models = {f"{name}.": module for name, module in modules.items() if module is not main}
     return models | {"": main}
 
@@ -113,9 +113,7 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
             continue
         quantized = {key: linear for key, linear in stored.items() if key.startswith(f"{name}.")}
         unpacked = _count_unpacked(model, quantized)
-        local_bytes = 0
-        for parameter in parameters:
-            local_bytes += sum(part.nbytes for part in list_plain_tensors(parameter))
+        local_parts = itertools.chain.from_iterable(map(list_plain_tensors, parameters))
         rows.append(
             LayerRow(
                 module=prefix + name,
@@ -123,7 +121,7 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
                 parameters=sum(value.numel() for value in parameters) + unpacked,
                 trained=sum(value.numel() for value in parameters if value.requires_grad),
                 bytes=sum(value.numel() * value.element_size() for value in parameters),
-                local_bytes=local_bytes,
+                local_bytes=sum(part.nbytes for part in local_parts),
                 weights=_list_weight_shapes(module),
             )
         )

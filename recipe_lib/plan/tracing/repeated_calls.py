@@ -137,9 +137,7 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
         for later in range(1, iterations - 1):
             renamed |= {number + later * len(allocations): number for number in allocations}
         position += length * iterations
-    for index, (kind, entry) in enumerate(short):
-        if kind == FREE:
-            short[index] = (kind, renamed.get(entry, entry))
+    short = [(kind, renamed.get(entry, entry) if kind == FREE else entry) for kind, entry in short]
     return short, renamed
 
 
@@ -195,8 +193,8 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
             tracer.trace.events.append((FREE, numbers[entry]))
         else:
             stream = tracer.get_stream()
-            tracer.add_op(
-                replace(entry, part=part, module=module, phase=tracer.phase, stream=stream)
+            tracer.trace.add(
+                OP, replace(entry, part=part, module=module, phase=tracer.phase, stream=stream)
             )
     result: Returned = notes.call.make([], tracer.cached_mode.mode)
     for tensor, output in zip(list_tensors(result), notes.outputs, strict=True):

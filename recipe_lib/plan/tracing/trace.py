@@ -2,12 +2,15 @@
 
 It says which memory was taken and given back, by which operator, and why. `tracer.py` records it;
 the allocator, the time line and the views read it. Bytes are those asked for, before an allocator
-rounds them; times do not exist yet: a trace is an order of events, as the host issues them. No
-torch in here.
+rounds them; times do not exist yet: a trace is an order of events, as the host issues them. When it
+is complete, `classify_activations` and `give_to_children` say what of it activations are, and which
+module keeps them. No torch in here.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 # Kinds of memory, in the order in which a report shows them.
 STORAGE_KINDS = (
@@ -33,6 +36,16 @@ PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 # (numbers of `Trace.actions`). USE: `record_stream` named a stream for a storage (numbers of
 # `Trace.uses`).
 ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION, USE = range(8)
+# The list of a `Trace` that an event's number is of; FREE has that of its allocation.
+_LISTS = {
+    ALLOC: "storages",
+    OP: "ops",
+    RECORD: "syncs",
+    WAIT: "syncs",
+    PHASE: "phases",
+    ACTION: "actions",
+    USE: "uses",
+}
 HOST = -1  # in place of a stream
 WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for a collective
 
@@ -158,6 +171,14 @@ class Trace:
     # (kind, number), in the order in which the host issued them.
     events: list[tuple[int, int]] = field(default_factory=list)
 
+    def add(self, kind: int, entry: Any) -> int:
+        """Add an event, and what it is about to the list of such; return its number there."""
+        entries: list[Any] = getattr(self, _LISTS[kind])
+        entries.append(entry)
+        number = len(entries) - 1
+        self.events.append((kind, number))
+        return number
+
     def iterate_events(self, phase: str) -> Iterator[tuple[int, int]]:
         """Yield the events of one phase, in order; ValueError if it was not traced."""
         phase_number = self.phases.index(phase)
@@ -181,17 +202,17 @@ class Trace:
         number, in a dict that goes on changing.
         """
         phase = ""
-        held = 0
+        live_bytes = 0
         alive: dict[int, Storage] = {}
         for index, (kind, number) in enumerate(self.events):
             if kind == PHASE:
                 phase = self.phases[number]
             elif kind == ALLOC and self.storages[number].device == device:
                 alive[number] = self.storages[number]
-                held += alive[number].bytes
+                live_bytes += alive[number].bytes
             elif kind == FREE and number in alive:
-                held -= alive.pop(number).bytes
-            yield index, kind, number, phase, held, alive
+                live_bytes -= alive.pop(number).bytes
+            yield index, kind, number, phase, live_bytes, alive
 
     def iterate_action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
         """Yield (what a rank of a pipeline does meanwhile, number, operator) of one phase."""
@@ -209,23 +230,127 @@ class Trace:
         event was before the phase.
         """
         peaks: dict[str, tuple[int, int]] = {}
-        for index, kind, _, phase, held, _ in self.walk(device):
+        for index, kind, _, phase, live_bytes, _ in self.walk(device):
             if kind == PHASE:
-                peaks[phase] = (held, -1)
-            elif phase and held > peaks[phase][0]:
-                peaks[phase] = (held, index)
+                peaks[phase] = (live_bytes, -1)
+            elif phase and live_bytes > peaks[phase][0]:
+                peaks[phase] = (live_bytes, index)
         return peaks
 
     def find_active_peaks(self, device: bool = True) -> dict[str, int]:
         """Return by phase the most bytes live at a time."""
         return {phase: most for phase, (most, _) in self.find_peaks(device).items()}
 
-    def list_alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
+    def list_alive_at_peak(self, phase: str) -> list[int]:
         """Return the numbers of the storages that are live when the most bytes of a phase are.
 
         KeyError if the phase is not there.
         """
-        peak = self.find_peaks(device)[phase][1]
+        peak = self.find_peaks()[phase][1]
         if peak < 0:  # where the phase begins
             peak = self.events.index((PHASE, self.phases.index(phase)))
-        return next(list(alive) for index, *_, alive in self.walk(device) if index == peak)
+        return next(list(alive) for index, *_, alive in self.walk() if index == peak)
+
+
+# The modules that activations belong to.
+#
+# A tensor belongs to the module that was running when it was made. A fused function, or a parent
+# that shards its children's matrices, calls no child: all that is kept would be the parent's. So
+# `give_to_children` gives it to the child whose output it is, or else to the one whose input it is.
+# It stays inside the module that made it, so that the sums of parents do not change.
+
+
+def classify_activations(trace: Trace) -> None:
+    """Mark as activations what forward or recomputation made and backward finds when it begins."""
+    waiting: dict[int, None] = {}
+    for kind, number in trace.events:
+        if kind == ALLOC:
+            storage = trace.storages[number]
+            if storage.kind == "temporary" and storage.part in ("forward", "recompute"):
+                waiting[number] = None
+        elif kind == FREE:
+            waiting.pop(number, None)
+        elif kind == OP and trace.ops[number].part == "backward":
+            for activation in waiting:
+                trace.storages[activation].kind = "activations"
+            waiting.clear()
+        elif kind == PHASE:
+            waiting.clear()
+
+
+def give_to_children(trace: Trace) -> None:
+    """Change `module` of activations to the child module that they belong to.
+
+    A child's output is made from its weight, or from what is that child's alone, such as queries
+    before they are rotated. Its input is read by products with its weights alone, its adapter's
+    among them. A tensor that several children read, such as gathered tokens, stays the parent's.
+    """
+    owners = {_find_owner(storage) for storage in trace.storages} - {""}
+    makers: dict[int, str] = {}  # number of a storage -> the child whose output it is
+    readers: dict[int, set[str]] = defaultdict(set)  # -> modules whose weights it is multiplied by
+    for kind, number in trace.events:
+        op = trace.ops[number] if kind == OP else None
+        if op is None or not op.makes:
+            continue
+        weights = {_find_owner(trace.storages[read]) for read in op.reads} - {""}
+        if op.flops and weights:
+            for read in op.reads:
+                readers[read] |= weights
+        child = _find_child(op, trace.storages, weights=weights, makers=makers, owners=owners)
+        if child:
+            makers |= dict.fromkeys(op.makes, child)
+    for number, storage in enumerate(trace.storages):
+        if storage.kind != "activations" or storage.part not in ("forward", "recompute"):
+            continue
+        read_by = {_find_child_above(storage.module, reader) for reader in readers[number]}
+        child = makers.get(number) or (read_by.pop() if len(read_by) == 1 else "")
+        if child in owners and _find_child_above(storage.module, child):
+            storage.module = child
+
+
+def _find_owner(storage: Storage) -> str:
+    """Return the module of a parameter, "" for other memory."""
+    # A label that ends in `*` is that of memory which several parameters share.
+    has_owner = storage.kind in ("parameters", "gathered") and not storage.label.endswith("*")
+    return storage.label.rpartition(".")[0] if has_owner else ""
+
+
+def _find_child(
+    op: Op,
+    storages: list[Storage],
+    *,
+    weights: set[str],
+    makers: dict[int, str],
+    owners: set[str],
+) -> str:
+    """Return the only child of the running module that an operator's arguments come from, or "".
+
+    weights: modules of the weights among its arguments. makers: as in `give_to_children`. owners:
+    modules that have parameters; a child is one of them.
+    """
+    children = {child for weight in weights if (child := _find_child_above(op.module, weight))}
+    largest_other = 0
+    for read in op.reads:
+        storage = storages[read]
+        if _find_owner(storage):
+            continue
+        if child := _find_child_above(op.module, makers.get(read) or storage.module):
+            children.add(child)
+        # What modules around the running one made for all layers, such as rotations, does not
+        # count.
+        elif not _find_child_above(storage.module, op.module) and storage.module:
+            largest_other = max(largest_other, storage.bytes)
+    only_child = children.pop() if len(children) == 1 else ""
+    if only_child not in owners or not only_child:
+        return ""
+    # Without a weight of the child, its tensors have to be more than what else is read: a sum with
+    # the residual stream is not the norm's.
+    smallest_result = min(storages[result].bytes for result in op.makes)
+    return only_child if weights or largest_other < smallest_result else ""
+
+
+def _find_child_above(module: str, inside: str) -> str:
+    """Return the child of `module` that `inside` is or lies in; "" if it does not lie in it."""
+    if not module or not inside.startswith(f"{module}."):
+        return ""
+    return f"{module}.{inside[len(module) + 1 :].partition('.')[0]}"

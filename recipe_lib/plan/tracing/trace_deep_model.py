@@ -21,13 +21,13 @@ from torch import nn
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import UserError
 from recipe_lib.plan.plan_schema import LayerRow
-from recipe_lib.plan.simulated_world.patches import Patch, apply_patches
 from recipe_lib.plan.simulated_world.shape_only_model import (
     count_layers,
     find_layer_pattern,
     limit_layers,
 )
-from recipe_lib.plan.streams.code_line import format_line, is_of_user
+from recipe_lib.plan.simulated_world.simulated_ranks import Patch, apply_patches
+from recipe_lib.plan.streams.stream_checker import format_line, is_of_user
 from recipe_lib.plan.tracing.loop_continuation import LoopItems, continue_items
 from recipe_lib.plan.tracing.simulated_micro_batches import is_declared_uniform
 from recipe_lib.plan.tracing.trace import (
@@ -142,13 +142,12 @@ def choose_depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int
         return None
     num_layers = count_layers(cfg)
     lead, period = find_layer_pattern(cfg)
-    ahead = 0
-    if cfg.memory.activation_offload:
-        ahead = 2 * cfg.memory.activation_offload_prefetch_layers + 1
     # Of periods of several layers one is lost where the layers at an end differ from the others.
     iterations = _ITERATIONS + (period > 1)
     # What a compiled layer made lives a layer longer.
-    short = lead + iterations * period + _ENDS + ahead + cfg.compile
+    short = lead + iterations * period + _ENDS + cfg.compile
+    if cfg.memory.activation_offload:
+        short += 2 * cfg.memory.activation_offload_prefetch_layers + 1
     short += (num_layers - short) % period
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= num_layers else None
 
@@ -160,19 +159,12 @@ def _extend_simulation(
 
     None where the two runs do not tell.
     """
-    facts = [
-        replace(
-            simulated,
-            trace=Trace(),
-            modules=[],
-            comparison=replace(simulated.comparison, events=0),
-        )
-        for simulated in (short, long)
-    ]
-    if facts[0] != facts[1]:
+    # All but the traces, the tables of modules and the number of events has to be the same.
+    comparison = replace(short.comparison, events=long.comparison.events)
+    if replace(short, trace=long.trace, modules=long.modules, comparison=comparison) != long:
         return None
     trace = extend_trace(short.trace, long.trace, more, period)
-    modules = extend_rows(short.modules, long.modules, more, period) if trace is not None else None
+    modules = extend_rows(short.modules, long.modules, more, period)
     return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
 
 
@@ -207,23 +199,19 @@ def extend_rows(
     short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1
 ) -> list[LayerRow] | None:
     """Return the table of modules of the same model, in the same way."""
-    runs: list[list[_Event]] = []
-    for table in (short, long):
-        names = [_split_name(row.module) for row in table]
-        runs.append(
-            [
-                _Event((pattern, repr(replace(row, module=""))), name_numbers=numbers)
-                for row, (pattern, numbers) in zip(table, names, strict=True)
-            ]
-        )
-    continued = continue_items(*_make_items(*runs), more, period)
+    items = _make_items(list(map(_describe_row, short)), list(map(_describe_row, long)))
+    continued = continue_items(*items, more, period)
     if continued is None:
         return None
-    rows: list[LayerRow] = []
-    for like, numbers in zip(continued.keys, continued.numbers, strict=True):
-        pattern, _ = _split_name(long[like].module)
-        rows.append(replace(long[like], module=_join_name(pattern, numbers)))
-    return rows
+    return [
+        replace(long[like], module=_join_name(_split_name(long[like].module)[0], numbers))
+        for like, numbers in zip(continued.keys, continued.numbers, strict=True)
+    ]
+
+
+def _describe_row(row: LayerRow) -> _Event:
+    pattern, numbers = _split_name(row.module)
+    return _Event((pattern, repr(replace(row, module=""))), name_numbers=numbers)
 
 
 def _make_items(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[LoopItems, LoopItems]:
@@ -343,7 +331,7 @@ def _build_trace(continued: LoopItems, long: Trace) -> Trace | None:
     """
     trace = Trace(phases=list(long.phases))
     numbers_of_events: list[int] = []  # by event that of its storage or mark; -1: it has none
-    num_marks = 0
+    marks = itertools.count()  # numbers of the events of the device
     alive: set[int] = set()
     items = zip(continued.keys, continued.numbers, continued.targets, strict=True)
     for like, numbers, target in items:
@@ -354,32 +342,27 @@ def _build_trace(continued: LoopItems, long: Trace) -> Trace | None:
             storage = _copy_storage(long.storages[number], numbers)
             if storage.bytes > max(_MOST_GROWN, long.storages[number].bytes):
                 return None
-            trace.storages.append(storage)
-            referred = number = len(trace.storages) - 1
+            referred = trace.add(ALLOC, storage)
             alive.add(referred)
         elif kind == FREE:
             if referred not in alive:
                 return None
             alive.remove(referred)
-            number = referred
+            trace.events.append((FREE, referred))
         elif kind == OP:
             op = _copy_op(long.ops[number], numbers)
             before = long.ops[number].collective
-            if op.collective is not None and before is not None:
-                if op.collective.bytes > max(_MOST_GROWN, before.bytes):
-                    return None
-            trace.ops.append(op)
-            number = len(trace.ops) - 1
+            most_bytes = max(_MOST_GROWN, before.bytes if before else 0)
+            if op.collective is not None and op.collective.bytes > most_bytes:
+                return None
+            trace.add(OP, op)
         elif kind in (RECORD, WAIT):
-            if referred < 0:
-                referred = num_marks
-                num_marks += 1
-            trace.syncs.append(Sync(referred, long.syncs[number].stream))
-            number = len(trace.syncs) - 1
+            referred = referred if referred >= 0 else next(marks)
+            trace.add(kind, Sync(referred, long.syncs[number].stream))
         elif kind == USE:
-            trace.uses.append((referred, long.uses[number][1]))
-            number = len(trace.uses) - 1
-        trace.events.append((kind, number))
+            trace.add(USE, (referred, long.uses[number][1]))
+        else:
+            trace.events.append((kind, number))
         numbers_of_events.append(referred)
     return trace
 

@@ -8,7 +8,7 @@ the same way, for comparison.
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,28 +27,21 @@ from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.simulated_world.compiled_code import trace_compiled_code
-from recipe_lib.plan.simulated_world.patches import (
-    apply_patches,
-    follow_works,
-    patch_document_search,
+from recipe_lib.plan.simulated_world.planned_data import (
+    PlannedData,
+    PlannedSequence,
+    list_batch_tensors,
 )
-from recipe_lib.plan.simulated_world.planned_batches import PlannedData, list_batch_tensors
-from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
 from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.simulated_world.simulated_ranks import (
+    apply_patches,
     connect_streams,
     enter_simulated_world,
+    follow_works,
+    patch_document_search,
     use_fake_tensors,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.activation_owners import classify_activations, give_to_children
-from recipe_lib.plan.tracing.pipeline_actions import (
-    count_micro_batches_to_trace,
-    follow_actions,
-    is_last_different,
-    name_parts,
-    repeat_actions,
-)
 from recipe_lib.plan.tracing.recipe_models import (
     label_models,
     label_sums,
@@ -62,13 +55,18 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     MicroBatchMarks,
     compare_micro_batches,
     count_affordable,
+    count_micro_batches_to_trace,
     describe_estimate,
+    follow_actions,
     has_backward,
     is_declared_uniform,
+    is_last_different,
+    name_parts,
+    repeat_actions,
     repeat_last_by_parts,
     repeat_last_micro_batch,
 )
-from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.trace import Trace, classify_activations, give_to_children
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 
 FIRST = "first step"  # in it the optimizer makes its states
@@ -135,36 +133,39 @@ def simulate(
     """
 
     def run(num_micro_batches: int | None) -> Simulated:
-        with ExitStack() as stack:
-            simulated_world = enter_simulated_world(
-                cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability
+        simulated_world = enter_simulated_world(
+            cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability
+        )
+        with simulated_world as world, use_fake_tensors() as mode:
+            tracer = Tracer(
+                NAME,
+                CachedFakeMode(mode, _known_calls),
+                kernel_memory=kernel_memory,
+                checker=checker,
             )
-            world = stack.enter_context(simulated_world)
-            mode = stack.enter_context(use_fake_tensors())
-            cached_mode = CachedFakeMode(mode, _known_calls)
-            tracer = Tracer(NAME, cached_mode, kernel_memory=kernel_memory, checker=checker)
             connect_streams(tracer)
-            patches = follow_actions(tracer)
+            patches = follow_actions(tracer) + follow_works(tracer)
             patches += patch_document_search(cfg, sequence.documents)
-            patches += follow_works(tracer)
-            stack.enter_context(nf4.make_tables_anew(has_values=False))
-            stack.enter_context(pause_collector())
-            stack.enter_context(tracer.activate())
-            code = stack.enter_context(trace_compiled_code(tracer)) if cfg.compile else None
-            stack.enter_context(apply_patches(patches))
-            if checker is None:  # a checker has to see every operator
-                stack.enter_context(repeat_shaped_work(tracer))
-            simulated = _run_phases(
-                recipe_class,
-                cfg,
-                world,
-                sequence=sequence,
-                tracer=tracer,
-                phases=phases,
-                steps=steps,
-                num_micro_batches=num_micro_batches,
-                stands_alone=traced is not None,
-            )
+            with (
+                nf4.make_tables_anew(has_values=False),
+                pause_collector(),
+                tracer.activate(),
+                trace_compiled_code(tracer) if cfg.compile else nullcontext() as code,
+                apply_patches(patches),
+                # A checker has to see every operator.
+                repeat_shaped_work(tracer) if checker is None else nullcontext(),
+            ):
+                simulated = _run_phases(
+                    recipe_class,
+                    cfg,
+                    world,
+                    sequence=sequence,
+                    tracer=tracer,
+                    phases=phases,
+                    steps=steps,
+                    num_micro_batches=num_micro_batches,
+                    stands_alone=traced is not None,
+                )
             if code is not None:
                 simulated.notes.append(code.describe())
             return simulated
@@ -192,9 +193,8 @@ def trace_real_run(
     cfg: FullFinetuneConfig,
     world: World,
     sequence: PlannedSequence,
-    phases: Sequence[str] = (),
 ) -> Simulated:
-    """Trace the same phases run for real on a CPU, which a simulation is compared with."""
+    """Trace set-up and two steps run for real on a CPU, which a simulation is compared with."""
     tracer = Tracer(world.device.type)
     with nf4.make_tables_anew(), pause_collector(), tracer.activate():
         return _run_phases(
@@ -203,7 +203,7 @@ def trace_real_run(
             world,
             sequence=sequence,
             tracer=tracer,
-            phases=phases,
+            phases=(),
             steps=(FIRST, STEADY),
         )
 
@@ -231,7 +231,7 @@ def _run_phases(
     recipe = cast(Any, recipe_class(cfg, world))
     models = _set_up(recipe, cfg, tracer=tracer, phases=phases, steps=steps, notes=notes)
     pipeline_rank = world.pipeline.rank if world.pipeline else 0
-    traced = 0
+    traced = 0  # a real run has all of them
     if tracer.cached_mode is not None:
         traced = num_micro_batches or count_micro_batches_to_trace(cfg, pipeline_rank)
 
@@ -299,10 +299,9 @@ def _name_groups(world: World) -> dict[str, str]:
 
 def _find_stages(recipe: Any) -> dict[int, range]:
     """Return the layers of each stage of a pipeline that is on this rank."""
-    for value in reversed(vars(recipe).values()):
-        if isinstance(value, Parallel) and value.pipeline:
-            return value.pipeline.layers
-    return {}
+    parallels = [value for value in vars(recipe).values() if isinstance(value, Parallel)]
+    pipelines = [parallel.pipeline for parallel in parallels if parallel.pipeline]
+    return pipelines[-1].layers if pipelines else {}
 
 
 def _run_other_phases(
@@ -384,7 +383,14 @@ def _run_steps(
         try:
             _run_step(recipe, batches, tracer.checker)
         except _NEEDS_VALUES as error:
-            raise _explain_value_read(type(recipe), error) from error
+            file = inspect.getfile(type(recipe))
+            lines = find_lines_in(error, file)
+            location = f"{file}:{lines[-1]}: " if lines else ""
+            raise ConfigError(
+                f"{location}{type(recipe).__name__}.train_step: reads the value of a tensor"
+                f" ({str(error).splitlines()[0]}), expected sizes only; keep .item(), .tolist() and"
+                " `if tensor` out of train_step, and log in train()"
+            ) from error
         del batches  # else they are alive while the next step's are made
         label_models(tracer, models)
         bytes_left.append(tracer.count_alive_bytes())
@@ -396,11 +402,10 @@ def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
     if checker is None:
         recipe.train_step(batches)
         return
-    checker.begin_step()
-    step = recipe.train_step(batches)
-    if hasattr(step, "numbers"):
-        step.numbers()
-    checker.end_step()
+    with checker.follow_step():
+        step = recipe.train_step(batches)
+        if hasattr(step, "numbers"):
+            step.numbers()
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
@@ -420,24 +425,12 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
         tracer.values_are_zero = False
 
 
-def _explain_value_read(recipe_class: type, error: Exception) -> ConfigError:
-    file = inspect.getfile(recipe_class)
-    lines = find_lines_in(error, file)
-    location = f"{file}:{lines[-1]}: " if lines else ""
-    return ConfigError(
-        f"{location}{recipe_class.__name__}.train_step: reads the value of a tensor"
-        f" ({str(error).splitlines()[0]}), expected sizes only; keep .item(), .tolist() and `if"
-        " tensor` out of train_step, and log in train()"
-    )
-
-
 @torch.no_grad()
 def _gather_trained(model: nn.Module) -> None:
     """Gather each trained parameter and move it to the host, one by one, as an export does."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            gathered = gather_whole(parameter).to("cpu")
-            del gathered
+            gather_whole(parameter).to("cpu")
 
 
 def _make_states(recipe: Any) -> None:

@@ -1,7 +1,8 @@
 """A dispatch mode that notes every allocation, release, operator and collective as a `Trace`.
 
 What it sees may be simulated (`CachedFakeMode` then answers operators without values) or real.
-Streams, waits and `record_stream` are told to it by the simulated device (`connect_streams`).
+Streams, waits and `record_stream` are told to it by the simulated device (`connect_streams`). The
+part of a step and the module that run it learns from `RunningModules`.
 
     tracer = Tracer(device_type)
     with tracer.activate():
@@ -11,6 +12,7 @@ Streams, waits and `record_stream` are told to it by the simulated device (`conn
 
 import os
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.memory.peaks import round_up_to_pinned
@@ -26,8 +33,7 @@ from recipe_lib.plan.simulated_world.compiled_code import (
     find_opaque_function,
     run_higher_order_operator,
 )
-from recipe_lib.plan.simulated_world.patches import (
-    Patch,
+from recipe_lib.plan.simulated_world.simulated_ranks import (
     apply_patches,
     hide_propagation,
     unwrap_shards,
@@ -45,7 +51,6 @@ from recipe_lib.plan.tracing.operator_costs import (
     list_tensors,
     read_collective,
 )
-from recipe_lib.plan.tracing.running_modules import RunningModules
 from recipe_lib.plan.tracing.trace import (
     ALLOC,
     FREE,
@@ -60,6 +65,95 @@ from recipe_lib.plan.tracing.trace import (
     Sync,
     Trace,
 )
+
+_NO_NODE = 2**63  # nodes that accumulate gradients have larger numbers than any that a module made
+
+
+class RunningModules:
+    """The modules and optimizers that run inside `with running.follow(...)`.
+
+    Hooks on them tell it in forward and in the optimizer's step. Backward runs no modules: there
+    the number of the autograd node that runs tells which module made it.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[str] = []  # names of those that run, the innermost last
+        self._names: dict[int, str] = {}  # id of a module -> its dotted name
+        # Autograd numbers its nodes in the order in which forward makes them. Nodes from number
+        # `_sequence[i]` on were made in the module `_sequence_module[i]`.
+        self._sequence: list[int] = [0]
+        self._sequence_module: list[str] = [""]
+        self._backward_module = ""
+        self._num_optimizers = 0  # whose step runs
+
+    @contextmanager
+    def follow(self, before_optimizer: Callable[[Any], None]) -> Iterator[None]:
+        """Follow what runs inside the block.
+
+        before_optimizer: called with each optimizer whose step begins.
+        """
+
+        def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._num_optimizers += 1
+            before_optimizer(optimizer)
+
+        def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._num_optimizers -= 1
+
+        # A handle is a context that removes its hook.
+        with (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        ):
+            yield
+
+    def name_modules(self, model: nn.Module, prefix: str) -> None:
+        """Call a model's modules by their dotted names from here on."""
+        self._names |= {id(module): prefix + name for name, module in model.named_modules()}
+
+    def locate(self) -> tuple[str, str]:
+        """Return the part of the step and the name of the module that run now."""
+        modules = self._modules
+        if torch._C._current_graph_task_id() == -1:  # no backward runs
+            if self._num_optimizers:
+                return "optimizer", ""
+            return ("forward", modules[-1]) if modules else ("other", "")
+        if modules:
+            return "recompute", modules[-1]
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            # Between two numbered nodes, as for hooks on gradients, the module stays the last one.
+            if 0 <= number < _NO_NODE:
+                index = bisect_right(self._sequence, number) - 1
+                self._backward_module = self._sequence_module[index]
+        return "backward", self._backward_module
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # compiled code calls no modules
+            return
+        self._modules.append(self._names.get(id(module), type(module).__name__))
+        self._mark_sequence()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._modules:
+            self._modules.pop()
+        self._mark_sequence()
+
+    def _mark_sequence(self) -> None:
+        """Note that nodes made from here on belong to the innermost module."""
+        number = torch.autograd._get_sequence_nr()
+        module = self._modules[-1] if self._modules else ""
+        if number == self._sequence[-1]:  # the module before made no node
+            self._sequence_module[-1] = module
+            return
+        self._sequence.append(number)
+        self._sequence_module.append(module)
+
 
 # `fn(operator's name, its arguments, stream)` returns [(bytes, whether they stay taken)]: what the
 # operator's kernel takes besides its outputs.
@@ -138,16 +232,23 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Trace inside the block."""
-        patches = [*self._follow_resizes(), *hide_propagation(self)]
+        # FSDP frees and takes the memory of its tensors by their size, which no operator shows.
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_note(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if not self.muted:
+                self._note_resize(storage, size)
+            return result
+
+        patches = [(torch.UntypedStorage, "resize_", resize_and_note), *hide_propagation(self)]
         with apply_patches(patches), self._running.follow(self.label_optimizer), self:
             yield
         self._storages.clear()  # what is released afterwards is no part of the run
 
     def begin_phase(self, name: str) -> None:
         """Count everything from here on to a phase."""
-        self.trace.phases.append(name)
-        self.phase = len(self.trace.phases) - 1
-        self.trace.events.append((PHASE, self.phase))
+        self.phase = self.trace.add(PHASE, name)
 
     def name_modules(self, model: nn.Module, prefix: str = "") -> None:
         """Call a model's modules by their dotted names from here on, and note its vocabulary."""
@@ -203,12 +304,10 @@ class Tracer(TorchDispatchMode):
         if id(func) in _MATMULS:  # inside of an operator no autograd takes them apart
             with self:
                 return func.decompose(*args, **kwargs)
-        for kind in types:
-            if kind not in PLAIN_TENSORS:
-                local = self.cached_mode and unwrap_shards(func, args, kwargs)
-                if local:
-                    return self.__torch_dispatch__(func, (), *local)
-                return NotImplemented  # a wrapper's own operators come back here one by one
+        if not PLAIN_TENSORS.issuperset(types):
+            local = self.cached_mode and unwrap_shards(func, args, kwargs)
+            # A wrapper's own operators come back here one by one.
+            return self.__torch_dispatch__(func, (), *local) if local else NotImplemented
         if (
             func is _NUMBER
             and self.cached_mode is not None
@@ -222,7 +321,14 @@ class Tracer(TorchDispatchMode):
         if self.muted:
             return func(*args, **kwargs)
         self._pinned = (
-            func is _PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
+            func is _PIN
+            or bool(kwargs.get("pin_memory"))
+            # torch pins the memory of a copy to the host that is `non_blocking`.
+            or (
+                func is _TO_COPY
+                and bool(kwargs.get("non_blocking"))
+                and _get_device_type(args[0]) == self.device_type
+            )
         )
         call: CachedCall | None = None
         if self.cached_mode is None:
@@ -264,14 +370,6 @@ class Tracer(TorchDispatchMode):
         # on a bool with False.
         number = int(self.checker is not None and args[0].dtype is not torch.bool)
         return float(number) if args[0].dtype.is_floating_point else number
-
-    def _is_sent(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether it is a `non_blocking` copy to the host, whose memory torch pins."""
-        return (
-            func is _TO_COPY
-            and bool(kwargs.get("non_blocking"))
-            and _get_device_type(args[0]) == self.device_type
-        )
 
     def note_operator(
         self,
@@ -324,7 +422,7 @@ class Tracer(TorchDispatchMode):
         if part in ("forward", "recompute"):
             op.reads = self.list_numbers((args, tuple(kwargs.values())))
             op.makes = self.list_numbers(result)
-        self.add_op(op)
+        self.trace.add(OP, op)
         if name == "aten::copy_" and cost.transfer == "to_device" and part == "backward":
             source = self.find_number(args[1])
             # Forward has offloaded it for backward, which now fetches it.
@@ -332,11 +430,6 @@ class Tracer(TorchDispatchMode):
                 self.set_kind(args[0], "activations")
         if cost.transfer == "to_host" and is_blocking(name, args, kwargs):
             self._note_host_wait(stream)
-
-    def add_op(self, op: Op) -> None:
-        """Add an operator to the trace."""
-        self.trace.ops.append(op)
-        self.trace.events.append((OP, len(self.trace.ops) - 1))
 
     # Memory
 
@@ -384,9 +477,7 @@ class Tracer(TorchDispatchMode):
             phase=max(self.phase, 0),
             pinned=self._pinned and not device,
         )
-        self.trace.storages.append(storage)
-        number = len(self.trace.storages) - 1
-        self.trace.events.append((ALLOC, number))
+        number = self.trace.add(ALLOC, storage)
         if self.checker is not None:
             self.checker.note_allocation(number, storage)
         return number
@@ -412,18 +503,6 @@ class Tracer(TorchDispatchMode):
         self.trace.storages[number].label = before.label
         entry[0].append(number)
 
-    def _follow_resizes(self) -> list[Patch]:
-        # FSDP frees and takes the memory of its tensors by their size, which no operator shows.
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_note(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            if not self.muted:
-                self._note_resize(storage, size)
-            return result
-
-        return [(torch.UntypedStorage, "resize_", resize_and_note)]
-
     # Optimizers, streams
 
     def label_optimizer(self, optimizer: Any) -> None:
@@ -432,17 +511,15 @@ class Tracer(TorchDispatchMode):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 # A parameter without a name is some rows of one that has one.
-                name = self.parameter_names.get(id(parameter)) or self._find_label(parameter)
+                number = self.find_number(parameter)
+                label = self.trace.storages[number].label if number >= 0 else ""
+                name = self.parameter_names.get(id(parameter), label)
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
                 # States that are offloaded may be on the device for this step alone.
                 for value in optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor):
                         self.label(value, "optimizer", name)
-
-    def _find_label(self, tensor: Tensor) -> str:
-        number = self.find_number(tensor)
-        return self.trace.storages[number].label if number >= 0 else ""
 
     def label(self, tensor: Tensor, kind: str, label: str) -> None:
         """Set the kind and the label of a tensor's memory, now and in every size it had."""
@@ -466,21 +543,20 @@ class Tracer(TorchDispatchMode):
         for part in list_plain_tensors(tensor):
             number = self.find_number(part)
             if number >= 0 and not self.muted:
-                self.trace.uses.append((number, stream))
-                self.trace.events.append((USE, len(self.trace.uses) - 1))
+                self.trace.add(USE, (number, stream))
                 if self.checker is not None:
                     self.checker.note_record_stream(number, stream)
 
     def record(self, stream: int, event: int) -> None:
         """Note that an event is recorded on a stream."""
-        self._add_sync(RECORD, event, stream)
+        self.trace.add(RECORD, Sync(event, stream))
         if self.checker is not None:
             self.checker.note_record(stream, event)
 
     def wait(self, stream: int, event: int) -> None:
         """Note that a stream waits for an event; one below 0 was never recorded."""
         if event >= 0:
-            self._add_sync(WAIT, event, stream)
+            self.trace.add(WAIT, Sync(event, stream))
         if self.checker is not None:
             self.checker.note_wait(stream, event)
 
@@ -492,25 +568,22 @@ class Tracer(TorchDispatchMode):
         if event is None:
             self._note_host_wait(stream or 0)  # the stream that computes is number 0
         elif event >= 0:
-            self._add_sync(WAIT, event, HOST)
+            self.trace.add(WAIT, Sync(event, HOST))
         if self.checker is not None:
             self.checker.note_synchronize(call, stream, event)
 
     def _note_host_wait(self, stream: int) -> None:
         """Note that the host waits for all that was issued on a stream."""
         event = -2 - len(self.trace.syncs)  # no event of the device's has such a number
-        self._add_sync(RECORD, event, stream)
-        self._add_sync(WAIT, event, HOST)
-
-    def _add_sync(self, kind: int, event: int, stream: int) -> None:
-        self.trace.syncs.append(Sync(event, stream))
-        self.trace.events.append((kind, len(self.trace.syncs) - 1))
+        self.trace.add(RECORD, Sync(event, stream))
+        self.trace.add(WAIT, Sync(event, HOST))
 
 
 # torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call. That compiler
 # never sees this method: `ignore_compile_internals`.
-_unwrapped = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)
-Tracer.__torch_dispatch__ = _unwrapped  # type: ignore[method-assign]
+Tracer.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
+    Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__
+)
 
 
 def _get_device_type(tensor: Tensor) -> str:

@@ -105,32 +105,32 @@ def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **ch
     return model
 
 
-def tokens(length: int = 40) -> list[int]:
+def make_tokens(length: int = 40) -> list[int]:
     """Ids of the tokenizer, none of them special."""
     return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def llama_cpp() -> Any:
+def import_llama_cpp() -> Any:
     """llama.cpp's Python package, quiet; the test is skipped where it is not installed."""
     library = pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed: no llama.cpp to compare with"
     )
-    library.llama_log_set(_quiet(library), None)
+    library.llama_log_set(_silence(library), None)
     return library
 
 
 _KEPT: list[Any] = []  # llama.cpp calls it as long as the process lives
 
 
-def _quiet(library: Any) -> Any:
+def _silence(library: Any) -> Any:
     if not _KEPT:
         _KEPT.append(library.llama_log_callback(lambda *_: None))
     return _KEPT[0]
 
 
-def llama_logits(file: Path, ids: list[int], adapter: Path | None = None) -> np.ndarray:
+def compute_llama_logits(file: Path, ids: list[int], adapter: Path | None = None) -> np.ndarray:
     """Logits `[s, v]` that llama.cpp computes; its cache of keys and values is in fp32."""
-    library = llama_cpp()
+    library = import_llama_cpp()
     options = library.llama_model_default_params()
     options.use_mmap = False
     model = library.llama_model_load_from_file(str(file).encode(), options)
@@ -161,9 +161,9 @@ def llama_logits(file: Path, ids: list[int], adapter: Path | None = None) -> np.
     return np.stack(rows)
 
 
-def llama_tokens(file: Path, texts: list[str], special: bool) -> list[list[int]]:
+def tokenize_with_llama(file: Path, texts: list[str], special: bool) -> list[list[int]]:
     """Ids of each text by llama.cpp, without BOS. special: special tokens in it are found."""
-    library = llama_cpp()
+    library = import_llama_cpp()
     options = library.llama_model_default_params()
     options.vocab_only = True
     model = library.llama_model_load_from_file(str(file).encode(), options)

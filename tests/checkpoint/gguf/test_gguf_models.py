@@ -17,7 +17,7 @@ from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_model
 from recipe_lib.checkpoint.gguf.gguf_file import choose_types
 from recipe_lib.errors import CheckpointError
 from tests.checkpoint.gguf.made_models import CASES, save_model
-from tests.selection import slow_except
+from tests.selection import mark_slow_except
 
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -119,7 +119,7 @@ def saved(case: str, folders: dict[str, Path]) -> Path:
 FAST = ["llama3.1", "llama-biases", "qwen3", "gemma2", "gemma3", "phi3.5-long"]
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, FAST))
+@pytest.mark.parametrize("case", mark_slow_except(CASES, FAST))
 def test_every_tensor_and_number_is_the_sources(
     case: str, folders: dict[str, Path], tmp_path: Path
 ):

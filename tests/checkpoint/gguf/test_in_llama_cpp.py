@@ -8,24 +8,32 @@ import pytest
 import torch
 
 from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_adapter, write_gguf_model
-from tests.checkpoint.gguf.made_models import CASES, llama_cpp, llama_logits, save_model, tokens
-from tests.selection import slow_except
+from tests.checkpoint.gguf.made_models import (
+    CASES,
+    compute_llama_logits,
+    import_llama_cpp,
+    make_tokens,
+    save_model,
+)
+from tests.selection import mark_slow_except
 
 # Largest difference as a share of the largest logit. GELU is a table in fp16 there.
 MOST = {"f32": 1e-5, "f16": 5e-3, "q8_0": 0.1}
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, ["llama3.1", "qwen3", "gemma2", "phi3.5-long"]))
+@pytest.mark.parametrize(
+    "case", mark_slow_except(CASES, ["llama3.1", "qwen3", "gemma2", "phi3.5-long"])
+)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path):
-    llama_cpp()
-    model, ids = save_model(case, tmp_path / "model"), tokens()
+    import_llama_cpp()
+    model, ids = save_model(case, tmp_path / "model"), make_tokens()
     if case == "phi3.5-long":  # llama.cpp goes by its context of 256
-        ids = tokens(100)
+        ids = make_tokens(100)
     expected = model(torch.tensor([ids])).logits[0].numpy()
     for kind, most in MOST.items():
         write_gguf_model(tmp_path / "model", tmp_path / f"{kind}.gguf", kind, name="x")
-        found = llama_logits(tmp_path / f"{kind}.gguf", ids)
+        found = compute_llama_logits(tmp_path / f"{kind}.gguf", ids)
         allowed = max(most, 1e-3) if "gemma" in case else most
         assert np.abs(found - expected).max() <= allowed * np.abs(expected).max(), kind
 
@@ -33,7 +41,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path):
 @torch.no_grad()
 def test_four_bits_keep_a_real_models_loss(realdata: Path, tmp_path: Path):
     """Of a model that was trained: its rows are short, so that most of its matrices are in q5_0."""
-    llama_cpp()
+    import_llama_cpp()
     from recipe_lib.tokenizers import load_tokenizer
 
     folder = realdata / "stories260K-hf"
@@ -42,7 +50,7 @@ def test_four_bits_keep_a_real_models_loss(realdata: Path, tmp_path: Path):
     losses = {}
     for kind in ("f32", "q4_k_m"):
         write_gguf_model(folder, tmp_path / f"{kind}.gguf", kind, name="x")
-        logits = torch.from_numpy(llama_logits(tmp_path / f"{kind}.gguf", ids))
+        logits = torch.from_numpy(compute_llama_logits(tmp_path / f"{kind}.gguf", ids))
         losses[kind] = float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])))
     assert losses["f32"] < 1.6
     assert abs(losses["q4_k_m"] - losses["f32"]) < 0.03
@@ -51,10 +59,10 @@ def test_four_bits_keep_a_real_models_loss(realdata: Path, tmp_path: Path):
 @pytest.mark.parametrize("case", ["llama2", "phi3"])
 @torch.no_grad()
 def test_an_adapter_does_what_it_does_in_peft(case: str, tmp_path: Path):
-    llama_cpp()
+    import_llama_cpp()
     import peft
 
-    model, ids = save_model(case, tmp_path / "model"), tokens()
+    model, ids = save_model(case, tmp_path / "model"), make_tokens()
     names = {
         "llama2": ["q_proj", "k_proj", "v_proj", "down_proj", "lm_head"],
         "phi3": ["qkv_proj", "gate_up_proj"],
@@ -74,8 +82,8 @@ def test_an_adapter_does_what_it_does_in_peft(case: str, tmp_path: Path):
     write_gguf_adapter(
         tmp_path / "adapter", tmp_path / "model", tmp_path / "adapter.gguf", "f32", name="x"
     )
-    found = llama_logits(tmp_path / "model.gguf", ids, tmp_path / "adapter.gguf")
-    without = llama_logits(tmp_path / "model.gguf", ids)
+    found = compute_llama_logits(tmp_path / "model.gguf", ids, tmp_path / "adapter.gguf")
+    without = compute_llama_logits(tmp_path / "model.gguf", ids)
     largest = np.abs(expected).max()
     assert np.abs(without - expected).max() > 0.1 * largest
     assert np.abs(found - expected).max() <= 1e-5 * largest
@@ -91,12 +99,12 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("case", slow_except(QUANTIZED, ["llama3.1", "qwen3"]))
+@pytest.mark.parametrize("case", mark_slow_except(QUANTIZED, ["llama3.1", "qwen3"]))
 def test_types_are_those_that_llama_cpp_chooses(case: str, tmp_path: Path):
     """Of its own quantization of our fp32 file; and our blocks are as near to the weights as its
     own.
     """
-    library = llama_cpp()
+    library = import_llama_cpp()
     save_model(case, tmp_path / "model", **QUANTIZED[case])
     for kind, number in (("q4_k_m", 15), ("q8_0", 7)):
         for own in ("f32", kind):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipe_lib.checkpoint.gguf.gguf_file import encode_blocks
-from tests.checkpoint.gguf.made_models import llama_cpp
+from tests.checkpoint.gguf.made_models import import_llama_cpp
 
 KINDS = ("q4_K", "q5_K", "q6_K")
 # Bits of a weight, scales included, as the format has them.
@@ -66,7 +66,7 @@ def test_what_the_package_reads_is_as_near_as_llama_cpp_comes(shape: str, kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_are_nearly_those_of_llama_cpp(kind: str):
-    library = ctypes.CDLL(str(Path(llama_cpp().__file__).parent / "lib" / "libggml-base.so"))
+    library = ctypes.CDLL(str(Path(import_llama_cpp().__file__).parent / "lib" / "libggml-base.so"))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     library.ggml_quantize_chunk.argtypes = [
         ctypes.c_int,

@@ -20,7 +20,7 @@ class Declaration(NamedTuple):
     gradient: str
 
 
-def declared_by(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declaration]:
+def read_declared(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declaration]:
     """What the placements of a model's DTensors say along one dimension of their mesh.
 
     A parameter that every rank has is one whose gradients are summed over ranks: parallel.tensor
@@ -41,21 +41,25 @@ def declared_by(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declara
     return found
 
 
-def differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list[str]:
+def list_differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list[str]:
     """A line for each parameter that is declared otherwise than the plan has it; empty if there is
     none.
     """
     found = [
-        f"{name}: declared, but not the model's" for name in declared if name not in _names(plan)
+        f"{name}: declared, but not the model's"
+        for name in declared
+        if name not in _list_names(plan)
     ]
     for each in plan.parameters:
         if each.name not in declared:
-            found.append(f"{each.name}: not declared, expected {_way(each.dim)}")
+            found.append(f"{each.name}: not declared, expected {_read_way(each.dim)}")
             continue
         said = declared[each.name]
         if said.dim != each.dim:
             why = f" ({each.reason})" if each.reason else ""
-            found.append(f"{each.name}: declared {_way(said.dim)}, expected {_way(each.dim)}{why}")
+            found.append(
+                f"{each.name}: declared {_read_way(said.dim)}, expected {_read_way(each.dim)}{why}"
+            )
         elif len(each.segments) > 1:
             parts = " + ".join(map(str, each.segments))
             found.append(
@@ -69,9 +73,9 @@ def differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list
     return found
 
 
-def _names(plan: ShardingPlan) -> set[str]:
+def _list_names(plan: ShardingPlan) -> set[str]:
     return {each.name for each in plan.parameters}
 
 
-def _way(dim: int) -> str:
+def _read_way(dim: int) -> str:
     return "whole" if dim < 0 else f"cut along dim {dim}"

@@ -29,14 +29,14 @@ def plan_from(held: Mapping[str, Any]) -> ShardingPlan:
             )
         if field.name in kinds:
             found[field.name] = tuple(
-                _built(kinds[field.name], item, field.name) for item in held[field.name]
+                _build_plan(kinds[field.name], item, field.name) for item in held[field.name]
             )
         else:
             found[field.name] = tuple(held[field.name])
     return ShardingPlan(**found)
 
 
-def _built(kind: Any, item: Any, section: str) -> Any:
+def _build_plan(kind: Any, item: Any, section: str) -> Any:
     names = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(item, Mapping) or not set(item) <= names:
         raise ConfigError(

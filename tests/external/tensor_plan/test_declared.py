@@ -14,14 +14,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
-from recipe_lib.external.plan_proof import certify
+from recipe_lib.external.proven_plan import certify
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.small_models import randomize
 from recipe_lib.models import DecoderSpec, build_meta
 from recipe_lib.parallel import World, shard_tensors
 from recipe_lib.parallel.world import build_world
-from tests.external.tensor_plan.declared import Declaration, declared_by, differences
-from tests.parallel.small_models import VOCABULARY, small_spec
+from tests.external.tensor_plan.declared import Declaration, list_differences, read_declared
+from tests.parallel.small_models import VOCABULARY, build_small_spec
 
 GEMMA = {
     "post_norms": True, "norm_offset": True, "head_norms": True, "embedding_scale": 5.5, "logit_softcap": 9.0,
@@ -39,7 +39,7 @@ CASES = {
 
 def spec_of(case: str) -> DecoderSpec:
     changes = {"num_heads": 8, "num_kv_heads": 4, "num_layers": 2, "windows": (None, None)}
-    return replace(small_spec(layers=2), **changes | CASES[case])
+    return replace(build_small_spec(layers=2), **changes | CASES[case])
 
 
 def adapt(model: torch.nn.Module) -> None:
@@ -81,7 +81,7 @@ def declaration(spec: DecoderSpec, size: int, adapted: bool = False) -> dict[str
         adapt(model)
     with one_of(size) as world:
         shard_tensors(model, ParallelConfig(tensor=size), MemoryConfig(), world)
-        return declared_by(model)
+        return read_declared(model)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,7 +90,7 @@ def test_our_declaration_is_what_the_forward_leads_to(case: str):
     model = real_model(spec)
     plan = infer_plan(model, tokens())
     assert plan.legal_sizes == (2, 4)
-    assert differences(plan, declaration(spec, 4)) == []
+    assert list_differences(plan, declaration(spec, 4)) == []
     for size in plan.legal_sizes:
         certificate = certify(model, plan, size, tokens())
         assert certificate.checked and not certificate.failures, certificate.failures
@@ -102,14 +102,16 @@ def test_adapters_are_declared_as_the_forward_leads_to():
     plan = infer_plan(model, tokens())
     declared = declaration(spec, 2, adapted=True)
     assert any("lora_A" in name for name in declared)
-    assert differences(plan, declared) == []
+    assert list_differences(plan, declared) == []
     certificate = certify(model, plan, 2, tokens())
     assert certificate.checked and not certificate.failures, certificate.failures
 
 
 def test_where_every_rank_has_all_tokens_norms_have_full_gradients_and_head_norms_partial_ones():
     spec = spec_of("qwen3, tied")
-    found = differences(infer_plan(real_model(spec), tokens(), tokens=False), declaration(spec, 2))
+    found = list_differences(
+        infer_plan(real_model(spec), tokens(), tokens=False), declaration(spec, 2)
+    )
     named = {line.partition(":")[0].split(".")[-2] for line in found}
     assert named == {"input_layernorm", "post_attention_layernorm", "norm"}
     assert all(line.endswith("declared a partial gradient, expected full") for line in found)
@@ -149,7 +151,7 @@ def test_a_wrong_declaration_is_told(name: str, wrong: Declaration | None, line:
     assert declared.pop(full) != wrong
     if wrong is not None:
         declared[full] = wrong
-    found = differences(plan, declared)
+    found = list_differences(plan, declared)
     assert len(found) == 1 and found[0].startswith(f"{full}: {line}")
 
 
@@ -175,7 +177,7 @@ def test_an_even_cut_of_a_fused_matrix_and_a_parameter_of_no_model_are_told():
     plan = infer_plan(Fused(), tokens() | {"tokens": torch.zeros(2, 8, dtype=torch.long)})
     declared = {each.name: Declaration(each.dim, each.gradient) for each in plan.parameters}
     declared["nobody"] = Declaration(-1, "partial")
-    assert differences(plan, declared) == [
+    assert list_differences(plan, declared) == [
         "nobody: declared, but not the model's",
         "both.weight: declared one even cut along dim 0, expected one of each part of 24 + 24",
     ]
@@ -185,4 +187,4 @@ def test_a_parameter_without_a_placement_is_told():
     with pytest.raises(
         ValueError, match=r"model.embed_tokens.weight is not placed on the mesh's dimension tensor"
     ):
-        declared_by(build_meta(spec_of("llama"), torch.float32))
+        read_declared(build_meta(spec_of("llama"), torch.float32))

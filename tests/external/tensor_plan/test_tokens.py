@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.inferred_tp_memory import measure_kept
 from benchmarks.tp_memory import OURS, build_spec_of_layers, compute_formula
 from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
-from recipe_lib.external.plan_proof import certify
+from recipe_lib.external.proven_plan import certify
 from recipe_lib.external.tensor_plan import infer
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import replace_argument
@@ -25,7 +25,7 @@ from recipe_lib.external.tensor_plan.transformers_models import (
     build_transformers_model,
     infer_config_plan,
 )
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 
 WIDTH, ROWS, LENGTH, WORDS = 16, 2, 8, 32
 
@@ -171,8 +171,8 @@ def test_a_llama_layer_keeps_what_the_native_plan_keeps(size):
     native = compute_formula(build_spec_of_layers("llama3/8B"), size, OURS)
     # In processes of their own: a simulated device gives autograd threads, which no fork of this
     # process would have.
-    assert 0.99 < apart(measure_kept, "llama3/8B", size, "transformers") / native < 1.01
-    assert apart(measure_kept, "llama3/8B", size, "transformers", "false") > 2 * native
+    assert 0.99 < call_in_fork(measure_kept, "llama3/8B", size, "transformers") / native < 1.01
+    assert call_in_fork(measure_kept, "llama3/8B", size, "transformers", "false") > 2 * native
 
 
 def test_the_fewest_bytes_are_kept_and_of_equal_ones_those_that_cost_least():

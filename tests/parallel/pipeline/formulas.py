@@ -1,7 +1,7 @@
 """What a pipeline has under way, by formula."""
 
 
-def in_flight(
+def compute_in_flight(
     schedule: str, ranks: int, rank: int, micro_batches: int, stages_per_rank: int = 1
 ) -> int | None:
     """The most micro-batches between their forward and their backward (B or I) on a rank, by
@@ -29,7 +29,7 @@ def in_flight(
     return min(ahead, stages_per_rank * micro_batches)
 
 
-def theoretical_bubble(
+def compute_theoretical_bubble(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1
 ) -> float | None:
     """The bubble (see `Timeline.bubble`) of equal stages whose forward, input gradient and weight
@@ -43,11 +43,11 @@ def theoretical_bubble(
     - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.
     - zbv: p - 1 if m >= 3 p // 2; 4 p - 2 - 2 m if that is more.
     """
-    idle = _idle(schedule, ranks, micro_batches, stages_per_rank)
+    idle = _compute_idle(schedule, ranks, micro_batches, stages_per_rank)
     return None if idle is None else idle / (3 * stages_per_rank * micro_batches + idle)
 
 
-def _idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | None:
+def _compute_idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | None:
     """How long each rank does not compute, in times of a forward."""
     missing = max(0, ranks - micro_batches)
     if schedule in ("gpipe", "1f1b"):

@@ -35,7 +35,7 @@ from recipe_lib.parallel import (
 )
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.parallel.small_models import VOCABULARY, small_spec
+from tests.parallel.small_models import VOCABULARY, build_small_spec
 
 ROWS = 2
 LENGTHS = (12, 8, 16, 4)  # of the micro-batches, each padded to its own
@@ -86,7 +86,9 @@ class Case:
 
 
 def shape_of(case: Case) -> DecoderSpec:
-    return replace(small_spec(tied=case.spec.get("tied", False), layers=case.size), **case.spec)
+    return replace(
+        build_small_spec(tied=case.spec.get("tied", False), layers=case.size), **case.spec
+    )
 
 
 def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
@@ -406,7 +408,9 @@ def whole_model() -> str:
     parallel = ParallelConfig(pipeline=2)
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
         try:
-            shard_model(build_meta(small_spec(), torch.float32), parallel, MemoryConfig(), world)
+            shard_model(
+                build_meta(build_small_spec(), torch.float32), parallel, MemoryConfig(), world
+            )
         except ConfigError as error:
             return str(error)
     return ""

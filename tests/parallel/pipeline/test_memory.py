@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.pp_traced import build_config, build_small_spec, compute_expected_held, run_ours
 from tests.distributed.ranks import run_ranks
-from tests.selection import selected, slow_except
+from tests.selection import mark_slow_except, select_cases
 
 RANKS, COUNT = 2, 4
 SPEC = build_small_spec(layers=4)
@@ -14,13 +14,15 @@ JOBS = [
     ("gpipe", "full"), ("1f1b", "none"), ("interleaved_1f1b", "full"), ("interleaved_zero_bubble", "none"),
     ("zbv", "full"),
 ]  # fmt: skip
-QUICK = slow_except(JOBS, [("1f1b", "none"), ("zbv", "full"), ("interleaved_zero_bubble", "none")])
+QUICK = mark_slow_except(
+    JOBS, [("1f1b", "none"), ("zbv", "full"), ("interleaved_zero_bubble", "none")]
+)
 
 
 @pytest.fixture(scope="module")
 def traced(request):
     """By schedule and checkpointing, what each rank held."""
-    jobs = selected(request, "job")
+    jobs = select_cases(request, "job")
     found = run_ranks(lambda: [_run(*job) for job in jobs], RANKS, timeout=240)
     return {job: [found[rank][number] for rank in range(RANKS)] for number, job in enumerate(jobs)}
 

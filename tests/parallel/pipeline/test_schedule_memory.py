@@ -30,7 +30,7 @@ from recipe_lib.parallel.pipeline.simulation import (
     get_partner,
     simulate,
 )
-from tests.parallel.pipeline.formulas import in_flight
+from tests.parallel.pipeline.formulas import compute_in_flight
 
 SCHEDULE_NAMES = pytest.mark.parametrize("schedule", SCHEDULES)
 
@@ -58,7 +58,7 @@ def test_micro_batches_in_flight_are_those_of_the_formula(schedule):
             parallel = pipeline(schedule, ranks, stages)
             for count in (1, 2, ranks, ranks + 1, 2 * ranks, 2 * ranks + 1, 4 * ranks):
                 for rank, order in compute_orders(parallel, count).items():
-                    wanted = in_flight(
+                    wanted = compute_in_flight(
                         schedule, ranks, rank, count, count_stages_per_rank(parallel)
                     )
                     if wanted is not None:
@@ -69,7 +69,7 @@ def test_micro_batches_in_flight_are_those_of_the_formula(schedule):
 
 def test_zbv_keeps_as_much_as_one_forward_one_backward_does_on_its_first_rank():
     for rank in range(4):
-        assert in_flight("zbv", 4, rank, 16) == 2 * in_flight(
+        assert compute_in_flight("zbv", 4, rank, 16) == 2 * compute_in_flight(
             "1f1b", 4, 0, 16
         )  # its stages are half as large
 

@@ -13,7 +13,7 @@ from recipe_lib.config.mesh import (
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders
 from recipe_lib.parallel.pipeline.simulation import add_transfers, simulate
-from tests.parallel.pipeline.formulas import theoretical_bubble
+from tests.parallel.pipeline.formulas import compute_theoretical_bubble
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv")
 
@@ -40,7 +40,7 @@ def test_the_bubble_is_that_of_the_formula(schedule, ranks):
         for count in sorted(
             {*range(1, ranks + 3), 2 * ranks - 1, 2 * ranks, 3 * ranks, 4 * ranks + 1}
         ):
-            wanted = theoretical_bubble(schedule, ranks, count, own)
+            wanted = compute_theoretical_bubble(schedule, ranks, count, own)
             if wanted is None:
                 continue
             compared += 1
@@ -56,16 +56,18 @@ def test_the_bubble_is_that_of_the_formula(schedule, ranks):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_formulas_are_the_well_known_ones_from_enough_micro_batches_on(ranks):
     for count in (2 * ranks, 4 * ranks):
-        assert theoretical_bubble("gpipe", ranks, count) == (ranks - 1) / (count + ranks - 1)
-        assert theoretical_bubble("1f1b", ranks, count) == (ranks - 1) / (count + ranks - 1)
-        assert theoretical_bubble("interleaved_1f1b", ranks, count, 2) == (ranks - 1) / (
+        assert compute_theoretical_bubble("gpipe", ranks, count) == (ranks - 1) / (
+            count + ranks - 1
+        )
+        assert compute_theoretical_bubble("1f1b", ranks, count) == (ranks - 1) / (count + ranks - 1)
+        assert compute_theoretical_bubble("interleaved_1f1b", ranks, count, 2) == (ranks - 1) / (
             2 * count + ranks - 1
         )
         for schedule in ZERO_BUBBLE:
-            assert theoretical_bubble(schedule, ranks, count, 2) == (ranks - 1) / (
+            assert compute_theoretical_bubble(schedule, ranks, count, 2) == (ranks - 1) / (
                 6 * count + ranks - 1
             )
-    assert theoretical_bubble("interleaved_1f1b", ranks, 2 * ranks + 1, 2) is None
+    assert compute_theoretical_bubble("interleaved_1f1b", ranks, 2 * ranks + 1, 2) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

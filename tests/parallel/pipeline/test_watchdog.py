@@ -19,7 +19,7 @@ from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import World, heartbeat, materialize, split_pipeline, start_world
 from tests.distributed.ranks import RankFailure, run_ranks
-from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec
+from tests.parallel.small_models import LENGTH, VOCABULARY, build_small_spec
 
 Trouble = Callable[[World, str, int], None]
 
@@ -32,7 +32,7 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
         device="cpu", parallel=ParallelConfig(pipeline=2, heartbeat_timeout_seconds=timeout)
     )
     with start_world(cfg) as world:
-        spec = small_spec(layers=2)
+        spec = build_small_spec(layers=2)
         model = build_meta(spec, torch.float32)
         pipeline = split_pipeline(model, cfg, world)
         assert pipeline is not None

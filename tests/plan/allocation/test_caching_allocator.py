@@ -192,7 +192,7 @@ def test_empty_cache_keeps_segments_in_use():
     kept = allocator.malloc(512)
     allocator.free(allocator.malloc(100 * MIB))
     allocator.empty_cache()
-    assert allocator.reserved == 2 * MIB and allocator.peak_reserved == 102 * MIB
+    assert allocator.reserved == 2 * MIB and allocator.peaks.reserved == 102 * MIB
     allocator.free(kept)
     allocator.empty_cache()
     check_books(allocator)
@@ -204,14 +204,14 @@ def test_peaks_start_again_from_what_is_held():
     kept, other = allocator.malloc(700), allocator.malloc(30 * MIB)
     allocator.free(other)
     allocator.reset_peaks()
-    assert (allocator.peak_requested, allocator.peak_allocated, allocator.peak_active) == (
+    assert (allocator.peaks.requested, allocator.peaks.allocated, allocator.peaks.active) == (
         700,
         1024,
         1024,
     )
-    assert allocator.peak_reserved == 32 * MIB
+    assert allocator.peaks.reserved == 32 * MIB
     allocator.free(kept)
-    assert allocator.peak_allocated == 1024 and allocator.allocated == 0
+    assert allocator.peaks.allocated == 1024 and allocator.allocated == 0
 
 
 def test_a_block_is_freed_once():

@@ -8,7 +8,7 @@ from benchmarks.allocator_events import find_smallest_cap
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import Replay, replay
 from recipe_lib.units import MIB
-from tests.plan.made_traces import Writer, steps_of_training
+from tests.plan.made_traces import Writer, build_training_steps
 
 
 def test_peaks_are_by_phase_and_the_pool_stays():
@@ -46,7 +46,7 @@ def test_a_phase_that_comes_twice_keeps_its_largest_peaks():
 
 
 def test_requested_peaks_are_those_of_the_trace():
-    trace = steps_of_training()
+    trace = build_training_steps()
     found = replay(trace)
     assert {
         name: peak.requested for name, peak in found.phases.items()
@@ -56,7 +56,7 @@ def test_requested_peaks_are_those_of_the_trace():
 
 
 def test_expandable_segments_reserve_little_more_than_is_active():
-    trace = steps_of_training(layers=20)
+    trace = build_training_steps(layers=20)
     default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
     assert expandable.reserved < default.reserved
     assert expandable.active <= default.active  # whose blocks may have unsplit rests
@@ -91,7 +91,7 @@ def test_the_smallest_cap_by_hand():
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_smallest_cap_is_enough_and_a_step_less_is_not(expandable):
-    trace = steps_of_training()
+    trace = build_training_steps()
     cap = find_smallest_cap(trace, expandable=expandable)
     free_run = replay(trace, AllocatorSettings(expandable=expandable))
     assert free_run.phases["step"].requested <= cap < free_run.reserved and free_run.retries == 0

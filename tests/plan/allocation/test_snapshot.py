@@ -7,11 +7,10 @@ import pytest
 from torch.cuda import _memory_viz
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
-from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.allocation.snapshot import write_snapshot
+from recipe_lib.plan.allocation.replay import replay, write_snapshot
 from recipe_lib.plan.tracing.trace import ALLOC
 from recipe_lib.units import MIB
-from tests.plan.made_traces import Writer, steps_of_training
+from tests.plan.made_traces import Writer, build_training_steps
 
 
 def snapshot_of(trace, folder, **settings):
@@ -21,7 +20,7 @@ def snapshot_of(trace, folder, **settings):
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_torch_reads_it(tmp_path, expandable):
-    trace = steps_of_training()
+    trace = build_training_steps()
     snapshot = snapshot_of(trace, tmp_path, expandable=expandable)
     replayed = replay(trace, AllocatorSettings(expandable=expandable))
     # These two check themselves that blocks fill their segments.

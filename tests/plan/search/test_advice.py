@@ -8,7 +8,7 @@ import pytest
 
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Advice
 from recipe_lib.units import GIB
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.configs import load
 from tests.plan.mixtures import write_mixture
 from tests.plan.plans import hand_made
@@ -31,7 +31,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
 
     active: dict[str, int] = {}
     for words in (*typed, ""):
-        recipe_class, cfg, wanted = settings("demo/full", 2, *CONFIG, *words.split())
+        recipe_class, cfg, wanted = build_settings("demo/full", 2, *CONFIG, *words.split())
         cfg = limit_layers(cfg, 2)
         plan, _ = make_plan(recipe_class, cfg, wanted)
         active[words] = plan.heaviest.peak.active
@@ -48,7 +48,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
 def test_bytes_are_the_difference_of_two_plans():
     """Within 0.5 % of the peak; where the run fits, what makes it faster comes first."""
     typed = ["batch_size=2 gradient_accumulation_steps=4", "optimizer.name=sgd"]
-    verdict, found, active = apart(advice, *typed)
+    verdict, found, active = call_in_fork(advice, *typed)
     by_override = {row.override: row for row in found}
     assert verdict == FITS
     for words in typed:
@@ -99,7 +99,7 @@ def test_levers_that_the_table_refuses_are_left_out():
     assert (other.batch_size, other.memory.loss_chunks, cfg.batch_size) == (2, 4, 32)
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     offered = {
         format_overrides(lever.changes)
@@ -115,7 +115,7 @@ def test_levers_that_the_table_refuses_are_left_out():
 def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import apply_changes, format_overrides
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
         4, PlannedSequence(100, "")
@@ -141,7 +141,7 @@ def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches(
 def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not() -> None:
     from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import apply_changes, format_overrides
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
         1, PlannedSequence(100, "")
@@ -172,7 +172,7 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     None
 ):
     from recipe_lib.plan.search.trial_order import list_groups
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
@@ -224,7 +224,7 @@ def test_overrides_are_typed_as_they_stand():
 def mixture_config(folder: Path, *typed: str) -> Any:
     """Of adapters of a tiny mixture, plannable."""
     model = write_mixture(folder, "mixtral")
-    return settings(
+    return build_settings(
         "llama3/8B_lora", 1, *typed, "~model.path", "tokenizer.path=x", f"model.preset={model}"
     )[1]
 
@@ -232,7 +232,7 @@ def mixture_config(folder: Path, *typed: str) -> Any:
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
     """Whichever the config has, the other is tried."""
     from recipe_lib.plan.search.lever_table import list_levers
-    from recipe_lib.plan.simulated_world.sequence_lengths import PlannedSequence
+    from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(
         1, PlannedSequence(100, "")
@@ -246,7 +246,7 @@ def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path
     cfg.lora.target_modules = ["q", "experts"]
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
     assert lever.changes == {"lora.target_modules": ["q"]} and "without those" in lever.note
-    dense = settings("llama3/8B_lora", 1)[1]
+    dense = build_settings("llama3/8B_lora", 1)[1]
     assert not [one for one in list_levers(dense, wanted) if one.weighed]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 SMALL = ("max_seq_len=256", "memory.loss_chunks=8")
 NAMES = {"full": "qwen2_5/0.5B_full", "lora": "qwen2_5/0.5B_lora", "qlora": "qwen2_5/0.5B_qlora"}
@@ -32,7 +32,7 @@ def measure(name: str) -> tuple[dict[str, float], dict[str, float]]:
     from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
 
     kind, ranks, layers, overrides = CASES[name]
-    recipe_class, cfg, wanted = settings(NAMES[kind], ranks, *SMALL, *overrides)
+    recipe_class, cfg, wanted = build_settings(NAMES[kind], ranks, *SMALL, *overrides)
     cfg = limit_layers(cfg, layers)
     estimate = estimate_run(recipe_class, cfg, wanted)
     plan = make_plan(recipe_class, cfg, wanted)[0]
@@ -58,7 +58,7 @@ def measure(name: str) -> tuple[dict[str, float], dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_step_says_what_the_whole_plan_does(name: str):
-    found, planned = apart(measure, name)
+    found, planned = call_in_fork(measure, name)
     print({key: f"{found[key]} / {planned[key]}" for key in found})
     # What the allocator leaves of a block without splitting it depends on what was there before.
     assert found["active"] == pytest.approx(planned["active"], rel=0.005)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.units import GIB
-from tests.plan.apart import apart, settings
-from tests.plan.configs import wide_model
+from tests.plan.apart import build_settings, call_in_fork
+from tests.plan.configs import build_wide_model
 
 RANKS = 2
 ROWS = 2  # of a rank
@@ -47,10 +47,10 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
         try_settings,
     )
 
-    recipe_class, cfg, plain = settings(
+    recipe_class, cfg, plain = build_settings(
         "llama3/8B_full",
         RANKS,
-        *wide_model(folder, "batch_size=1", f"gradient_accumulation_steps={ROWS}"),
+        *build_wide_model(folder, "batch_size=1", f"gradient_accumulation_steps={ROWS}"),
         device="h100",
     )
     hardware = dataclasses.replace(plain.hardware, memory=MEMORY)
@@ -86,7 +86,7 @@ def both(folder: Path) -> tuple[Any, Any, int, int]:
 
 @pytest.mark.slow
 def test_the_fastest_is_that_of_every_combination(tmp_path: Path):
-    found, fastest, tried, every = apart(both, tmp_path)
+    found, fastest, tried, every = call_in_fork(both, tmp_path)
     print(f"{found} of {tried}, {fastest} of {every}")
     assert found[1] == pytest.approx(fastest[1], rel=1e-6)
     assert tried < 0.6 * every

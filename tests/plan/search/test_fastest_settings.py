@@ -21,7 +21,7 @@ from recipe_lib.plan.search.trial_order import (
     yield_micro_batches,
 )
 from recipe_lib.plan.search.trials import Candidate, Changes, Estimate
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 MIB = 2**20
 CONFIG = (
@@ -45,7 +45,7 @@ def found(memory: int) -> tuple[SearchResult, list[tuple[str, int]]]:
     from recipe_lib.plan.search.trials import format_overrides
 
     def wanted(*overrides: str):
-        recipe_class, cfg, plain = settings("demo/full", 2, *CONFIG, *FEW_ROWS, *overrides)
+        recipe_class, cfg, plain = build_settings("demo/full", 2, *CONFIG, *FEW_ROWS, *overrides)
         hardware = dataclasses.replace(plain.hardware, memory=memory)
         return (
             recipe_class,
@@ -65,7 +65,7 @@ def found(memory: int) -> tuple[SearchResult, list[tuple[str, int]]]:
 @pytest.mark.slow
 def test_what_is_found_is_confirmed_by_its_plan():
     """Also that a step keeps its rows, and that the table says what to type."""
-    result, plans = apart(found, ROOM)
+    result, plans = call_in_fork(found, ROOM)
     assert len(result.fitting) == 2
     assert [one.verdict for one in result.fitting] == [verdict for verdict, _ in plans]
     assert [one.estimate.active for one in result.fitting] == pytest.approx(
@@ -85,7 +85,7 @@ def test_what_is_found_is_confirmed_by_its_plan():
 
 @pytest.mark.slow
 def test_nothing_fits():
-    result, _ = apart(found, 4 * MIB)
+    result, _ = call_in_fork(found, 4 * MIB)
     assert not result.fitting
     assert result.closest is not None
     assert result.closest.verdict == DOES_NOT_FIT
@@ -110,7 +110,7 @@ def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[SearchState
         future.set_result(None)
         return future
 
-    _, cfg, wanted = settings("demo/full", 2, *CONFIG, *overrides)
+    _, cfg, wanted = build_settings("demo/full", 2, *CONFIG, *overrides)
     return SearchState(cfg, wanted, fixed, submit, 1, Phase("", None, "")), made
 
 

@@ -25,7 +25,7 @@ from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.plan import test_closed_forms as forms
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 from tests.recipes.runs import FULL, LORA
 
 DDP = "parallel.strategy=ddp"
@@ -130,7 +130,7 @@ def test_matmuls_in_8_bits_are_counted_as_such(found: dict[str, dict[str, Any]])
 
 
 def test_fp8_needs_a_device_that_has_it():
-    recipe, cfg, wanted = settings(
+    recipe, cfg, wanted = build_settings(
         "demo/full", 1, "matmul_dtype=fp8", "dtype=bf16", "device=auto", device="rtx3090"
     )
     with pytest.raises(
@@ -185,7 +185,7 @@ def test_the_faster_that_fits_is_taken(
 
 
 def test_what_ddp_does_not_go_with_is_sharded():
-    recipe, cfg, wanted = settings(
+    recipe, cfg, wanted = build_settings(
         "demo/full", 2, "parallel.strategy=auto", "parallel.fsdp_wrap_policy=layers"
     )
     line = "parallel.strategy=auto: fsdp; ddp does not go with other settings of the run"
@@ -211,7 +211,7 @@ def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
 
     def run(words: list[str], **options: Any) -> None:
         assert words[1:4] == ["-P", "-m", "recipe_lib.cli.run"]
-        assert apart(command.main, words[4:]) == 0
+        assert call_in_fork(command.main, words[4:]) == 0
 
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))
     monkeypatch.setattr(command, "get_logger", lambda: SimpleNamespace(info=said.append))

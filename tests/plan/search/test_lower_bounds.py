@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 WAYS = (
     "batch_size=1 gradient_accumulation_steps=4",
@@ -34,7 +34,7 @@ def bounds(name: str, kind: str, ways: tuple[str, ...]) -> list[tuple[str, str, 
             "parallel.strategy=fsdp",
             STATES,
         )
-        recipe_class, cfg, wanted = settings(name, 4, *more, device="rtx4090")
+        recipe_class, cfg, wanted = build_settings(name, 4, *more, device="rtx4090")
         found[way] = cfg, wanted, estimate_run(recipe_class, cfg, wanted)
     rows = []
     for way, known in product(ways, ways):
@@ -55,7 +55,7 @@ def test_a_backward_need_not_find_gradients_where_all_may_be_deferred():
     known = Estimate(
         0, 0, 0, 0, 1.0, 1000, held=2**30, parameters=2**29, trained=2**29, module="", kept=2**28
     )
-    _, alone, _ = settings("demo/full", 2)
+    _, alone, _ = build_settings("demo/full", 2)
     least = {}
     for schedule in ("1f1b", "zbv"):
         more = (
@@ -63,7 +63,7 @@ def test_a_backward_need_not_find_gradients_where_all_may_be_deferred():
             f"parallel.pipeline_schedule={schedule}",
             "gradient_accumulation_steps=4",
         )
-        _, cfg, wanted = settings("demo/full", 2, *more)
+        _, cfg, wanted = build_settings("demo/full", 2, *more)
         least[schedule] = compute_least_bytes(cfg, wanted, known, alone, known) - 2**30
     assert least == {
         "1f1b": 2**28 + 2**27 * cfg.batch_size,
@@ -77,7 +77,7 @@ def test_a_backward_need_not_find_gradients_where_all_may_be_deferred():
     [("llama3/8B_full", "full", WAYS), ("llama3/8B_lora", "none", WAYS[:3:2])],
 )
 def test_bounds_are_under_what_simulations_say(name: str, kind: str, ways: tuple[str, ...]):
-    rows = apart(bounds, name, kind, ways)
+    rows = call_in_fork(bounds, name, kind, ways)
     for way, known, held, seconds in rows:
         print(f"{way} by {known}: {held:.3f} {seconds:.3f}")
     assert (

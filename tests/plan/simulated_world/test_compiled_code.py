@@ -16,15 +16,15 @@ from recipe_lib.plan.simulated_world import compiled_code
 from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
 from recipe_lib.plan.tracing.trace import OP
 from recipe_lib.plan.tracing.trace_rank import STEADY
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 
 def few_layers(name: str, layers: int, *overrides: str) -> tuple[type, Any, Any]:
-    """As `settings`, of a model with so many layers on one rank."""
+    """As `build_settings`, of a model with so many layers on one rank."""
     torch._inductor.config.cpp.vec_isa_ok = (
         True  # else a process asks the C++ compiler, which takes seconds
     )
-    recipe, cfg, wanted = settings(name, 1, *overrides)
+    recipe, cfg, wanted = build_settings(name, 1, *overrides)
     return recipe, limit_layers(cfg, layers), wanted
 
 
@@ -52,7 +52,7 @@ def facts(*, broken: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_kernels_are_fused_and_buffers_are_inductors() -> None:
-    found = apart(lambda: facts(broken=False))
+    found = call_in_fork(lambda: facts(broken=False))
     eager, compiled = found["eager"], found["compiled"]
     assert eager[2] == 0 and compiled[2] > 10
     assert compiled[1] < eager[1], "fewer operators"
@@ -61,7 +61,7 @@ def test_kernels_are_fused_and_buffers_are_inductors() -> None:
 
 @pytest.mark.slow
 def test_what_has_no_code_is_planned_uncompiled_and_says_so() -> None:
-    found = apart(lambda: facts(broken=True))
+    found = call_in_fork(lambda: facts(broken=True))
     assert found["compiled"][:3] == found["eager"][:3]
     (note,) = found["compiled"][3]
     assert note.startswith("compile=true is planned without compiling") and "no lowering" in note
@@ -91,5 +91,5 @@ def forward_operations() -> dict[bool, int]:
 
 @pytest.mark.slow
 def test_matmuls_inside_of_opaque_operators_are_counted() -> None:
-    found = apart(forward_operations)
+    found = call_in_fork(forward_operations)
     assert found[True] == found[False] > 0

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.plan.simulated_world.simulated_device import register_device
-from recipe_lib.plan.simulated_world.simulated_ranks import pin_kernels
-from tests.plan.apart import apart
+from recipe_lib.plan.simulated_world.simulated_device import pin_kernels, register_device
+from tests.plan.apart import call_in_fork
 
 # Operators that torch takes apart on a device without a kernel of its own, and that autograd has a
 # formula for where there is one: those that CUDA has a kernel for are pinned, the formulas of the
@@ -128,4 +127,4 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], torch.dtype
 
 
 def test_operators_are_those_of_cuda() -> None:
-    assert apart(issued) == {case: expected for case, (*_, expected) in CASES.items()}
+    assert call_in_fork(issued) == {case: expected for case, (*_, expected) in CASES.items()}

@@ -8,8 +8,8 @@ import pytest
 from recipe_lib.data import DataPlan, build_dataset, make_step
 from recipe_lib.data.cache import MANIFEST
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.simulated_world import sequence_lengths
-from recipe_lib.plan.simulated_world.sequence_lengths import choose_sequence
+from recipe_lib.plan.simulated_world import planned_data
+from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 from recipe_lib.tokenizers import load_tokenizer
 from tests.plan.configs import SMALL, load
 
@@ -123,7 +123,7 @@ def test_a_choice_that_needs_no_rows():
 
 def test_a_large_file_is_not_tokenized_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
-    monkeypatch.setattr(sequence_lengths, "MAX_BYTES_READ", 1000)
+    monkeypatch.setattr(planned_data, "MAX_BYTES_READ", 1000)
     assert "not tokenized yet" in choose_sequence(cfg).source
     assert not list(tmp_path.rglob(MANIFEST))
     build_dataset(cfg.data, load_tokenizer(cfg.tokenizer.path), cfg.max_seq_len)  # as a run does

@@ -13,13 +13,12 @@ import torch
 
 from recipe_lib.plan.allocation.scratch import make_kernel_memory
 from recipe_lib.plan.simulated_world.simulated_device import NAME, Event, Stream
-from recipe_lib.plan.streams.code_line import Line
-from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.streams.stream_checker import Line, StreamChecker
 from recipe_lib.plan.tracing.trace_rank import simulate
-from tests.plan.apart import settings
+from tests.plan.apart import build_settings
 
 _SMALL = ("device=auto", "max_seq_len=128")
-_BETWEEN = ("patches.py", "transport.py")  # calls between a wait and what asked for it
+_BETWEEN = ("simulated_ranks.py", "transport.py")  # calls between a wait and what asked for it
 # Calls among the device's own, and waits for collectives that are synchronous.
 _NO_WAITS = ("simulated_device.py", "distributed_c10d.py")
 _COPIES = ("host_copies.py", "_contextlib.py")  # waits there are their users' too
@@ -199,7 +198,7 @@ def without(line: Line | None, seen: Waits) -> Iterator[None]:
 
 def follow(case: Case) -> StreamChecker:
     """Two steps of a run's first rank."""
-    recipe, cfg, wanted = settings(case.config, case.ranks, *case.overrides, *_SMALL)
+    recipe, cfg, wanted = build_settings(case.config, case.ranks, *case.overrides, *_SMALL)
     checker = StreamChecker(NAME)
     kernels = make_kernel_memory("sm89")  # whose scratch comes and goes unused
     simulate(

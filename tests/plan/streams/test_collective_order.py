@@ -19,7 +19,7 @@ from recipe_lib.plan.streams.collective_order import (
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.trace_rank import simulate
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 
 def call(
@@ -98,7 +98,7 @@ def none(recipe: Any) -> None:
 def faults_of(
     overrides: tuple[str, ...], ranks: int, step: Callable[[Any], None] = none, *, layers: int = 4
 ) -> list[str]:
-    recipe, cfg, wanted = settings("demo/full", ranks, *overrides)
+    recipe, cfg, wanted = build_settings("demo/full", ranks, *overrides)
     cfg = limit_layers(cfg, layers)
     calls = {}
     for rank in range(ranks):
@@ -116,16 +116,16 @@ def faults_of(
 @pytest.mark.slow
 def test_shipped_recipes_meet() -> None:
     zbv = ("parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "gradient_accumulation_steps=4")
-    assert apart(faults_of, zbv, 2) == []
+    assert call_in_fork(faults_of, zbv, 2) == []
 
 
 @pytest.mark.slow
 def test_planted_faults_are_found() -> None:
-    mismatch = apart(lambda: faults_of((), 4, one_rank_more, layers=1))
+    mismatch = call_in_fork(lambda: faults_of((), 4, one_rank_more, layers=1))
     assert (
         len(mismatch) == 1 and "rank 3" in mismatch[0] and "test_collective_order.py" in mismatch[0]
     )
-    circle = apart(lambda: faults_of(("parallel.tensor=2",), 4, round_a_square, layers=1))
+    circle = call_in_fork(lambda: faults_of(("parallel.tensor=2",), 4, round_a_square, layers=1))
     assert (
         len(circle) == 1
         and circle[0].startswith("a circle of waits")

@@ -17,7 +17,7 @@ from benchmarks.host_waits import COUNTED, count
 from recipe_lib.adapters import nf4
 from recipe_lib.errors import ConfigError
 from tests.house.files import ROOT
-from tests.plan.apart import apart
+from tests.plan.apart import call_in_fork
 from tests.plan.streams.mutations import CASES, Case, follow
 
 # What a line of `reads` does, and what is said of it; "": nothing.
@@ -64,7 +64,7 @@ def waits_of(case: Case) -> list[tuple[str, str, int]]:
 
 
 def test_each_line_that_waits_is_named() -> None:
-    found = apart(waits_of, Case("demo/full", 1, (), reads))
+    found = call_in_fork(waits_of, Case("demo/full", 1, (), reads))
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     own = {line: what for what, file, line in found if file == __file__}
     begin = next(number for number, text in enumerate(lines) if "def train_step" in text)
@@ -100,7 +100,7 @@ def refusal_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", [*SIZED_BY_VALUES])
 def test_what_has_a_size_that_values_decide_is_refused_by_its_line(name: str) -> None:
-    said = apart(refusal_of, name)
+    said = call_in_fork(refusal_of, name)
     assert f"{__file__}:" in said and "train_step: reads the value of a tensor" in said
 
 
@@ -108,23 +108,23 @@ def test_what_has_a_size_that_values_decide_is_refused_by_its_line(name: str) ->
 def test_shipped_runs_wait_once_a_step() -> None:
     for name in ("optimizer offload, stepping in backward", "pipeline, zbv"):
         case = CASES[name]
-        found = apart(waits_of, case)
+        found = call_in_fork(waits_of, case)
         assert [Path(file).name for _, file, _ in found] == ["loop.py"], name
 
 
 @pytest.mark.slow
 def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
-    found = apart(waits_of, CASES["FSDP, CPU offload"])
+    found = call_in_fork(waits_of, CASES["FSDP, CPU offload"])
     logged = {"loop.py": 1}
     assert Counter(Path(file).name for _, file, _ in found) == {"host_copies.py": 1} | logged
-    found = apart(waits_of, CASES["FSDP, CPU offload, two micro-batches"])
+    found = call_in_fork(waits_of, CASES["FSDP, CPU offload, two micro-batches"])
     # The root and four layers, of which the second micro-batch's last is waited for apart.
     units = 5
     waits = {"host_copies.py": 1 + units - 1 + 1}
     assert Counter(Path(file).name for _, file, _ in found) == waits | logged
     in_fp32 = Case("demo/full", 4, (*CASES["FSDP, CPU offload, two micro-batches"].overrides, "dtype=bf16",
                    "parallel.accumulate_grad_in_fp32=true"))  # fmt: skip
-    assert len(apart(waits_of, in_fp32)) == len(found)
+    assert len(call_in_fork(waits_of, in_fp32)) == len(found)
 
 
 def uncached() -> list[tuple[str, str, int]]:
@@ -138,7 +138,7 @@ def uncached() -> list[tuple[str, str, int]]:
 
 @pytest.mark.slow
 def test_a_table_that_is_copied_for_each_matrix_would_wait_for_each() -> None:
-    found = apart(uncached)
+    found = call_in_fork(uncached)
     layers, projections = 4, 7
     copies = [place for what, *place in found if Path(place[0]).name == "nf4.py"]
     # Forward and backward dequantize each, but backward needs no gradient of the first layer's
@@ -149,7 +149,7 @@ def test_a_table_that_is_copied_for_each_matrix_would_wait_for_each() -> None:
 
 def test_copies_that_nobody_waits_for_are_not_read() -> None:
     """The host reads a number while it is on its way."""
-    assert apart(races_of_an_early_read) == 1
+    assert call_in_fork(races_of_an_early_read) == 1
 
 
 def races_of_an_early_read() -> int:
@@ -171,4 +171,4 @@ def races_of_an_early_read() -> int:
 def test_the_pages_counts_are_those_of_the_check() -> None:
     page = json.loads((ROOT / "docs" / "host_waits.json").read_text(encoding="utf-8"))
     assert set(page) == {"", *map(str, COUNTED)}
-    assert page[str(OFFLOADED)]["full"] == apart(count, "full", OFFLOADED)
+    assert page[str(OFFLOADED)]["full"] == call_in_fork(count, "full", OFFLOADED)

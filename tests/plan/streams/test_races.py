@@ -8,7 +8,7 @@ import torch
 from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.trace_rank import simulate
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 
 def writes_over_a_read(recipe: type, waits: bool) -> type:
@@ -34,7 +34,9 @@ def writes_over_a_read(recipe: type, waits: bool) -> type:
 
 
 def find_races(waits: bool) -> list[str]:
-    recipe, cfg, wanted = settings("demo/full", 1, "device=auto", "max_seq_len=32", "batch_size=1")
+    recipe, cfg, wanted = build_settings(
+        "demo/full", 1, "device=auto", "max_seq_len=32", "batch_size=1"
+    )
     checker = StreamChecker(NAME)
     own = writes_over_a_read(recipe, waits)
     simulate(own, cfg, wanted.sequence, phases=(), checker=checker)
@@ -43,7 +45,7 @@ def find_races(waits: bool) -> list[str]:
 
 @pytest.mark.slow
 def test_what_another_stream_still_reads_is_not_written() -> None:
-    (race,) = apart(find_races, False)
+    (race,) = call_in_fork(find_races, False)
     assert " aten::zero_ " in race and " writes what aten::exp on stream 1 " in race
     assert race.endswith(" reads, with no wait between them")
-    assert not apart(find_races, True)
+    assert not call_in_fork(find_races, True)

@@ -13,7 +13,7 @@ from recipe_lib.plan.build_plan import make_plan
 from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 SIZE, COUNT = 8 * 2**20, 5
 
@@ -44,7 +44,9 @@ def found(recorded: bool, queue: int = 0) -> tuple[list[str], int, list[str]]:
     """(faults, most bytes active in a step, what a plan says). queue: kernels that a host can be
     ahead of a stream.
     """
-    recipe, cfg, wanted = settings("demo/full", 1, "device=auto", "max_seq_len=32", "batch_size=1")
+    recipe, cfg, wanted = build_settings(
+        "demo/full", 1, "device=auto", "max_seq_len=32", "batch_size=1"
+    )
     checker = StreamChecker(NAME)
     own = uses_a_stream(recipe, recorded)
     trace = simulate(own, cfg, wanted.sequence, phases=(), checker=checker).trace
@@ -58,12 +60,15 @@ def test_it_is_no_race_and_its_memory_is_held_as_long_as_a_host_can_be_ahead() -
     """Which is to the end of the step, as that other stream's queue never fills; in one of two
     kernels a block is held until the second one after it.
     """
-    (races, reused, none), (clean, held, said) = apart(found, False), apart(found, True)
+    (races, reused, none), (clean, held, said) = (
+        call_in_fork(found, False),
+        call_in_fork(found, True),
+    )
     assert (
         len(races) == 1 and races[0].startswith("memory that aten::mul_ on stream 1") and not clean
     )
     assert (COUNT - 1) * SIZE <= held - reused <= COUNT * SIZE
     (line,) = set(said) - set(none)
     assert line.startswith("record_stream: ")
-    _, short, _ = apart(found, True, 2)
+    _, short, _ = call_in_fork(found, True, 2)
     assert SIZE <= short - reused <= 2 * SIZE < held - reused

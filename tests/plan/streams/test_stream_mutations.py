@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_streams
-from recipe_lib.plan.streams.code_line import format_line
-from tests.plan.apart import apart
+from recipe_lib.plan.streams.stream_checker import format_line
+from tests.plan.apart import call_in_fork
 from tests.plan.streams.mutations import CASES, check
-from tests.selection import slow_but
+from tests.selection import mark_slow_but
 
 # By file and text of the line: torch's own that another wait of torch's makes needless, and of ours
 # one for torch 2.11.
@@ -73,9 +73,9 @@ def is_needless(place: str) -> bool:
     ) in NEEDLESS
 
 
-@pytest.mark.parametrize(("names", "least"), slow_but(OURS, 1))
+@pytest.mark.parametrize(("names", "least"), mark_slow_but(OURS, 1))
 def test_every_wait_of_ours_is_needed_and_noticed(names: tuple[str, ...], least: int) -> None:
-    faults, noticed = apart(missed, list(names), True)
+    faults, noticed = call_in_fork(missed, list(names), True)
     assert not faults
     assert len(noticed) >= least
     assert all(noticed.values()), noticed
@@ -83,7 +83,7 @@ def test_every_wait_of_ours_is_needed_and_noticed(names: tuple[str, ...], least:
 
 @pytest.mark.slow
 def test_so_is_every_other_wait() -> None:
-    faults, noticed = apart(missed, list(THOROUGH), False)
+    faults, noticed = call_in_fork(missed, list(THOROUGH), False)
     assert not faults
     assert len(noticed) > 20
     assert all(noticed.values()), noticed
@@ -99,4 +99,4 @@ def test_the_gpu_part_goes_through_its_steps() -> None:
     """On a CPU, where nothing is counted: what the check of a GPU runs, as rank 0 of a fake
     group.
     """
-    assert apart(steps_for_real, "pipeline, zbv")
+    assert call_in_fork(steps_for_real, "pipeline, zbv")

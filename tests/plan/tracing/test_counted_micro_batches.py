@@ -13,14 +13,14 @@ from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import alike, lists_them, made
 from tests.plan.test_real_runs import BASE, TIED
-from tests.recipes.runs import FULL, PLAIN, recipe_class, recipe_module
+from tests.recipes.runs import FULL, PLAIN, get_recipe_class, import_recipe_module
 
 SHAPE = SimpleNamespace(tokens=64, documents=1)
 
 
 def config(count: int, *overrides: str) -> Any:
     words = [*BASE, f"model.preset={TIED}", f"gradient_accumulation_steps={count}", *overrides]
-    return load_config(PLAIN, words, recipe_module(FULL).Config)
+    return load_config(PLAIN, words, import_recipe_module(FULL).Config)
 
 
 def count_operators(trace: Trace) -> Counter[tuple[Any, ...]]:
@@ -56,7 +56,7 @@ def of_a_lever(*overrides: str) -> tuple[int, dict[tuple[Any, ...], int]]:
     """(micro-batches simulated of five, operators that are counted otherwise than with all of
     them).
     """
-    recipe = recipe_class(recipe_module(FULL))
+    recipe = get_recipe_class(import_recipe_module(FULL))
     few = simulate(recipe, config(5, *overrides), SHAPE, ranks=2, phases=())
     counts = count_operators(few.trace)
     counts.subtract(

@@ -16,7 +16,7 @@ from recipe_lib.plan.simulated_world.shape_only_model import limit_layers
 from recipe_lib.plan.tracing import trace_deep_model as module
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated
-from tests.plan.apart import apart, settings
+from tests.plan.apart import build_settings, call_in_fork
 
 RANKS = 4
 FULL = "llama3/8B_full"
@@ -77,7 +77,7 @@ def compared(
     more: periods of layers that the whole model has beyond the longer shallow one; None: all of its
     own.
     """
-    recipe, cfg, wanted = settings(config, RANKS, *overrides)
+    recipe, cfg, wanted = build_settings(config, RANKS, *overrides)
     wanted = replace(wanted, phases=build_plan.PHASES)
     if more is not None:
         module._WORTHWHILE = 0.0
@@ -114,13 +114,13 @@ SAME = ("deeper", "", [])
 
 @pytest.mark.slow
 def test_every_event_is_that_of_the_whole_model() -> None:
-    assert apart(lambda: compared(FULL, more=None)) == SAME
+    assert call_in_fork(lambda: compared(FULL, more=None)) == SAME
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_so_it_is_whatever_the_layers_do(name: str) -> None:
-    assert apart(lambda: compared(*CASES[name])) == SAME
+    assert call_in_fork(lambda: compared(*CASES[name])) == SAME
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(
     file = tmp_path / "shape.json"
     file.write_text(json.dumps(read_preset_config(preset) | changes), encoding="utf-8")
     overrides += [*UNREAD, f"model.preset={file}"]
-    assert apart(lambda: compared(config, *overrides, more=1, steps=(STEADY,))) == SAME
+    assert call_in_fork(lambda: compared(config, *overrides, more=1, steps=(STEADY,))) == SAME
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_layers_are_repeated_by_their_own_pattern_in_a_step_alone(
 def test_settings_that_speak_of_single_layers_are_simulated_whole(
     overrides: tuple[str, ...],
 ) -> None:
-    recipe, cfg, _ = settings(FULL, RANKS, *overrides)
+    recipe, cfg, _ = build_settings(FULL, RANKS, *overrides)
     assert module.choose_depths(recipe, cfg) is None
 
 
 def test_recipes_that_do_not_say_it_are_simulated_whole() -> None:
     """A recipe of the user's own may do something at its twentieth layer."""
-    recipe, cfg, _ = settings(FULL, RANKS)
+    recipe, cfg, _ = build_settings(FULL, RANKS)
     own = type("Own", (recipe,), {})
     alike = type("Own", (recipe,), {"treats_all_alike": True})
     assert module.choose_depths(recipe, cfg) == module.choose_depths(alike, cfg) == (5, 6)
@@ -193,7 +193,7 @@ def test_recipes_that_say_it_and_do_not_are_simulated_whole(
     )
 
     def planned() -> tuple[list[str], bool]:
-        recipe, cfg, wanted = settings("demo/full", 1, f"model.preset={file}")
+        recipe, cfg, wanted = build_settings("demo/full", 1, f"model.preset={file}")
 
         def setup_model(self: Any) -> None:
             recipe.setup_model(self)  # type: ignore[attr-defined]
@@ -206,6 +206,6 @@ def test_recipes_that_say_it_and_do_not_are_simulated_whole(
         whole = build_plan.simulate_rank(own, cfg, wanted, 0)
         return found.notes, events(found.trace) == events(whole.trace)
 
-    notes, is_whole = apart(planned)
+    notes, is_whole = call_in_fork(planned)
     assert len(notes) == 1 and notes[0].endswith(f"{note}: the whole model is simulated")
     assert is_whole

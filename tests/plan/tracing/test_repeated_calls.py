@@ -17,7 +17,7 @@ from recipe_lib.plan.tracing.repeated_calls import Note, shorten
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Op, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import LORA, PLAIN, ROOT, recipe_class, recipe_module
+from tests.recipes.runs import LORA, PLAIN, ROOT, get_recipe_class, import_recipe_module
 
 
 def alloc(number: int, size: int) -> Note:
@@ -142,10 +142,10 @@ def figures(folder: Path) -> dict[str, Any]:
         "lora.quantize_base=nf4",
     ]
     overrides += ["memory.activation_checkpointing=full"]
-    module = recipe_module(LORA)
+    module = import_recipe_module(LORA)
     cfg = load_config(PLAIN, overrides, module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
-    trace = simulate(recipe_class(module), cfg, shape, ranks=4, phases=()).trace
+    trace = simulate(get_recipe_class(module), cfg, shape, ranks=4, phases=()).trace
     return {"peaks": trace.find_active_peaks(), "events": len(trace.events)} | sums(trace)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipe_lib.plan.simulated_world.patches import apply_patches, follow_works
+from recipe_lib.plan.simulated_world.simulated_ranks import apply_patches, follow_works
 
 
 def test_process_groups_are_as_they_were_afterwards() -> None:

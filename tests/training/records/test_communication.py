@@ -19,7 +19,7 @@ from recipe_lib.training.loop import (
     measure_covered,
 )
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import arguments, done, metrics, run_here
+from tests.recipes.runs import build_arguments, expect_done, read_metrics, run_here
 
 CPU = torch.device("cpu")
 FIELDS = {"communication_share", "communication_exposed_share", "scaling_efficiency"}
@@ -107,8 +107,13 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         sum_of.wait()
 
     found = {"waits": measured(waits), "works": measured(works), "seconds": pause}
-    run = done(run_here([*arguments(folder / "run"), "max_steps=3", "checkpoint.save_model=false", "batch_size=2",
-                         "log.communication_step=2"]))  # fmt: skip
+    words = [
+        "max_steps=3",
+        "checkpoint.save_model=false",
+        "batch_size=2",
+        "log.communication_step=2",
+    ]
+    run = expect_done(run_here([*build_arguments(folder / "run"), *words]))
     return found | {"said": [line for line in run.said if "communication" in line]}
 
 
@@ -124,7 +129,7 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     assert found["communication_share"] * seconds > first["seconds"] / 2
     assert found["communication_exposed_share"] < found["communication_share"] / 2
 
-    lines = metrics(tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
     assert [set(line) & FIELDS for line in lines] == [set(), FIELDS, set()]
     line = lines[1]
     assert 0 < line["communication_exposed_share"] <= line["communication_share"] < 1

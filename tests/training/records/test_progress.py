@@ -15,7 +15,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.report import phases
 from recipe_lib.training import run_log as module
 from recipe_lib.training.run_log import Progress
-from tests.report.terminal_screen import Terminal, lines_on
+from tests.report.terminal_screen import Terminal, read_lines
 
 MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
 
@@ -113,7 +113,7 @@ def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
         )
         assert set(least) <= set(kept)
         progress.validation({"step": 3, "validation_loss": 0.5})
-    history = lines_on(terminal.getvalue())
+    history = read_lines(terminal.getvalue())
     assert [text.split("  ")[0] for text in history] == ["step 2/1500", "step 3/1500"]
     assert history[1] == "step 3/1500  validation loss 0.5000"
     assert max(map(len, history)) < width
@@ -138,8 +138,8 @@ def _rows_once(terminal: Terminal, text: str) -> list[str]:
     """The last two rows of the screen once `text` is in one of them."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        rows = lines_on(terminal.getvalue())[-2:]
+        rows = read_lines(terminal.getvalue())[-2:]
         if len(rows) == 2 and "━" in rows[0] and any(text in row for row in rows):
             return rows
         time.sleep(0.01)
-    raise AssertionError(lines_on(terminal.getvalue()))
+    raise AssertionError(read_lines(terminal.getvalue()))

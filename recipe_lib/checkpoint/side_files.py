@@ -1,26 +1,35 @@
-"""Write a tokenizer's files into an export.
+"""Make the files beside the weights of an export: the tokenizer's, and the card.
 
-`copy_tokenizer` copies them with the chat template, the special tokens and the stop tokens that the
-model was trained with. A sentencepiece model gets a tokenizer.json (`make_tokenizer_json`), which
-transformers reads without the packages that parse the model.
+`copy_tokenizer` copies a tokenizer's files with the chat template, the special tokens and the stop
+tokens that the model was trained with. A sentencepiece model gets a tokenizer.json
+(`make_tokenizer_json`), which transformers reads without the packages that parse the model.
+`make_model_card` makes README.md with the metadata that the hub reads: what was trained, on what,
+with which settings, and how to use it. Paths and names of this machine are left out.
 """
 
+import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from huggingface_hub import ModelCard, ModelCardData
 from sentencepiece import SentencePieceProcessor
 
 from recipe_lib import files
+from recipe_lib.config.local_files import is_hub_snapshot
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
+from recipe_lib.config.schema_data import HUB, is_hub, resolve_sources
 from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import JSON_LIMIT, find_object, open_regular, read_object, suggest_remedy
+from recipe_lib.redaction import redact
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.special_tokens import AddedToken, read_json, read_template
-from recipe_lib.tokenizers.vocabulary import SentencePieceVocabulary
+from recipe_lib.tokenizers.tokenizer import read_json, read_template
+from recipe_lib.tokenizers.vocabulary import AddedToken, SentencePieceVocabulary
 from recipe_lib.units import format_bytes
 
 GENERATION = "generation_config.json"
@@ -61,14 +70,13 @@ def list_tokenizer_files(source: Path | None) -> list[Path]:
         return []
     folder = source.parent if source.is_file() else source
     names = SETTINGS_FILES if source.is_file() else (*TOKENIZER_FILES, *SETTINGS_FILES)
+    paths = [source] if source.is_file() else []
     # lexists, so that a link that leads nowhere is told and not passed over.
-    paths = [
+    paths += [
         folder / name
         for name in names
         if os.path.lexists(folder / name) and folder / name != source
     ]
-    if source.is_file():
-        paths.insert(0, source)
     for path in paths:
         try:
             with open_regular(path) as file:
@@ -168,10 +176,12 @@ def _write_settings(
     if tokenizer is not None and config != source_config:
         # BOS and EOS as they are written, where the tokenizer's own files do not name them.
         named_roles = find_object(temporary / TOKENS_MAP)
-        role_texts: dict[str, Any] = {}
-        for role, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-            if token is not None and role not in named_roles:
-                role_texts[role] = tokenizer.get_token_bytes(token).decode()
+        roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        role_texts: dict[str, Any] = {
+            role: tokenizer.get_token_bytes(token).decode()
+            for role, token in roles.items()
+            if token is not None and role not in named_roles
+        }
         config = role_texts | config
     is_written = source is not None or config != source_config
     if is_written and tokenizer is not None and pad_id is not None and pad_id != tokenizer.pad_id:
@@ -236,7 +246,8 @@ def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+            left = piece[:cut]
+            right = piece[cut:]
             if left in ids and right in ids:
                 merges.append((-score, ids[left], ids[right], left, right))
     merges.sort(key=lambda merge: merge[:3])
@@ -269,10 +280,14 @@ def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
         )
     else:
         built.normalizer = tokenizers.normalizers.Sequence(spaces)
-    replaced = tokenizers.decoders.Replace(_SPACE, " ")
-    fallback = tokenizers.decoders.ByteFallback()
-    fused = tokenizers.decoders.Fuse()
-    built.decoder = tokenizers.decoders.Sequence([replaced, fallback, fused, *stripped])
+    built.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace(_SPACE, " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            *stripped,
+        ]
+    )
 
 
 def _convert_added_token(token: AddedToken) -> Any:
@@ -296,10 +311,9 @@ def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
         # Alone without spaces around it: models that drop them do so at the ends of a whole text.
         texts = [sample.strip()]
         texts += [f"{special}{sample}{special}{sample}" for special in specials]
-        for text in texts:
-            ids = built.encode(text, add_special_tokens=False).ids
-            if ids != tokenizer.encode(text, allow_special=True):
-                return False
+        ids = [built.encode(text, add_special_tokens=False).ids for text in texts]
+        if ids != [tokenizer.encode(text, allow_special=True) for text in texts]:
+            return False
     return True
 
 
@@ -311,3 +325,190 @@ def _list_words(tokenizer: Tokenizer) -> Iterator[str]:
     words = [text for text in texts if text and "⁇" not in text]
     for start in range(0, len(words), 4096):
         yield "".join(words[start : start + 4096])
+
+
+CARD = "README.md"
+BASE = "BASE"  # stands for a base that is on no hub
+# Where and how a run wrote and logged says nothing about the model.
+_UNTOLD_KEYS = re.compile(
+    r"output_dir|resume|overwrite_output_dir|device|plugins?|log\..*"
+    r"|data\.(source|sources|format|cache.*|num_.*)|validation\.source|model\.path|model\.preset"
+)
+
+
+def make_model_card(
+    cfg: FullFinetuneConfig | None,
+    *,
+    base: str,
+    base_folder: Path | None,
+    lora: LoraConfig | None,
+    is_adapter: bool,
+    commands: Sequence[str] = (),
+    plan: Mapping[str, str] | None = None,
+    results: Mapping[str, str] | None = None,
+) -> str:
+    """Return the card's text, the same for the same training.
+
+    cfg: of the run; None: it is not known.
+    base: the name of what training began from.
+    base_folder: where that is, None for random weights; its own card says the license.
+    lora: how the adapter was made, None for a model of which all weights were trained.
+    is_adapter: the export is an adapter alone.
+    commands: what to do with it, in a folder that they call FOLDER, and a base that they call BASE.
+    plan, results: rows of the tables of how it was trained and what came of it.
+    """
+    sources = [] if cfg is None else [source.source for source in resolve_sources(cfg.data)]
+    # A hub's data set, without the subset or file that follows its id.
+    datasets = {name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}
+    is_base_on_hub = base_folder is not None and is_hub_snapshot(base_folder, base)
+    data = ModelCardData(
+        base_model=base if is_base_on_hub else None,
+        datasets=sorted(datasets) or None,
+        library_name="peft" if is_adapter else "transformers",
+        license=_read_license(base_folder),
+        pipeline_tag="text-generation",
+        tags=["tune-recipes", *_list_kind_tags(cfg, lora)],
+    )
+    parts = [f"---\n{data.to_yaml()}\n---"]
+    parts += _write_sections(
+        cfg, base=base, base_folder=base_folder, lora=lora, is_adapter=is_adapter
+    )
+    tables = {"Plan": plan, "Results": results}
+    parts += [f"## {title}\n\n{_format_table(rows)}" for title, rows in tables.items() if rows]
+    adapter_base = get_public_name(base, base_folder) if is_adapter else None
+    use = _describe_use(adapter_base, commands, has_base=base_folder is not None)
+    parts.append(f"## Use\n\n{use}")
+    # A setting may hold a token, though none should.
+    return redact("\n\n".join(parts) + "\n")
+
+
+def get_public_name(base: str, folder: Path | None) -> str:
+    """Return how a card names what training began from: by its hub id or preset, else as BASE.
+
+    A folder's path is of this machine and tells a reader nothing.
+    """
+    return base if folder is None or is_hub_snapshot(folder, base) else BASE
+
+
+def _read_license(folder: Path | None) -> str | None:
+    """Return the license in the card of the base; None if there is no card, or it names none."""
+    if folder is None or not (folder / CARD).is_file():
+        return None
+    try:
+        name = ModelCard.load(folder / CARD).data.license
+    except (OSError, ValueError, AttributeError):  # a stranger's file
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _list_kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
+    kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
+    if cfg is None:
+        return kinds
+    has_preferences = any(source.format == "preference" for source in resolve_sources(cfg.data))
+    # Of dpo_distributed `dpo`, of reward_distributed `reward`.
+    return [cfg.recipe.partition("_")[0] if has_preferences else "sft", *kinds]
+
+
+def _write_sections(
+    cfg: FullFinetuneConfig | None,
+    *,
+    base: str,
+    base_folder: Path | None,
+    lora: LoraConfig | None,
+    is_adapter: bool,
+) -> Iterator[str]:
+    kind = "full fine-tuning"
+    if lora is not None:
+        kind = "DoRA" if lora.dora else "LoRA"
+    product = f"{kind} adapter for" if is_adapter else f"Trained by {kind} from"
+    has_random_start = cfg is not None and not cfg.model.path
+    origin = "random weights of the architecture " if has_random_start else ""
+    yield f"# {Path(base).name or 'model'}, fine-tuned"
+    name = base if get_public_name(base, base_folder) == base else Path(base).name
+    yield f"{product} {origin}`{name}`, made with tune-recipes."
+    if cfg is not None:
+        yield "## Data\n\n" + "\n".join(_list_data_lines(cfg))
+        changed = {f"`{name}`": _format_cell(value) for name, value in _list_changed_keys(cfg)}
+        if changed:
+            yield f"## Settings that differ from the defaults\n\n{_format_table(changed)}"
+
+
+def _format_table(rows: Mapping[str, str]) -> str:
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _list_data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
+    for source in resolve_sources(cfg.data):
+        weight = f", weight {source.weight:g}" if source.weight != 1 else ""
+        yield f"- `{_drop_folders(source.source)}`, format `{source.format}`{weight}"
+    if cfg.validation.source:
+        yield f"- validation: `{_drop_folders(cfg.validation.source)}`"
+
+
+def _drop_folders(source: str) -> str:
+    """Return a file's name: where it lay says nothing to whoever reads the card."""
+    return source if is_hub(source) else Path(source).name
+
+
+def _list_changed_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys that differ from their defaults, with their values."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        name = prefix + field.name
+        if dataclasses.is_dataclass(value):
+            yield from _list_changed_keys(value, f"{name}.")
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if value != default and not _UNTOLD_KEYS.fullmatch(name):
+            if field.metadata.get("path") and isinstance(value, str):
+                value = _drop_folders(value)
+            yield name, value
+
+
+def _format_cell(value: Any) -> str:
+    # A bar or a line end would end the cell; chr() since an f-string takes no backslash.
+    return f"`{str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')}`"
+
+
+def _describe_use(base: str | None, commands: Sequence[str], *, has_base: bool) -> str:
+    """Return how to load the export and ask it something.
+
+    base: of an adapter; None for a model. has_base: the base has weights that can be loaded.
+    """
+    if base is not None and not has_base:
+        return (
+            f"The adapter is of use with the random weights of `{base}` alone that it was"
+            " trained on."
+        )
+    imports = ""
+    load = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
+    if base is not None:
+        imports = "from peft import PeftModel\n"
+        load = (
+            f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}),"
+            ' "FOLDER")'
+        )
+    names = "FOLDER and BASE" if base == BASE else "FOLDER"
+    text = (
+        f"In the place of {names}, a path or a name on the hub:\n\n```python\n{imports}"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n{load}\n{_ASK}```'
+    )
+    if commands:
+        lines = "".join(f"{command}\n" for command in commands)
+        text += f"\n\n```bash\n{lines}```"
+    return text
+
+
+_ASK = (
+    'prompt = [{"role": "user", "content": "Hello"}]\n'
+    "inputs = tokenizer.apply_chat_template(\n"
+    '    prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True\n'
+    ")\n"
+    "answer = model.generate(**inputs, max_new_tokens=100)\n"
+    'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))\n'
+)

@@ -1,0 +1,515 @@
+"""Load a PEFT adapter's folder into a model, and export a model's adapters as such a folder.
+
+`load_adapter` has each rank read its own slices; ranks, scalings and fused modules of the file need
+not be those of the model: what differs is converted while it is read. `export_adapter` writes
+adapter_config.json and adapter_model.safetensors, which PEFT, vLLM and we ourselves read: one
+parameter at a time is gathered and streamed to the disk, as for a whole model.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from recipe_lib.adapters.layers import AdaptedModule
+from recipe_lib.adapters.lora import get_adapter_parameters, is_adapter
+from recipe_lib.adapters.peft_names import (
+    EMBEDDING_A,
+    EMBEDDING_B,
+    HEAD,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    PREFIX,
+    FileModule,
+    MergedRows,
+    find_adapted_modules,
+    get_file_name,
+    is_target,
+    list_targets,
+    stack_expert_factors,
+    unstack_expert_factors,
+)
+from recipe_lib.adapters.quantized import QuantizedLinear
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, make_config_fields
+from recipe_lib.checkpoint.adapter_files import (
+    BASE_DTYPE,
+    BASE_FINGERPRINT,
+    BASE_IMPLEMENTATION,
+    BASE_STORAGE,
+    OF_SCORES,
+    SCORE_KEYS,
+    AdapterFile,
+    check_fits,
+    find_used_parts,
+    is_stacked,
+    read_adapter,
+)
+from recipe_lib.checkpoint.model_export import (
+    SideFiles,
+    describe_extra_fault,
+    gather_whole,
+    make_extra_metadata,
+    plan_tensors,
+    stage_folder,
+    stream_parameter,
+)
+from recipe_lib.checkpoint.rank_groups import (
+    Holders,
+    RankGroup,
+    find_holders,
+    run_on_all_ranks,
+    write_gathered,
+)
+from recipe_lib.checkpoint.safetensors_files import FileTensor, PlannedTensor
+from recipe_lib.checkpoint.weight_loading import (
+    compute_base_fingerprint,
+    find_extras_to_read,
+    read_part,
+)
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.families import has_score_head
+from recipe_lib.models.language_model import (
+    LanguageModel,
+    get_runs,
+    list_local_parts,
+    restore_file_order,
+)
+from recipe_lib.models.meta_init import (
+    find_extra_modules,
+    find_fully_saved_tensors,
+    find_stored_weights,
+)
+from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
+    """Fill the model's adapters from a PEFT adapter; return the number of modules filled.
+
+    An adapter of a lower rank than the model's is filled up with zeros, and stays at its rank:
+    where A and B are both zero, so are their gradients. One that is scaled by another number has
+    the ratio put into B. Extra parameters, which a recipe added, are read too, and the model must
+    have those that the folder has. Weights of the base that the folder brings along take their
+    places (see `SavedWeights`).
+
+    model: with adapters, materialized, plain or sharded. folder: of an adapter that `check_adapter`
+    has let pass. some: a module that has no adapter in the folder (those of some layers) is left as
+    `init_adapters` made it, which changes nothing; without it that is a fault.
+
+    Raises CheckpointError.
+    """
+    adapter = read_adapter(folder)
+    saved = check_fits(adapter, spec)
+    if isinstance(model, LanguageModel):
+        saved.put_into(model)
+    adapted = {
+        name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)
+    }
+    filled_names = set()
+    modules = adapter.list_modules(spec)
+    for module in modules:
+        # In a pipeline another rank may have the module's layer.
+        parts = [part for part in module.parts if part.module in adapted]
+        for number, part in enumerate(parts):
+            _fill_module(
+                adapter,
+                module,
+                part=part,
+                number=number,
+                num_parts=len(parts),
+                target=adapted[part.module],
+                model=model,
+            )
+            filled_names.add(part.module)
+    _fill_extras(adapter, model)
+    if filled_names != adapted.keys() and not some:
+        targets = list_targets(find_used_parts(adapter, module) for module in modules)
+        raise CheckpointError(
+            f"{folder}: has no adapter for {min(adapted.keys() - filled_names)};"
+            f" set lora.target_modules=[{','.join(targets)}]"
+        )
+    return len(filled_names)
+
+
+def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
+    file_extras = {
+        name: FileTensor(adapter.path, entry, extra=True)
+        for name, (_, entry) in adapter.extras.items()
+    }
+    tensors = find_fully_saved_tensors(model)
+    names = find_extras_to_read(model, adapter.folder, file_extras)
+    with safe_open(str(adapter.path), framework="pt") as file:
+        for name in names:
+            for local, offsets in list_local_parts(model, name, tensors[name]):
+                read_part(file.get_slice(adapter.extras[name][0]), local, offsets)
+    if isinstance(model, LanguageModel):
+        model.loaded_extras |= frozenset(names)
+
+
+def _fill_module(
+    adapter: AdapterFile,
+    module: FileModule,
+    *,
+    part: MergedRows,
+    number: int,
+    num_parts: int,
+    target: AdaptedModule,
+    model: nn.Module,
+) -> None:
+    """Fill the adapter of one module of ours from a module of the file.
+
+    part: our module in the file's, which may be fused. number, num_parts: which of the fused
+    module's adapted parts it is, and how many there are.
+    """
+    settings = target.settings
+    is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
+    first = number * settings.rank if is_stack else 0  # of the stack's ranks, those of this part
+    rank = settings.rank if is_stack else adapter.config.get_rank(module)
+    if rank > settings.rank:
+        raise CheckpointError(
+            f"{adapter.folder}: has rank {rank}, found lora.rank={settings.rank}; set"
+            f" lora.rank={rank}"
+        )
+    ratio = adapter.config.compute_scaling(module) / settings.scaling
+    if module.experts:
+        _fill_experts(
+            adapter, module, name=part.module, rank=rank, ratio=ratio, target=target, model=model
+        )
+        return
+    start = part.start
+
+    def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
+
+    suffixes = (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
+    with safe_open(str(adapter.path), framework="pt") as file:
+        entries = adapter.tensors[module.name]
+
+        # A `[r, in]`: rows beyond the file's rank stay zero.
+        source = file.get_slice(entries[suffixes[0]][0])
+        for local, (row, column) in get_local_parts(suffixes[0]):
+            local.zero_()
+            rows = source[first + min(row, rank) : first + min(row + len(local), rank)]
+            local[: len(rows)].copy_(rows[:, column : column + local.shape[1]])
+
+        # B `[out, r]`: a fused module has the rows of all its parts.
+        source = file.get_slice(entries[suffixes[1]][0])
+        for local, (row, _) in get_local_parts(suffixes[1]):
+            local.zero_()
+            rows = source[start + row : start + row + len(local)][:, first : first + rank]
+            # Multiplied only where needed: an adapter is loaded to the bit where it can be.
+            local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
+
+        if target.lora_magnitude_vector is not None:
+            source = file.get_slice(entries[MAGNITUDE][0])
+            for local, (row,) in get_local_parts(MAGNITUDE):
+                local.copy_(source[start + row : start + row + len(local)])
+
+
+def _fill_experts(
+    adapter: AdapterFile,
+    module: FileModule,
+    *,
+    name: str,
+    rank: int,
+    ratio: float,
+    target: AdaptedModule,
+    model: nn.Module,
+) -> None:
+    """Fill the adapters of a layer's experts.
+
+    A file has the factors of the experts one below, or next to, the other: see `expert_factors`.
+
+    name: of our module. rank: of the file. ratio: of the file's scaling to the model's.
+    """
+    factors = unstack_expert_factors(
+        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
+    )
+    if abs(ratio - 1) >= 1e-6:
+        factors = (factors[0], factors[1].double() * ratio)
+    # A is `[E, r, i]` and B `[E, o, r]`: the rank is dimension 1 or 2.
+    for suffix, factor, dim in zip((LORA_A, LORA_B), factors, (1, 2), strict=True):
+        for local, offset in list_local_parts(
+            model, f"{name}.{suffix}", target.get_parameter(suffix)
+        ):
+            local.zero_()
+            begin = offset[dim]
+            num_ranks = min(max(rank - begin, 0), local.shape[dim])
+            part = [slice(at, at + size) for at, size in zip(offset, local.shape, strict=True)]
+            part[dim] = slice(begin, begin + num_ranks)
+            local.narrow(dim, 0, num_ranks).copy_(factor[tuple(part)])
+
+
+def export_adapter(
+    model: nn.Module,
+    spec: ModelSpec,
+    cfg: LoraConfig,
+    out: Path,
+    *,
+    base: str,
+    world: RankGroup,
+    base_folder: Path | None = None,
+    source_config: Mapping[str, Any] | None = None,
+    tokenizer_folder: Path | None = None,
+    chat_template: str | Path | None = None,
+    stop_ids: Collection[int] = (),
+    save_extra: bool = False,
+    card: str | None = None,
+) -> None:
+    """Write the folder `out`: adapter_config.json and adapter_model.safetensors. Collective.
+
+    One parameter at a time is gathered, by the ranks that have it, and streamed to the disk by rank
+    0. Fused projections (Phi 3) have their parts' adapters stacked: the same sum, of a larger rank.
+    An `out` that a run published is replaced when the new one is whole.
+
+    base: the name or folder that loads the frozen weights.
+    base_folder: where they are here; a fingerprint of them goes into the file, and another base is
+        refused when the adapter is read again.
+    source_config: the base's config.json.
+    tokenizer_folder, chat_template, stop_ids, save_extra, card: as for `export_model`; PEFT calls
+        modules with extra parameters modules_to_save.
+
+    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    """
+    # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    model.state_dict()
+    source_config = source_config or {}
+    modules = find_adapted_modules(spec, cfg)
+    # Of Gemma 3 we train the language model, which is a part of the files' multimodal one.
+    is_multimodal = isinstance(spec, DecoderSpec) and source_config.get("model_type") == "gemma3"
+    holders = find_holders(model, world)
+    # Of all ranks: one of a pipeline may have no adapter.
+    adapters = plan_tensors(get_adapter_parameters(model), holders, world)
+    # A score head is among these: it is trained whole.
+    whole_tensors = find_fully_saved_tensors(model)
+    extras = plan_tensors(whole_tensors, holders, world)
+    recipe_extras = [name for name in extras if name != SCORE]
+    if recipe_extras and not save_extra:
+        raise CheckpointError(f"{out}: {describe_extra_fault(recipe_extras)}")
+    plan = _plan_adapters(modules, cfg, next(iter(adapters.values())).dtype, is_multimodal)
+    plan += [
+        replace(extra, name=f"{PREFIX}{get_file_name(name, is_multimodal)}")
+        for name, extra in extras.items()
+    ]
+    extra_modules = chain.from_iterable(holders.gather(find_extra_modules(model), world))
+    fields = _make_fields(
+        model, spec, cfg, base, modules=modules, saved=extra_modules, is_multimodal=is_multimodal
+    )
+    metadata = run_on_all_ranks(
+        world,
+        lambda: _make_metadata(
+            model, spec, cfg=cfg, base_folder=base_folder, source_config=source_config
+        ),
+    )
+    staging = stage_folder(
+        out,
+        shards={TENSOR_FILE: plan},
+        contents={CONFIG_FILE: fields},
+        side_files=SideFiles(tokenizer_folder, chat_template, stop_ids, card),
+        pad_id=source_config.get("pad_token_id") if has_score_head(spec) else None,
+        world=world,
+    )
+    with staging as temporary:
+        adapter_pieces = (_gather_pieces(model, module, cfg, holders) for module in modules)
+        extra_pieces = (stream_parameter(model, whole_tensors, holders, name) for name in extras)
+        # Generators in a chain: nothing is gathered before it is written.
+        write_gathered(
+            temporary / TENSOR_FILE,
+            plan,
+            pieces=chain.from_iterable(chain(adapter_pieces, extra_pieces)),
+            metadata=metadata | make_extra_metadata(recipe_extras),
+            world=world,
+        )
+
+
+def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
+    """Return the largest rank in an exported file.
+
+    It is larger than `cfg.rank` where adapters of fused projections are stacked.
+    """
+    return max(_compute_rank(module, cfg) for module in find_adapted_modules(spec, cfg))
+
+
+def _compute_rank(module: FileModule, cfg: LoraConfig) -> int:
+    return cfg.rank * sum(is_target(part, cfg) for part in module.parts)
+
+
+def _plan_adapters(
+    modules: list[FileModule], cfg: LoraConfig, dtype: torch.dtype, is_multimodal: bool
+) -> list[PlannedTensor]:
+    """Return the adapters' tensors of a file, in the order of the modules."""
+    plan: list[PlannedTensor] = []
+    for module in modules:
+        prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
+        shapes = module.shapes(_compute_rank(module, cfg), cfg.dora)
+        plan += [PlannedTensor(f"{prefix}.{end}", dtype, shape) for end, shape in shapes.items()]
+    return plan
+
+
+def _make_fields(
+    model: nn.Module,
+    spec: ModelSpec,
+    cfg: LoraConfig,
+    base: str,
+    *,
+    modules: list[FileModule],
+    saved: Iterable[str],
+    is_multimodal: bool,
+) -> dict[str, Any]:
+    """Return the contents of adapter_config.json.
+
+    saved: the modules with extra parameters, of all ranks.
+    """
+    is_scored = has_score_head(spec)
+    # A dict keeps the model's order and has each name once.
+    saved_modules = dict.fromkeys(saved)
+    if is_scored:
+        saved_modules[SCORE.removesuffix(".weight")] = None
+    fields = make_config_fields(
+        cfg,
+        base,
+        ranks={module.name: _compute_rank(module, cfg) for module in modules},
+        target_modules=_choose_target_modules(modules, spec, is_multimodal),
+        parameters=[module.parameter for module in modules if module.parameter],
+        saved=[get_file_name(name, is_multimodal) for name in saved_modules],
+    )
+    if is_scored:
+        fields["task_type"] = "SEQ_CLS"
+    is_transposed = [
+        module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
+    ]
+    # The bool is for a stage of a pipeline without adapters.
+    fields["fan_in_fan_out"] = bool(is_transposed) and all(is_transposed)
+    return fields
+
+
+def _choose_target_modules(
+    modules: list[FileModule], spec: ModelSpec, is_multimodal: bool
+) -> list[str] | str:
+    """Return target_modules for PEFT: the last parts of the modules' names, where that is clear."""
+    ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
+    if isinstance(spec, ExternalSpec):
+        names = {module.name for module in modules}
+        unadapted_names = set(spec.layout().modules) - names
+        # Whole names, where PEFT would put an adapter on another module with such an end too.
+        if any(name.rpartition(".")[2] in ends for name in unadapted_names):
+            return sorted(names)
+    if not is_multimodal:
+        return ends
+    # A pattern, since the other parts of a multimodal model may have the same names.
+    head = "|lm_head" if HEAD in ends else ""  # which is beside the language model
+    return rf".*\blanguage_model\.(.*\.)?({'|'.join(ends)}){head}"
+
+
+def _make_metadata(
+    model: nn.Module,
+    spec: ModelSpec,
+    *,
+    cfg: LoraConfig,
+    base_folder: Path | None,
+    source_config: Mapping[str, Any],
+) -> dict[str, str]:
+    """Return the file's metadata: what PEFT looks for, and what merging must know of the base."""
+    metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
+    stored = find_stored_weights(model)  # codes and scales have types of their own, not the run's
+    dtype = next(
+        parameter.dtype
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name) and name.rpartition("_")[0] not in stored
+    )
+    if isinstance(spec, ExternalSpec):
+        metadata[BASE_IMPLEMENTATION] = spec.implementation
+    metadata[BASE_DTYPE] = str(dtype).removeprefix("torch.")
+    if base_folder is not None:
+        metadata[BASE_FINGERPRINT] = compute_base_fingerprint(spec, base_folder)
+    if has_score_head(spec):
+        score_keys = {name: source_config[name] for name in OF_SCORES if name in source_config}
+        metadata[SCORE_KEYS] = json.dumps(score_keys)
+    return metadata
+
+
+def _gather_pieces(
+    model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders
+) -> Iterator[torch.Tensor]:
+    """Return an iterator of the data of a module's planned tensors, on rank 0. Collective.
+
+    The tensors are in the order of the plan, gathered one at a time.
+    """
+    first = _get_factor_names(module)[0]
+    names = [f"{part.module}.{first}" for part in module.parts]
+    # Any part tells the ranks: all parts of a module are in one layer, and so on one stage.
+    name = next(name for name in names if name in holders.first)
+    return holders.stream_to_rank_0(name, lambda: _gather_own_pieces(model, module, cfg))
+
+
+def _get_factor_names(module: FileModule) -> tuple[str, str]:
+    return (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
+
+
+@torch.no_grad()
+def _gather_own_pieces(
+    model: nn.Module, module: FileModule, cfg: LoraConfig
+) -> Iterator[torch.Tensor]:
+    """Yield what `_gather_pieces` does, on the ranks that have the module. Collective."""
+    owners = [(part, model.get_submodule(part.module)) for part in module.parts]
+    names = _get_factor_names(module)
+    adapted = [owner for _, owner in owners if isinstance(owner, AdaptedModule)]
+    if module.experts:
+        ((part, owner),) = owners
+        runs = [get_runs(model).get(f"{part.module}.{name}") for name in names]
+        parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
+        yield from stack_expert_factors(*map(restore_file_order, parameters, runs))
+        return
+    # A of a fused module: its parts' below each other.
+    for owner in adapted:
+        yield gather_whole(owner.get_parameter(names[0]).detach())
+    # B of a fused module: a block for each of its parts, zeros elsewhere.
+    for part, owner in owners:
+        if len(owners) == 1:
+            second = gather_whole(owner.get_parameter(names[1]).detach())
+            yield restore_file_order(second, get_runs(model).get(f"{part.module}.{names[1]}"))
+            continue
+        dtype = adapted[0].settings.dtype
+        second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)
+        if owner in adapted:
+            at = adapted.index(owner) * cfg.rank
+            second[:, at : at + cfg.rank] = gather_whole(
+                owner.get_parameter(names[1]).detach()
+            ).cpu()
+        yield second
+    if cfg.dora:
+        for _, owner in owners:
+            yield _gather_lengths(owner, adapted[0].settings.dtype)
+
+
+def _gather_lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """Return DoRA's lengths `[out]`. Collective.
+
+    A fused module's part without an adapter has those of its rows, which change nothing.
+    """
+    if isinstance(module, AdaptedModule):
+        return gather_whole(module.get_parameter(MAGNITUDE).detach())
+    return torch.linalg.vector_norm(gather_frozen_weight(module).float(), dim=1).to(dtype)
+
+
+def gather_frozen_weight(module: nn.Module) -> torch.Tensor:
+    """Return the whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
+    if not isinstance(module, QuantizedLinear):
+        return gather_whole(module.get_parameter("weight").detach())
+    linear = nn.Linear(
+        module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
+    )
+    # Codes and scales are gathered, not the weight, and dequantized here.
+    copy = QuantizedLinear(linear, module.kind)
+    for name, parameter in module.named_parameters(recurse=False):
+        if name != "bias":
+            setattr(copy, name, nn.Parameter(gather_whole(parameter.detach()), requires_grad=False))
+    return copy.dequantize_weight()

@@ -1,0 +1,416 @@
+"""Lengths of the sequences that a plan is made for, and batches of them in place of a dataset's.
+
+`choose_sequence` takes the lengths from the data where it is on this machine, else max_seq_len.
+What decides on memory is the widest micro-batch of a run: the longest sequence, or with packing the
+fullest pack, which all packs of an epoch are padded to.
+
+`simulate` sets a `PlannedData` as the recipe's `data`. Its sequences are as long as the plan is
+for, and every token is trained. A step has all of its micro-batches, but going through them yields
+only as many as are simulated.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from recipe_lib.checkpoint.huggingface import find_checkpoint
+from recipe_lib.config.local_files import find_files, get_cache_root
+from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema_data import is_hub, resolve_sources
+from recipe_lib.data import (
+    Batch,
+    DataPlan,
+    Dataset,
+    StepBatches,
+    adapt_to_recipe,
+    build_dataset,
+    build_validation_dataset,
+    settle_formats,
+)
+from recipe_lib.data.batches import make_step
+from recipe_lib.data.cache import MANIFEST
+from recipe_lib.data.sources import open_sources
+from recipe_lib.data.tokenize_dataset import DatasetBuilder
+from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.parallel import World
+from recipe_lib.plan.simulated_world.sequence_choice import PERCENTILES, check_choice
+from recipe_lib.plan.tracing.simulated_micro_batches import MicroBatchMarks
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from recipe_lib.units import MIB, format_bytes
+
+# Sources up to this size are tokenized for a plan: a minute at most.
+MAX_BYTES_READ = 64 * MIB
+FEW_BYTES = 4 * MIB  # a second's work; the samples of more are enough for a step of any batch
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class PlannedSequence:
+    """The sequences of a plan."""
+
+    # Of a sequence, before padding to data.pad_to_multiple_of; of packed pairs, half of a pack.
+    tokens: int
+    # Where that is from, a phrase for the report.
+    source: str
+    # Lengths of the documents, in tokens: `sequences` (how many), `p50`, `p90`, `p99`, `max`. None
+    # where they are not known.
+    histogram: dict[str, int] | None = None
+    # Optimizer steps of the run, where known.
+    steps: int | None = None
+    # Sequences that stay together: 2 for pairs.
+    group: int = 1
+    # Documents (pairs) in a packed sequence, on average; 1 without packing or where not known.
+    pack: float = 1.0
+
+    @property
+    def documents(self) -> int:
+        """Documents (pairs) of a packed sequence, as a whole number."""
+        return max(1, round(self.pack))
+
+
+def choose_sequence(
+    cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None
+) -> PlannedSequence:
+    """Return the sequences that a config is planned for.
+
+    choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`;
+    `max`, max_seq_len; a number of tokens; `p50`, `p90` or `p99` of the sequences' lengths. ranks:
+    those that have different batches. wait: seconds for another process to tokenize the data; None:
+    small files that are not in the cache are tokenized here. Nothing comes over the network. Raises
+    ConfigError.
+    """
+    check_choice(choice)
+    tokens = int(choice) if choice.isdigit() else None
+    if tokens is not None and tokens > cfg.max_seq_len:
+        raise ConfigError(
+            f"--sequence {choice}: sequences have at most max_seq_len tokens ({cfg.max_seq_len});"
+            " raise max_seq_len"
+        )
+    group = 2 if cfg.trains_on_pairs else 1
+    if cfg.samples in ("labeled answers", "classes"):
+        # The recipe finds their format. Others would read such samples too, without their labels.
+        cfg = deepcopy(cfg)
+        with suppress(UserError):  # reading the data raises it again
+            settle_formats(cfg)
+    if tokens is not None or choice == "max":
+        _check_steps(cfg, _load_few_samples(cfg, wait), ranks)
+        source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
+        return PlannedSequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+    dataset, reason = _load_dataset(cfg, wait)
+    if dataset is not None:
+        return _measure_dataset(cfg, adapt_to_recipe(cfg, dataset), choice, ranks)
+    if choice != "auto":
+        raise ConfigError(
+            f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of"
+            " tokens, or max"
+        )
+    source = f"max_seq_len, as the dataset is not available: {reason}"
+    return PlannedSequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+
+
+def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> PlannedSequence:
+    """Return the sequences of a plan from the lengths of tokenized ones."""
+    lengths = dataset.lengths
+    percentiles = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
+    histogram = {
+        "sequences": len(lengths),
+        **dict(zip(PERCENTILES, percentiles, strict=True)),
+        "max": int(lengths.max()),
+    }
+    order = _order_dataset(cfg, dataset, slots_per_step=1)
+    num_slots = order.total_steps(1)
+    steps = _check_steps(cfg, dataset, ranks)
+    fullest = order.pack_length(0)
+    count = f"{len(dataset):,} sequences"
+    if dataset.report.split_sequences:
+        count += f" from {dataset.report.samples_read:,} samples"
+    choice = choice if choice in PERCENTILES else "max"
+    source = f"{'longest' if choice == 'max' else choice} of {count}"
+    if fullest is not None:
+        source = f"fullest of {num_slots:,} packs of {count}"
+    return PlannedSequence(
+        tokens=histogram[choice] if fullest is None else -(-fullest // dataset.group),
+        source=source,
+        histogram=histogram,
+        steps=steps,
+        group=dataset.group,
+        pack=dataset.items / num_slots if cfg.data.packing else 1.0,
+    )
+
+
+def _order_dataset(cfg: Any, dataset: Dataset, slots_per_step: int) -> DataPlan:
+    return DataPlan(
+        dataset,
+        seed=cfg.seed,
+        slots_per_step=slots_per_step,
+        shuffle=cfg.data.shuffle,
+        packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
+    )
+
+
+def _check_steps(cfg: Any, dataset: Dataset | None, ranks: int) -> int | None:
+    """Return the optimizer steps of the run; None without a dataset.
+
+    Raises the DataError of a run whose epochs have not one step.
+    """
+    if dataset is None:
+        return None
+    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
+    order = _order_dataset(cfg, adapt_to_recipe(cfg, dataset), slots_per_step=per_step)
+    return order.total_steps(cfg.epochs, cfg.max_steps)
+
+
+def _load_few_samples(cfg: Any, wait: float | None) -> Dataset | None:
+    """Return the dataset if an earlier run has tokenized it, else None.
+
+    wait None: also a dataset that is so small that it may not have a step's sequences.
+    """
+    try:
+        stored = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
+    except UserError:
+        stored = None
+    if stored is not None or wait is not None:
+        return stored
+    try:
+        if sum(map(_count_bytes, resolve_sources(cfg.data))) > FEW_BYTES:
+            return None
+    except UserError:  # the data are not on this machine
+        return None
+    return _load_dataset(cfg, None)[0]
+
+
+def _load_dataset(cfg: Any, wait: float | None) -> tuple[Dataset | None, str]:
+    """Return the tokenized dataset of a config and "", or None and why it is not there.
+
+    wait None: raises DataErrors of samples that are there, those for validation included.
+    """
+    try:
+        tokenizer = _load_tokenizer(cfg)
+        if wait is not None:
+            stored = _load_stored(cfg, tokenizer, wait)
+            return stored, "" if stored is not None else "they are not tokenized yet"
+    except UserError as error:
+        return None, error.faults[0].partition(";")[0]
+    _check_validation(cfg, tokenizer)
+    # What cannot be read raises again below, where files that are not on this machine are a reason
+    # and no fault.
+    with suppress(UserError):
+        stored = _load_stored(cfg, tokenizer, 0.0)
+        if stored is not None:
+            return stored, ""
+    try:
+        size = sum(map(_count_bytes, resolve_sources(cfg.data)))
+    except UserError as error:
+        return None, error.faults[0].partition(";")[0]
+    if size > MAX_BYTES_READ:
+        return None, f"{format_bytes(size)} that are not tokenized yet"
+    return build_dataset(cfg.data, tokenizer, cfg.max_seq_len), ""
+
+
+def _check_validation(cfg: Any, tokenizer: Tokenizer) -> None:
+    """Raise the DataError of a run that finds none of its samples for validation.
+
+    Only small local files are read.
+    """
+    source = cfg.validation.source
+    if not source or is_hub(source):
+        return
+    size = sum(path.stat().st_size for path in find_files(source, "validation.source"))
+    if size <= MAX_BYTES_READ:
+        build_validation_dataset(cfg, tokenizer)
+
+
+def _load_tokenizer(cfg: Any) -> Tokenizer:
+    path = cfg.tokenizer.path or (find_checkpoint(cfg.model.path) if cfg.model.path else "")
+    return load_tokenizer(Path(path), cfg.tokenizer.chat_template)
+
+
+def _load_stored(cfg: Any, tokenizer: Tokenizer, wait: float) -> Dataset | None:
+    """Return the dataset that a run has left in the cache, or leaves within `wait` seconds.
+
+    Else None: nothing is tokenized here.
+    """
+    builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
+    key = builder.find_key()
+    if key is None:
+        return None
+    manifest = get_cache_root(cfg.data.cache_dir) / key / MANIFEST
+    deadline = time.monotonic() + wait
+    while not manifest.is_file():
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(POLL_SECONDS)
+    return builder.build()
+
+
+def _count_bytes(source: Any) -> int:
+    """Return the bytes of a source's files; of a hub dataset, those that are on this machine."""
+    if is_hub(source.source):
+        return sum(file.identity["size"] for file in open_sources(source))
+    return sum(path.stat().st_size for path in find_files(source.source))
+
+
+class PlannedData:
+    """The data of a planned recipe, in place of what its `setup_data` would have made.
+
+    Its datasets have one item, or with packing those of one pack. `batches` yields one step,
+    `validation_batches` one micro-batch, both on the device.
+    """
+
+    # Nothing was read for these, but recipes of users' own may ask for them in any method that is
+    # planned.
+    tokenizer = chat_template = tokenizer_path = plan = None
+    total_steps = 1
+
+    def __init__(
+        self,
+        cfg: FullFinetuneConfig,
+        world: World,
+        sequence: PlannedSequence,
+        traced_micro_batches: int | None = None,
+        marks: MicroBatchMarks | None = None,
+        mismatched_marks: MicroBatchMarks | None = None,
+    ) -> None:
+        """Make data for a plan.
+
+        traced_micro_batches: all of a step's are there, but going through them yields so many;
+        None: all of them, in plain lists. marks, mismatched_marks: note where each micro-batch,
+        and each of the mismatched ones (of KTO's KL estimate), begins and ends.
+        """
+        self._cfg = cfg
+        self._world = world
+        self._sequence = sequence
+        self._traced = traced_micro_batches
+        self._marks = marks
+        self._mismatched_marks = mismatched_marks
+        self.dataset = self.validation_dataset = _build_dataset(cfg, sequence)
+        self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
+
+    def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
+        """Yield one step of this rank."""
+        yield self._make_step(*compute_micro_batches(self._cfg))
+
+    def validation_batches(self) -> Iterator[StepBatches]:
+        """Yield one validation batch of this rank."""
+        yield self._make_step(self._cfg.validation.batch_size or self._cfg.batch_size, 1)
+
+    def report(self) -> list[str]:
+        """Return no lines: nothing was read."""
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        """Return nothing that a checkpoint could be compared by."""
+        return {}
+
+    def _make_step(self, batch_size: int, accumulation: int) -> StepBatches:
+        ranks = self._world.data_ranks
+        packing = self._cfg.data.packing
+        slot = np.arange(self.dataset.items if packing else 1)
+        with unset_fake_temporarily():  # make_step reads lengths, so its tensors need values
+            step = make_step(
+                self.dataset,
+                slots=[slot] * (batch_size * accumulation),
+                data_rank=0,
+                data_ranks=1,
+                batch_size=batch_size,
+                accumulation=accumulation,
+                pad_id=0,
+                multiple=compute_padded_multiple(self._cfg),
+                pack_length=self._sequence.tokens * self.dataset.group if packing else None,
+                mismatched=self._cfg.max_seq_len if self._cfg.compares_mismatched else None,
+            )
+        # All ranks have as much as this one.
+        step = replace(
+            step,
+            num_label_tokens=ranks * step.num_label_tokens,
+            total_tokens=ranks * step.total_tokens,
+            padded_tokens=ranks * step.padded_tokens,
+            num_items=ranks * step.num_items,
+        )
+        on_device = _make_fake(step).to(self._world.device)
+        if self._traced is None or self._traced >= len(on_device.micro_batches):
+            return on_device
+        return replace(
+            on_device,
+            micro_batches=_FirstMicroBatches(on_device.micro_batches, self._traced, self._marks),
+            mismatched=_FirstMicroBatches(
+                on_device.mismatched, self._traced, self._mismatched_marks
+            ),
+        )
+
+
+class _FirstMicroBatches(list[Batch]):
+    """All micro-batches of a step, of which going through the list yields the first ones only.
+
+    Its length is that of what it yields. The others are held, as a run holds them on the device.
+    """
+
+    def __init__(self, batches: list[Batch], count: int, marks: MicroBatchMarks | None) -> None:
+        super().__init__(batches)
+        self._count = count
+        self._marks = marks
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = islice(super().__iter__(), self._count)
+        return batches if self._marks is None else self._marks.follow(batches)
+
+    def __len__(self) -> int:
+        return min(super().__len__(), self._count)
+
+
+def _make_fake(step: StepBatches) -> StepBatches:
+    """Return a step whose tensors are the simulation's; the same step outside of one."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is None:
+        return step
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return mode.from_tensor(value)
+        if isinstance(value, (AttentionInfo, Batch)):
+            return replace(value, **{name: convert(entry) for name, entry in vars(value).items()})
+        return value
+
+    return replace(
+        step,
+        micro_batches=[convert(batch) for batch in step.micro_batches],
+        mismatched=[convert(batch) for batch in step.mismatched],
+    )
+
+
+def _build_dataset(cfg: FullFinetuneConfig, sequence: PlannedSequence) -> Dataset:
+    """Build the items of one packed sequence, or one item."""
+    group = 2 if cfg.trains_on_pairs else 1
+    # No document is shorter than two tokens.
+    documents = max(1, min(sequence.documents, sequence.tokens // 2)) if cfg.data.packing else 1
+    bounds = np.linspace(0, sequence.tokens, documents + 1).astype(np.int64)
+    lengths = np.repeat(np.diff(bounds), group)
+    # A dataset keeps one id more than a sequence has tokens, its last target; a scored sequence has
+    # no targets.
+    extra_tokens = 0 if cfg.scores_sequences else 1
+    offsets = np.concatenate([[0], np.cumsum(lengths + extra_tokens)]).astype(np.int64)
+    report: Any = None
+    ids = np.zeros(int(offsets[-1]), dtype=np.int32)
+    trained = np.ones(len(ids), dtype=np.uint8)
+    return adapt_to_recipe(cfg, Dataset(ids, offsets, trained, report, "planned", group=group))
+
+
+def list_batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
+    """Return the tensors of a step's micro-batches."""
+    all_batches = [*batches.micro_batches, *batches.mismatched]
+    holders = [vars(batch) for batch in all_batches]
+    holders += [vars(batch.attention) for batch in all_batches if batch.attention is not None]
+    return [
+        value for holder in holders for value in holder.values() if isinstance(value, torch.Tensor)
+    ]
