@@ -136,7 +136,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="first_rows_of_a_fused_matrix",
-        path="recipe_lib/checkpoint/weight_loading.py",
+        path="recipe_lib/checkpoint/huggingface.py",
         old="(offsets[0] + entry.start, *offsets[1:])",
         new="(offsets[0], *offsets[1:])",
         harm="keys and values of Phi 3 are loaded with the weights of queries",

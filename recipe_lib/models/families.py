@@ -8,7 +8,7 @@ code. Adding a family is adding a row (docs/extending.md).
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from recipe_lib.config.registry import import_owner
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -593,8 +593,3 @@ def make_score_config(
     if len(names) > 1:
         changed["problem_type"] = "single_label_classification"
     return changed if pad_id is None else changed | {"pad_token_id": pad_id}
-
-
-def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
-    """Return True if the model has a score head."""
-    return isinstance(spec, DecoderSpec) and spec.num_labels is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError, ConfigError
@@ -288,6 +288,11 @@ class DecoderSpec:
 
 
 ModelSpec = DecoderSpec | ExternalSpec
+
+
+def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
+    """Return True if the model has a score head."""
+    return isinstance(spec, DecoderSpec) and spec.num_labels is not None
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import (
     SCORE,
@@ -23,6 +22,7 @@ from recipe_lib.models.spec import (
     ModelSpec,
     WeightEntry,
     WrittenLayout,
+    has_score_head,
 )
 
 # Tensors of a checkpoint's files as a model has them, without their being made whole.

@@ -31,7 +31,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "safe_open": "of a state whose files were compared with their digests"
     },
     "recipe_lib/checkpoint/adapter_base_weights.py": {"safe_open": _HEADER},
-    "recipe_lib/checkpoint/weight_loading.py": {"safe_open": _HEADER},
+    "recipe_lib/checkpoint/huggingface.py": {"safe_open": _HEADER},
     "recipe_lib/cli/doctor.py": {"read_text": _PIPE},
     "recipe_lib/checkpoint/open_exports.py": {"open": "flushes what the function has written"},
     "recipe_lib/cli/ls.py": {"read_text": _PACKAGE},
