@@ -89,7 +89,7 @@ def use_way(way: Way) -> Iterator[None]:
                 _multiply_fused if way.product == FUSED else _multiply_written_out,
             )
         if not way.normed_again:
-            exchange(tensor, "gather_linears", _shard_kept)
+            exchange(tensor_forwards, "gather_linears", _shard_kept)
         if way.one_buffer:
             stack.enter_context(share_one_buffer())
         yield
