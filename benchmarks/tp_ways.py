@@ -84,7 +84,7 @@ def use_way(way: Way) -> Iterator[None]:
             exchange(training, "clip_grad_norm", _clip_summed(training.clip_grad_norm))
         elif way.product != REMADE:
             exchange(
-                tensor,
+                tensor_forwards,
                 "gated_linear",
                 _multiply_fused if way.product == FUSED else _multiply_written_out,
             )
