@@ -201,29 +201,11 @@ def _build_plan(
         for number, sharded in enumerate(chosen)
     )
     partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
-    pending: list[tuple[int, PendingBoundary]] = []
-    for number, sharded in enumerate(chosen):
-        pending += [(number, boundary) for boundary in sharded.boundaries]
-    for number, sharded in enumerate(chosen):
-        pending += [
-            (number, boundary)
-            for boundary in sharded.replicated_uses
-            if boundary.parameters & mixed
-        ]
-    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
-    for number, argument in sorted(shared.uses):
-        for place, tensor, _ in forward.calls[number].arguments:
-            if place == argument and tensor.parameters & mixed:
-                pending.append(
-                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
-                )
+    pending = _list_pending(forward, chosen, shared.uses, mixed)
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
-    used = {
-        name
-        for call in forward.calls
-        for _, tensor, _ in call.arguments
-        for name in tensor.parameters
-    }
+    used: set[str] = set()
+    for call in forward.calls:
+        used = used.union(*(tensor.parameters for _, tensor, _ in call.arguments))
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
     unused = dict.fromkeys(shapes.keys() - used, "the forward does not use it")
     parameters = [
@@ -257,13 +239,7 @@ def _build_plan(
         *_build_boundaries(forward, pending, shared),
         *_build_token_boundaries(forward, shared),
     )
-    # Of each module the last one stays.
-    last_calls = {each.module: each.call for each in sorted(boundaries, key=lambda each: each.call)}
-    legal = tuple(
-        size
-        for size in sizes
-        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
-    )
+    legal = _find_legal_sizes(forward, chosen, divisions, sizes=sizes, boundaries=boundaries)
     replicated_matrices = [
         name
         for name, shape in shapes.items()
@@ -284,6 +260,24 @@ def _build_plan(
         legal_sizes=legal,
         shared_tokens=round(shared.share, 4),
         local_outputs=shared.local,
+    )
+
+
+def _find_legal_sizes(
+    forward: ForwardTrace,
+    chosen: list[ShardedAxis],
+    divisions: dict[Attribute, AttributeDivision],
+    *,
+    sizes: list[int],
+    boundaries: tuple[Boundary, ...],
+) -> tuple[int, ...]:
+    """Return those of the sizes with which the forward goes the same way on a rank."""
+    # Of each module the last one stays.
+    last_calls = {each.module: each.call for each in sorted(boundaries, key=lambda each: each.call)}
+    return tuple(
+        size
+        for size in sizes
+        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
     )
 
 
@@ -340,6 +334,32 @@ def _find_partial_parameters(
             if is_parameter and (number, place) not in partial_uses:
                 full |= tensor.parameters
     return partial - full, partial & full
+
+
+def _list_pending(
+    forward: ForwardTrace, chosen: list[ShardedAxis], token_uses: set[Place], mixed: set[str]
+) -> list[tuple[int, PendingBoundary]]:
+    """Return the boundaries of the axes, each with the number of its axis, -1 for none.
+
+    token_uses, mixed: see `_find_partial_parameters`.
+    """
+    pending: list[tuple[int, PendingBoundary]] = []
+    for number, sharded in enumerate(chosen):
+        pending += [(number, boundary) for boundary in sharded.boundaries]
+    for number, sharded in enumerate(chosen):
+        pending += [
+            (number, boundary)
+            for boundary in sharded.replicated_uses
+            if boundary.parameters & mixed
+        ]
+    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
+    for number, argument in sorted(token_uses):
+        for place, tensor, _ in forward.calls[number].arguments:
+            if place == argument and tensor.parameters & mixed:
+                pending.append(
+                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
+                )
+    return pending
 
 
 def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
