@@ -141,7 +141,7 @@ def count_calls_at_once(
     if pipeline is None:
         return max(window.sent, 0)
     # Of each moment of the schedule the forwards by stage whose backward is still to come.
-    moments = pipeline.in_flight(compute_micro_batches(cfg)[1])
+    moments = pipeline.list_in_flight(compute_micro_batches(cfg)[1])
     return max(
         sum(count * len(pipeline.layers[stage]) for stage, count in moment.items())
         for moment in moments
