@@ -99,7 +99,7 @@ class Parallel:
         """Compute the gradients of a micro-batch's loss and add them to the parameters'.
 
         In a pipeline that of the head and of its hidden states; the stages' follow when the loop of
-        `make_micro_batches` goes on. Raise ConfigError outside of that loop, and for a second call.
+        `micro_batches` goes on. Raise ConfigError outside of that loop, and for a second call.
         """
         if self.accumulation is None:
             raise ValueError("this model was made with for_training=False, so it has no backward")
