@@ -178,8 +178,8 @@ MUTATIONS = [
     Mutation(
         name="wrong_key_head",
         path="recipe_lib/parallel/tensor.py",
-        old="group.rank * spec.num_kv_heads // group.size if copied",
-        new="group.rank % spec.num_kv_heads if copied",
+        old="group.rank * spec.num_kv_heads // group.size if copies_kv_heads",
+        new="group.rank % spec.num_kv_heads if copies_kv_heads",
         harm="several: four ranks that share two key heads attend with the wrong ones",
         tests=(
             "tests/parallel/test_tensor.py",

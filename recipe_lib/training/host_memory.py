@@ -129,7 +129,7 @@ def count_calls_at_once(
     pipeline = parallel.pipeline
     if pipeline is None:
         return max(window.sent, 0)
-    moments = pipeline.in_flight(compute_micro_batches(cfg)[1])
+    moments = pipeline.list_in_flight(compute_micro_batches(cfg)[1])
     return max(
         sum(count * len(pipeline.layers[stage]) for stage, count in moment.items())
         for moment in moments

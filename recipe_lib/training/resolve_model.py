@@ -18,7 +18,7 @@ from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.pipeline.balance import split_layers
-from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.tensor import check_tensor
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from recipe_lib.ops.distillation import TeacherStates
 from recipe_lib.optim.optimizers import count_local_bytes
 from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
-from recipe_lib.parallel.fsdp import evaluated_in_parts
-from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.fsdp import evaluate_in_parts
+from recipe_lib.parallel.tensor import check_tensor
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.host_memory import check_host_memory
@@ -126,12 +126,12 @@ def compute_teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
     head; no logits.
     """
     # Layers without the head are no forward of the root, at whose end FSDP frees what it gathered.
-    with evaluated_in_parts(teacher):
+    with evaluate_in_parts(teacher):
         hidden = teacher.hidden_states(batch.tokens, batch.positions, batch.attention)
 
     # Called for a chunk of the tokens at a time, so that logits of all of them never exist.
     def head(hidden: Tensor, **kwargs: object) -> Tensor:
-        with evaluated_in_parts(teacher, head=True):
+        with evaluate_in_parts(teacher, head=True):
             return cast(Tensor, teacher.lm_head(hidden, **kwargs))
 
     return TeacherStates(hidden, head, batch.labels)
