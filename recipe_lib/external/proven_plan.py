@@ -41,8 +41,7 @@ from recipe_lib.models import build_meta
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.device import holds_values
-from recipe_lib.parallel.fsdp import materialize
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import World, materialize
 
 # The proof that an inferred plan is right, on a small model with random weights on the host.
 #

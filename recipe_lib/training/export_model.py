@@ -25,8 +25,7 @@ from recipe_lib.data import find_trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.meta_init import find_extra_tensors
-from recipe_lib.parallel import DTYPES
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import DTYPES, World
 from recipe_lib.training.records import read_run_metrics
 from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
 from recipe_lib.training.training_data import TrainingData

@@ -21,9 +21,8 @@ from recipe_lib.optim.optimizers import (
     count_optimizer_state_bytes,
     list_optimizer_state_sizes,
 )
-from recipe_lib.parallel import World
+from recipe_lib.parallel import Parallel, World
 from recipe_lib.parallel.gradient_accumulation import list_param_entries, reduces_once
-from recipe_lib.parallel.parallelize import Parallel
 
 
 def check_host_memory(

@@ -33,8 +33,7 @@ from recipe_lib.errors import (
     get_first_line,
 )
 from recipe_lib.logs import get_logger
-from recipe_lib.memory import PeakMemory, explain_out_of_memory
-from recipe_lib.memory.peaks import Peaks
+from recipe_lib.memory import PeakMemory, Peaks, explain_out_of_memory
 from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.optim.optimizers import OptimizerLevers, compute_learning_rate, set_hyperparameters
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS

@@ -9,7 +9,6 @@ output_dir/config.yaml     every value that was used     metrics.jsonl   one JSO
            earlier/        what is left of a run that this one replaces, until its model is complete
 """
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -150,7 +149,7 @@ def open_output(cfg: FullFinetuneConfig) -> None:
         if cfg.overwrite_output_dir:
             keep_earlier(folder)
         # These two are of this start only.
-        written = dataclasses.replace(cfg, overwrite_output_dir=False, resume=None)
+        written = replace(cfg, overwrite_output_dir=False, resume=None)
         files.replace_text(folder / CONFIG_FILE, format_config(written))
 
 

@@ -28,11 +28,9 @@ from recipe_lib.models.families import build_scored_spec, read_run_spec
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import check_extra, find_extra_tensors
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
-from recipe_lib.parallel import DTYPES
+from recipe_lib.parallel import DTYPES, World, check_tensor
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.pipeline.balance import split_layers
-from recipe_lib.parallel.tensor import check_tensor
-from recipe_lib.parallel.world import World
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from recipe_lib.optim.optimizers import (
     count_optimizer_state_bytes,
     count_warmup_steps,
 )
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import Parallel, World
 from recipe_lib.training.best_step import describe_best
 from recipe_lib.training.resolve_model import describe_extra
 from recipe_lib.training.training_data import TrainingData

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from recipe_lib.data import Batch
 from recipe_lib.methods.distill.config import DistillConfig
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import Parallel, World
 from recipe_lib.training.losses import add_to_each, name_validation, sum_over_validation
 from recipe_lib.training.training_data import TrainingData
 

@@ -12,20 +12,15 @@ from recipe_lib.config.schema import ModelConfig
 from recipe_lib.data import Batch, check_vocabulary, warn_of_positions
 from recipe_lib.errors import CheckpointError, ConfigError, DataError
 from recipe_lib.methods.distill.config import DistillConfig, DistillFinetuneConfig
-from recipe_lib.models import build_meta, init_weights
-from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.distillation import TeacherStates
 from recipe_lib.optim.optimizers import count_local_bytes
-from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
+from recipe_lib.parallel import DTYPES, Parallel, check_tensor, materialize, parallelize
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.fsdp import evaluate_in_parts
-from recipe_lib.parallel.tensor import check_tensor
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.training.host_memory import check_host_memory
-from recipe_lib.training.resolve_model import ResolvedModel, resolve_model
-from recipe_lib.training.training_data import TrainingData
+from recipe_lib.training import ResolvedModel, TrainingData, check_host_memory, resolve_model
 from recipe_lib.units import format_bytes
 
 

@@ -35,9 +35,9 @@ from recipe_lib.data import (
     adapt_to_recipe,
     build_dataset,
     build_validation_dataset,
+    make_step,
     settle_formats,
 )
-from recipe_lib.data.batches import make_step
 from recipe_lib.data.cache import MANIFEST
 from recipe_lib.data.sources import open_sources
 from recipe_lib.data.tokenize_dataset import DatasetBuilder
