@@ -52,7 +52,7 @@ from recipe_lib.checkpoint.side_files import (
 )
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.recipes import find_config_recipe
-from recipe_lib.config import load_config
+from recipe_lib.config import LoraConfig, load_config
 from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -61,7 +61,6 @@ from recipe_lib.config.local_files import (
     STATE_FOLDER,
     resolve_base_name,
 )
-from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.data import find_trained_template
 from recipe_lib.errors import CheckpointError, ConfigError
@@ -69,13 +68,13 @@ from recipe_lib.generation.source import DTYPE_NAMES, choose_device, choose_dtyp
 from recipe_lib.logs import print_wrapped
 from recipe_lib.models import (
     Decoder,
+    ModelSpec,
+    allocate,
     build_meta,
     read_config,
     read_preset_config,
     read_trained_spec,
 )
-from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.reading import find_object
 from recipe_lib.tokenizers import load_tokenizer
@@ -590,11 +589,9 @@ def _merge_and_check(
     print_next_commands(list_model_commands(out))
 
 
-def report_comparison(
-    written: str, comparison: Comparison, *, dtype: torch.dtype, out: Path
-) -> None:
+def report_comparison(text: str, comparison: Comparison, *, dtype: torch.dtype, out: Path) -> None:
     """Print what was written and how it compares; raise CheckpointError beyond dtype's rounding."""
-    print_wrapped(written)
+    print_wrapped(text)
     if not comparison.is_within_rounding(dtype):
         raise CheckpointError(
             f"{out}: does not compute what was trained: {comparison}; do not use it, and report"

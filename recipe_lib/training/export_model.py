@@ -1,5 +1,5 @@
-"""What a run leaves for others: the trained model or an adapter, its model card, and the commands to
-go on with.
+"""What a run leaves for others: the trained model or an adapter, its model card, and the commands
+to go on with.
 
 Recipes end with `export_trained_model` or `export_trained_adapter`. The commands are ready to be
 copied, and only such as work with what was written; `tune export` prints them too.

@@ -425,7 +425,7 @@ def resume_run(
 # operators and gloo's collectives do. From these times, each counted once however many run at once:
 #
 #     communication_share          time in which a collective runs / time of the step
-#     communication_exposed_share  time in which a collective runs and nothing is computed / the same
+#     communication_exposed_share  time in which one runs and nothing is computed / the same
 #     scaling_efficiency           1 - communication_exposed_share
 #
 # The last is the share of the step that would be left if all communication were hidden: what a rank
@@ -446,7 +446,7 @@ class CommunicationProbe:
     """The measurement of one step of rank 0 in a world of several ranks.
 
     begin(step)   before each step
-    end(seconds)  when the step is over, on the device too, or the run; empty if nothing was measured
+    end(seconds)  when the step is over, on the device too, or the run; empty: nothing was measured
     """
 
     def __init__(self, step: int | None, world: World) -> None:
@@ -507,10 +507,8 @@ def collect_spans(events: Iterable[Any], device: torch.device) -> tuple[Spans, S
             or event.device_index() != device.index
         ):
             continue
-        if on_cpu:
-            is_computed = name.startswith(_OPERATORS)
-        else:
-            is_computed = not (name.startswith(_COPIES) or event.is_user_annotation())
+        is_copied_or_named = name.startswith(_COPIES) or event.is_user_annotation()
+        is_computed = name.startswith(_OPERATORS) if on_cpu else not is_copied_or_named
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
         if name.startswith(_COMMUNICATION):
             communication.append(span)

@@ -23,10 +23,9 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recipe_lib.checkpoint.huggingface import find_checkpoint
+from recipe_lib.config import FullFinetuneConfig, is_hub, resolve_sources
 from recipe_lib.config.local_files import find_files, get_cache_root
 from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
-from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import is_hub, resolve_sources
 from recipe_lib.data import (
     Batch,
     DataPlan,
