@@ -507,8 +507,11 @@ def collect_spans(events: Iterable[Any], device: torch.device) -> tuple[Spans, S
             or event.device_index() != device.index
         ):
             continue
-        is_copied_or_named = name.startswith(_COPIES) or event.is_user_annotation()
-        is_computed = name.startswith(_OPERATORS) if on_cpu else not is_copied_or_named
+        is_computed = (
+            name.startswith(_OPERATORS)
+            if on_cpu
+            else not (name.startswith(_COPIES) or event.is_user_annotation())
+        )
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
         if name.startswith(_COMMUNICATION):
             communication.append(span)
