@@ -160,7 +160,7 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
             folder = Path(folder_name)
             write_rows(realdata, folder, rows, columns)
             tokenize = ["-m", "benchmarks.data_path", "--side", "ours", "--folder", folder_name]
-            check = ["-m", "recipe_lib", "data", "check", *check_words(folder)]
+            check = ["-m", "recipe_lib", "data", "check", *build_check_words(folder)]
             for work, words in (
                 ("tokenize, mask and pack", tokenize),
                 ("`tune data check`", check),
@@ -258,7 +258,7 @@ def measure_side(side: str, folder: Path) -> dict[str, Any]:
     return found | {"mib": most / 1024}
 
 
-def check_words(folder: Path) -> list[str]:
+def build_check_words(folder: Path) -> list[str]:
     """Return the config and the overrides that `tune data check` and a run are given."""
     return [
         "qwen2_5/0.5B_full",
@@ -286,7 +286,7 @@ def run_ours(folder: Path) -> dict[str, Any]:
     from recipe_lib.training.training_data import TrainingData, prepare
 
     began = time.perf_counter()
-    config, *overrides = check_words(folder)
+    config, *overrides = build_check_words(folder)
     cfg = load_config(config, [*overrides, f"output_dir={folder}/run"])
     prepare(cfg)
     with start_world(cfg) as world:

@@ -30,7 +30,7 @@ TEMPERATURE, WEIGHT = 2.0, 0.9
 LABELS = "labels alone"
 KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 
-Found = dict[str, dict[str, list[float]]]
+Losses = dict[str, dict[str, list[float]]]
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     teacher = train("full_finetune_distributed", "demo/full", arguments.folder / "teacher")
-    found: Found = {}
+    found: Losses = {}
     for share in arguments.wrong:
         data = f"{arguments.rows} rows, {share:.0%} wrong"
         rows = write_rows(
@@ -120,7 +120,7 @@ def read_last(run: Path, name: str) -> float:
     return float([line[f"validation_{name}"] for line in lines if f"validation_{name}" in line][-1])
 
 
-def format_table(teacher: float, found: Found, arguments: argparse.Namespace) -> str:
+def format_table(teacher: float, found: Losses, arguments: argparse.Namespace) -> str:
     """Markdown: a row of each way to train, means over seeds with the lowest and the highest."""
     data = list(found[LABELS])
     steps = arguments.rows // 32 * arguments.epochs
@@ -136,14 +136,14 @@ def format_table(teacher: float, found: Found, arguments: argparse.Namespace) ->
         f"|---|{'---|' * len(data)}",
     ]
     for kind, by_data in found.items():
-        cells = [spread(by_data[each]) for each in data]
+        cells = [format_spread(by_data[each]) for each in data]
         lines.append(
             f"| {kind if kind == LABELS else f'labels and `{kind}`'} | {' | '.join(cells)} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def spread(values: list[float]) -> str:
+def format_spread(values: list[float]) -> str:
     """`0.512 (0.498 to 0.530)`."""
     return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 

@@ -24,7 +24,7 @@ from benchmarks.five_systems_rows import LONG, NEEDS, SYSTEMS, Row  # noqa: E402
 from recipe_lib.files import replace_text  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "five_systems.md"
-KEPT = REPOSITORY / "docs" / "five_systems.json"
+OUTPUTS = REPOSITORY / "docs" / "five_systems.json"
 
 
 def main() -> None:
@@ -37,7 +37,9 @@ def main() -> None:
     )
     parser.add_argument("--only", help="run the commands again that have this in them")
     arguments = parser.parse_args()
-    kept: dict[str, str] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+    kept: dict[str, str] = (
+        json.loads(OUTPUTS.read_text(encoding="utf-8")) if OUTPUTS.exists() else {}
+    )
     commands = dict.fromkeys(
         row.command for system in SYSTEMS for row in system.rows if row.page is None
     )
@@ -45,9 +47,9 @@ def main() -> None:
         if command not in kept or (arguments.only and arguments.only in command):
             print(command, flush=True)
             kept[command] = run_command(command)
-            replace_text(KEPT, json.dumps(kept, indent=1) + "\n")
+            replace_text(OUTPUTS, json.dumps(kept, indent=1) + "\n")
     kept = {command: kept[command] for command in commands}
-    replace_text(KEPT, json.dumps(kept, indent=1) + "\n")
+    replace_text(OUTPUTS, json.dumps(kept, indent=1) + "\n")
     replace_text(arguments.output, write_page(kept))
 
 
@@ -172,7 +174,7 @@ def write_page(kept: dict[str, str]) -> str:
             " repository ([what the folder holds](measurements/README.md#real-data)):"
         ),
         "",
-        *(f"- {letter}: `{command}`{_need(command)}" for command, letter in LONG.items()),
+        *(f"- {letter}: `{command}`{_describe_need(command)}" for command, letter in LONG.items()),
     ]
     for system in SYSTEMS:
         lines += ["", f"## {system.title}", "", f"{system.link}. {system.text}", ""]
@@ -180,18 +182,18 @@ def write_page(kept: dict[str, str]) -> str:
         for row in system.rows:
             differs = f"; *differs*: {row.differs}" if row.differs else ""
             lines.append(
-                f"| {row.shown} | {_build_command(row)} | {read_cell(row, kept)}{row.note}{differs} |"
+                f"| {row.shown} | {_format_command(row)} | {read_cell(row, kept)}{row.note}{differs} |"
             )
         lines += [f"| {shown} | - | {why} |" for shown, why in system.missing]
     return "\n".join(lines) + "\n"
 
 
-def _build_command(row: Row) -> str:
+def _format_command(row: Row) -> str:
     where = f", [{Path(row.page).stem}]({row.page.removeprefix('docs/')})" if row.page else ""
     return (LONG[row.command] if row.command in LONG else f"`{row.command}`") + where
 
 
-def _need(command: str) -> str:
+def _describe_need(command: str) -> str:
     return (
         f", with `REALDATA_DIR`, a folder that has `{NEEDS[command]}`" if command in NEEDS else ""
     )
