@@ -39,7 +39,7 @@ from benchmarks.gpu_plan_report import (
     share_below,
     write_pair,
 )
-from benchmarks.longest import Longest, read
+from benchmarks.longest import Longest, read_lines
 from recipe_lib.errors import ConfigError, run_for_exit_code
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
@@ -184,7 +184,11 @@ def read_longest(file: Path) -> list[Longest]:
     none.
     """
     beside = file.with_name("longest.json")
-    return [line for line in read(beside) if f"{line.size}GB" == CARD] if beside.is_file() else []
+    return (
+        [line for line in read_lines(beside) if f"{line.size}GB" == CARD]
+        if beside.is_file()
+        else []
+    )
 
 
 def list_jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:

@@ -245,7 +245,7 @@ def write_header(name: str, plans: Plans) -> None:
     )
 
 
-def check(name: str, plans: Plans) -> bool:
+def check_config(name: str, plans: Plans) -> bool:
     """Plans what a config's header says, and prints it as a row of a table beside what is kept.
     Whether it is equal.
     """
@@ -302,7 +302,7 @@ def main() -> None:
             " |\n|---|---:|---:|---:|---:|---:|---|"
         )
         with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
-            same = pool.map(lambda name: check(name, kept[name]), chosen, chunksize=1)
+            same = pool.map(lambda name: check_config(name, kept[name]), chosen, chunksize=1)
         print(f"{sum(same)} of {len(same)} the same")
         sys.exit(not all(same))
     if not arguments.headers:

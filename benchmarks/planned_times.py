@@ -160,7 +160,7 @@ def load_row_config(row: PublishedSpeed, folder: Path) -> Any:
     return cfg
 
 
-def compare(row: PublishedSpeed, folder: Path) -> Compared:
+def compare_row(row: PublishedSpeed, folder: Path) -> Compared:
     """Plans a row. folder: as `load_row_config` takes it."""
     cfg, hardware = load_row_config(row, folder), find_hardware(row.device)
     settings = PlanSettings(hardware, choose_sequence(cfg, str(row.sequence)), row.gpus, phases=())
@@ -199,7 +199,7 @@ def compare_all(rows: Iterable[PublishedSpeed]) -> dict[str, Compared]:
     with tempfile.TemporaryDirectory(prefix="planned-times-") as folder:
         for row in rows:
             started = time.monotonic()
-            found[row.id] = one = compare(row, Path(folder))
+            found[row.id] = one = compare_row(row, Path(folder))
             what = f"{row.id:4} {row.model} {row.method}, {row.gpus} x {row.card}, {row.says}"
             figures = f"published {row.published:,}, planned {one.planned:,.0f}, {one.error:+.1%}"
             details = f"implied {one.share:.0%}, {one.verdict}, {time.monotonic() - started:.0f} s"
@@ -259,7 +259,7 @@ def format_table(rows: list[Compared], why: Callable[[Compared], str] | None = N
     return lines
 
 
-def page(sources: list[Source], found: dict[str, Compared]) -> str:
+def format_page(sources: list[Source], found: dict[str, Compared]) -> str:
     """The page, of the rows that were planned."""
     rows = list(found.values())
     counted = [one for one in rows if one.counted]
@@ -374,7 +374,7 @@ def main() -> int:
     if counted:
         print("\n".join(summarize(counted)))
     if arguments.output:
-        arguments.output.write_text(page(sources, found), encoding="utf-8")
+        arguments.output.write_text(format_page(sources, found), encoding="utf-8")
     return 0
 
 
