@@ -39,7 +39,7 @@ from benchmarks.gpu_plan_report import (
     share_below,
     write_pair,
 )
-from benchmarks.longest import Longest, read_lines
+from benchmarks.longest import Longest, read_longest_sequences
 from recipe_lib.errors import ConfigError, run_for_exit_code
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
@@ -185,7 +185,7 @@ def read_longest(file: Path) -> list[Longest]:
     """
     beside = file.with_name("longest.json")
     return (
-        [line for line in read_lines(beside) if f"{line.size}GB" == CARD]
+        [line for line in read_longest_sequences(beside) if f"{line.size}GB" == CARD]
         if beside.is_file()
         else []
     )
