@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.triton_code import count_bytes, count_kernels, generate_triton_code
 from recipe_lib.adapters import nf4, quantized
-from recipe_lib.ops import capped_attention, chunked_heads, fused_kernels, gated, rope
+from recipe_lib.ops import chunked_heads, fused_kernels, mlp, rope, special_attention
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, VOCABULARY = (
@@ -139,7 +139,7 @@ def _build_int8(device: torch.device, small: bool) -> tuple[Any, ...]:
 def _build_scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     def make(device: torch.device, small: bool) -> tuple[Any, ...]:
         shape = (1, 2, 2, 16) if small else SCORES
-        reach = capped_attention.compute_reach(None, *shape[2:], shape[3], device)
+        reach = special_attention.compute_reach(None, *shape[2:], shape[3], device)
         return *(_make_random(device, *shape) for _ in range(count)), reach, 50.0, 256**-0.5
 
     return make
@@ -166,17 +166,13 @@ def _build_inner(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
 
 KERNELS = (
     Kernel("rotate", "queries of 2048 tokens", rope._rotate, _build_rotation),
-    Kernel("gated_product", "2048 x 14336", gated.compute_gated_product, _build_gate(2)),
-    Kernel(
-        "gated_gradients", "2048 x 14336", gated.compute_gated_product_gradients, _build_gate(3)
-    ),
-    Kernel(
-        "scored_product", "16384 x 768 of experts", gated.compute_scored_product, _build_inner(1)
-    ),
+    Kernel("gated_product", "2048 x 14336", mlp.compute_gated_product, _build_gate(2)),
+    Kernel("gated_gradients", "2048 x 14336", mlp.compute_gated_product_gradients, _build_gate(3)),
+    Kernel("scored_product", "16384 x 768 of experts", mlp.compute_scored_product, _build_inner(1)),
     Kernel(
         "scored_product_gradients",
         "16384 x 768 of experts",
-        gated.compute_scored_product_gradients,
+        mlp.compute_scored_product_gradients,
         _build_inner(2),
     ),
     Kernel(
@@ -194,12 +190,12 @@ KERNELS = (
     Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _build_nf4),
     Kernel("dequantize_int8", "14336 x 4096", quantized._dequantize, _build_int8),
     Kernel(
-        "capped_shares", "scores 8 x 1024 x 4096", capped_attention.capped_shares, _build_scores(1)
+        "capped_shares", "scores 8 x 1024 x 4096", special_attention.capped_shares, _build_scores(1)
     ),
     Kernel(
         "capped_score_gradients",
         "scores 8 x 1024 x 4096",
-        capped_attention.capped_score_gradients,
+        special_attention.capped_score_gradients,
         _build_scores(2),
     ),
 )

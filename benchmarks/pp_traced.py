@@ -27,7 +27,7 @@ from recipe_lib.ops import deferred
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
-from recipe_lib.parallel.pipeline.balance import deferred_of_layer
+from recipe_lib.parallel.pipeline.balance import count_deferred_elements
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.pipeline.schedules import (
     BACKWARD,
@@ -103,7 +103,9 @@ def stage_bytes(
     kept = tokens * _FP32 * (layers * each + spec.head_width) + (
         count_boundary_bytes() if last else 0
     )
-    return StageBytes(kept, layers * deferred_of_layer(spec) * tokens * _FP32 if splits else 0)
+    return StageBytes(
+        kept, layers * count_deferred_elements(spec) * tokens * _FP32 if splits else 0
+    )
 
 
 _TOLD = 256  # bytes of a message, at most

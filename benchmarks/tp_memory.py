@@ -38,8 +38,8 @@ from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
 from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_config  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
-from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
-from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
+from recipe_lib.ops.mlp import ACTIVATIONS  # noqa: E402
+from recipe_lib.parallel import World, shard_tensors, tensor_forwards  # noqa: E402
 from recipe_lib.plan.simulated_world.simulated_device import NAME  # noqa: E402
 from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
     enter_simulated_world,
@@ -184,14 +184,14 @@ def change_layer(how: str) -> Iterator[None]:
 
     names: dict[str, Any] = {"gather_linears": shard_kept} if how in (TWICE, FUSED) else {}
     names |= {"gated_linear": product_kept} if how in (CACHED, TWICE) else {}
-    originals = {name: getattr(tensor, name) for name in names}
+    originals = {name: getattr(tensor_forwards, name) for name in names}
     try:
         for name, function in names.items():
-            setattr(tensor, name, function)
+            setattr(tensor_forwards, name, function)
         yield
     finally:
         for name, function in originals.items():
-            setattr(tensor, name, function)
+            setattr(tensor_forwards, name, function)
 
 
 def measure(

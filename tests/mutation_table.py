@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         name="dora_lengths_of_a_part",
         path="recipe_lib/external/tensor_parallel.py",
-        old='return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()',
-        new="return found",
+        old='return norms if cut != 1 else all_reduce(norms.square(), "sum", group).sqrt()',
+        new="return norms",
         harm="several: DoRA on ranks that share matrices trains other weights than on one",
         tests=(
             "tests/recipes/test_external_tensor.py",
@@ -136,7 +136,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="first_rows_of_a_fused_matrix",
-        path="recipe_lib/checkpoint/weight_loading.py",
+        path="recipe_lib/checkpoint/huggingface.py",
         old="(offsets[0] + entry.start, *offsets[1:])",
         new="(offsets[0], *offsets[1:])",
         harm="keys and values of Phi 3 are loaded with the weights of queries",
@@ -178,8 +178,8 @@ MUTATIONS = [
     Mutation(
         name="wrong_key_head",
         path="recipe_lib/parallel/tensor.py",
-        old="group.rank * spec.num_kv_heads // group.size if copied",
-        new="group.rank % spec.num_kv_heads if copied",
+        old="group.rank * spec.num_kv_heads // group.size if copies_kv_heads",
+        new="group.rank % spec.num_kv_heads if copies_kv_heads",
         harm="several: four ranks that share two key heads attend with the wrong ones",
         tests=(
             "tests/parallel/test_tensor.py",
@@ -235,14 +235,14 @@ MUTATIONS = [
     Mutation(
         name="patience_begins_anew",
         path="recipe_lib/training/best_step.py",
-        old='self.waited, self._reference = record["waited"], record["reference"]',
-        new='self.waited = record["waited"]',
+        old='self._reference = record["reference"]',
+        new="self._reference = None",
         harm="a resumed run stops at another step than the uninterrupted one",
         tests=("tests/training/test_best_step.py",),
     ),
     Mutation(
         name="point_of_one_rank",
-        path="recipe_lib/methods/dpo/kl.py",
+        path="recipe_lib/methods/dpo/loss.py",
         old="return (world.all_reduce_sum(total) / max(1, num_items)).clamp(min=0)",
         new="return (total / max(1, num_items)).clamp(min=0)",
         harm="several: KTO compares with the point of reference of one rank's samples",
@@ -250,15 +250,15 @@ MUTATIONS = [
     ),
     Mutation(
         name="dropout_stays_off",
-        path="recipe_lib/training/validation.py",
-        old="    model.train()\n    return tokens, items\n",
-        new="    return tokens, items\n",
+        path="recipe_lib/training/losses.py",
+        old="    model.train()\n    return num_label_tokens, num_items\n",
+        new="    return num_label_tokens, num_items\n",
         harm="after its first validation a run trains without dropout",
         tests=("tests/training/test_validation.py",),
     ),
     Mutation(
         name="resume_loses_a_line",
-        path="recipe_lib/training/metrics.py",
+        path="recipe_lib/training/records.py",
         old='if line["step"] <= step]',
         new='if line["step"] < step]',
         harm="metrics.jsonl of a resumed run lacks the step that it goes on from",
@@ -267,7 +267,7 @@ MUTATIONS = [
     # Models and what they compute.
     Mutation(
         name="documents_see_each_other",
-        path="recipe_lib/ops/capped_attention.py",
+        path="recipe_lib/ops/special_attention.py",
         old="reach = reach - torch.searchsorted(",
         new="reach = reach + 1 - torch.searchsorted(",
         harm="a packed document sees the last token of the one before it",
@@ -276,7 +276,7 @@ MUTATIONS = [
     Mutation(
         name="balance_of_own_tokens",
         path="recipe_lib/models/mixture.py",
-        old='shared = all_reduce(rows, "sum", self.balance.sequences)',
+        old='shared = rows if sequences is None else all_reduce(rows, "sum", sequences)',
         new="shared = rows",
         harm="several: ranks that share sequences balance experts by their own part of them",
         tests=("tests/parallel/test_context.py", "-k", "one_family_of_each_kind"),

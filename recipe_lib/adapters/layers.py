@@ -34,8 +34,8 @@ from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
 from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import make_opaque_node
-from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
+from recipe_lib.ops.mlp import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 
 _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64 MiB in fp32
 
@@ -73,7 +73,7 @@ class AdaptedModule(nn.Module):
     compute_weight_norms: Callable[[], Tensor]
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
-        """base: not to be used any more."""
+        """Take over what `base` holds, which is not to be used any more."""
         nn.Module.__init__(self)
         # Copies of the dicts: what is registered here must not appear in base too.
         members = {
@@ -94,8 +94,9 @@ class AdaptedModule(nn.Module):
     def _add_magnitude(self, width: int) -> None:
         self.lora_magnitude_vector = None
         if self.settings.dora:
-            empty = torch.empty(width, dtype=self.settings.dtype, device="meta")
-            self.lora_magnitude_vector = nn.Parameter(empty)
+            self.lora_magnitude_vector = nn.Parameter(
+                torch.empty(width, dtype=self.settings.dtype, device="meta")
+            )
 
 
 class AdaptedMatrix(AdaptedModule):
@@ -281,9 +282,8 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         width = base.embedding_dim
         with torch.device("meta"):
             lora_a = torch.empty(rank, base.num_embeddings, dtype=settings.dtype)
-            lora_b = torch.empty(width, rank, dtype=settings.dtype)
-        self.lora_embedding_A = nn.Parameter(lora_a)
-        self.lora_embedding_B = nn.Parameter(lora_b)
+            self.lora_embedding_A = nn.Parameter(lora_a)
+            self.lora_embedding_B = nn.Parameter(torch.empty(width, rank, dtype=settings.dtype))
         self._add_magnitude(width)
 
     @torch.no_grad()
@@ -336,10 +336,13 @@ class QuantizedExperts(QuantizedLinear):
     cut: tuple[int, int] | None = None
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
-        """base: what it replaces, on the meta device; its bias is taken over. kind: of KINDS."""
-        rows = base.num_experts * base.out_features
+        """Take the place of `base`, on the meta device, and take over its bias. kind: of KINDS."""
         matrix = nn.Linear(
-            base.in_features, rows, bias=False, device="meta", dtype=base.weight.dtype
+            base.in_features,
+            base.num_experts * base.out_features,
+            bias=False,
+            device="meta",
+            dtype=base.weight.dtype,
         )
         QuantizedLinear.__init__(self, matrix, kind)
         self.num_experts = base.num_experts
@@ -488,7 +491,10 @@ class AdaptedExpertModule(AdaptedModule):
     lora_magnitude_vector = None
 
     def __init__(self, base: Any, settings: AdapterSettings) -> None:
-        """Raises ValueError for DoRA and dropout, which PEFT's adapters of parameters lack too."""
+        """Add A and B for each expert.
+
+        Raises ValueError for DoRA and dropout, which PEFT's adapters of parameters lack too.
+        """
         if settings.dora or settings.dropout:
             raise ValueError("adapters of experts have neither DoRA's lengths nor dropout")
         super().__init__(base, settings)

@@ -120,8 +120,7 @@ def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
 
 
 def _find_mixtures(layers: list[nn.Module]) -> list[Mixture]:
-    modules = (module for layer in layers for module in layer.modules())
-    return [module for module in modules if isinstance(module, Mixture)]
+    return [module for module in nn.ModuleList(layers).modules() if isinstance(module, Mixture)]
 
 
 def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterSettings) -> None:
@@ -281,14 +280,15 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
         f" {sum(parameter.numel() for parameter in trained):,} parameters trained,"
         f" {_format_size(trained)} on top of {_format_size(frozen)} frozen"
     ]
-    bare = coverage.bare
-    if "all-linear" in cfg.target_modules and _is_worth_naming(bare, coverage.numbers):
-        parts.append(f"none on {_describe_share(bare, coverage.numbers)}")
+    if "all-linear" in cfg.target_modules and _is_worth_naming(coverage.bare, coverage.numbers):
+        parts.append(f"none on {_describe_share(coverage.bare, coverage.numbers)}")
     if cfg.quantize_base != "none":
         rest = ""
         if _is_worth_naming(coverage.wide, coverage.numbers):
-            share = _describe_share(coverage.wide, coverage.numbers)
-            rest = f", but not {share}, which stay in {_describe_dtype(model)}"
+            rest = (
+                f", but not {_describe_share(coverage.wide, coverage.numbers)}, which stay in"
+                f" {_describe_dtype(model)}"
+            )
         parts.append(f"{coverage.quantized} linears of the layers in {cfg.quantize_base}{rest}")
     return "; ".join(parts)
 
@@ -419,9 +419,7 @@ def _describe_share(numbers: Mapping[str, int], total: int) -> str:
 def _describe_dtype(model: nn.Module) -> str:
     """Return the type of the weights that are neither quantized nor an adapter's."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
-    for name, parameter in model.named_parameters():
-        # Quantized weights are carried as floating-point numbers of 8 bits.
-        is_wide = parameter.is_floating_point() and parameter.element_size() > 1
-        if "lora_" not in name and is_wide:
-            return names.get(parameter.dtype, str(parameter.dtype))
-    return "their type"
+    frozen = (weight for name, weight in model.named_parameters() if "lora_" not in name)
+    # Quantized weights are carried as floating-point numbers of 8 bits.
+    wide = (weight for weight in frozen if weight.is_floating_point() and weight.itemsize > 1)
+    return next((names.get(weight.dtype, str(weight.dtype)) for weight in wide), "their type")

@@ -33,8 +33,6 @@ _PIECE_BLOCKS = 2**17  # blocks dequantized at a time: indices of 16 MiB
 # For each type the integer that is as wide as two of its elements
 _PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
 DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept in fp32
-_TORCHAO_HOME = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
-_OLDER_HOME = "torchao.dtypes.nf4tensor"
 
 # False in a simulation, where tensors have sizes alone.
 _has_values: ContextVar[bool] = ContextVar("has_values", default=True)
@@ -76,10 +74,11 @@ def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = values.abs().amax(dim=1)
     # A block of zeros stays zeros: torchao takes its 0 / 0 for the lowest level.
     shares = (values / largest.unsqueeze(1)).nan_to_num_(nan=0.0)
-    if _has_values.get():
-        borders = _find_borders(values.dtype).to(values.device)
-    else:
-        borders = torch.empty(len(LEVELS) - 1, dtype=values.dtype).to(values.device)
+    borders = (
+        _find_borders(values.dtype)
+        if _has_values.get()
+        else torch.empty(len(LEVELS) - 1, dtype=values.dtype)
+    ).to(values.device)
     codes = torch.bucketize(shares, borders, right=True, out_int32=True).to(torch.uint8)
     return codes[:, ::2] << 4 | codes[:, 1::2], largest
 
@@ -166,8 +165,9 @@ def _dequantize(
     begin, run and stride of `compute_block_numbers`. group: scales that share a factor.
     """
     first, begin, run, stride = place
-    last = first + codes.shape[0]
-    numbers = compute_block_numbers(first, last, (begin, run, stride), codes.device)
+    numbers = compute_block_numbers(
+        first, first + codes.shape[0], (begin, run, stride), codes.device
+    )
     narrow = factors.to(levels.dtype)
     wide = scales / narrow[numbers // group] + narrow[-1]
     # The first of two elements is in the high bits.
@@ -237,6 +237,7 @@ def _import_nf4_tensor() -> Any:
     """Import torchao's class of NF4 tensors, which moved from one version to the next."""
     silence_torchao()
     try:
-        return importlib.import_module(_TORCHAO_HOME).NF4Tensor
-    except ModuleNotFoundError:
-        return importlib.import_module(_OLDER_HOME).NF4Tensor
+        module = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    except ModuleNotFoundError:  # where older versions have it
+        module = importlib.import_module("torchao.dtypes.nf4tensor")
+    return module.NF4Tensor

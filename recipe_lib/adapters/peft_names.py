@@ -211,7 +211,7 @@ def is_target(part: MergedRows, cfg: LoraConfig) -> bool:
 
 def list_targets(modules: Iterable[FileModule]) -> list[str]:
     """Return the targets of all parts of the modules, in the order of TARGETS."""
-    targets = {part.target for module in modules for part in module.parts}
+    targets = set[str]().union(*({part.target for part in module.parts} for module in modules))
     return [target for target in (*TARGETS, LINEAR) if target in targets]
 
 

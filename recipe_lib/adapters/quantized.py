@@ -76,8 +76,8 @@ def can_cut(
 
     NF4 cuts no block.
     """
-    cut, other = (in_features, 1) if by_columns else (out_features, in_features)
-    return cut % parts == 0 and (kind != "nf4" or cut // parts * other % nf4.BLOCK == 0)
+    length, width = (in_features, 1) if by_columns else (out_features, in_features)
+    return length % parts == 0 and (kind != "nf4" or length // parts * width % nf4.BLOCK == 0)
 
 
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
@@ -98,17 +98,16 @@ class QuantizedLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
-        """base: the linear that it replaces, still on the meta device; its bias is taken over.
-        kind: of KINDS.
+        """Take the place of the linear `base`, still on the meta device, and take over its bias.
 
-        Raises ValueError for a weight that `can_quantize` refuses, or in fp64.
+        kind: of KINDS. Raises ValueError for a weight that `can_quantize` refuses, or in fp64.
         """
         nn.Module.__init__(self)
         is_possible = kind in KINDS and can_quantize(base.in_features, base.out_features, kind)
         if not is_possible or base.weight.dtype not in nf4.DTYPES:
-            shape = f"{base.out_features} x {base.in_features}"
             raise ValueError(
-                f"a weight of {shape} numbers of type {base.weight.dtype} cannot be kept as {kind}"
+                f"a weight of {base.out_features} x {base.in_features} numbers of type"
+                f" {base.weight.dtype} cannot be kept as {kind}"
             )
         self.in_features = base.in_features
         self.out_features = base.out_features
@@ -282,8 +281,7 @@ class QuantizedLinear(nn.Module):
         # Blocks need not begin and end with a row.
         width = self.in_features
         top = start * nf4.BLOCK // width
-        bottom = -(-stop * nf4.BLOCK // width)
-        rows = read_rows(top, bottom, slice(None)).flatten()
+        rows = read_rows(top, -(-stop * nf4.BLOCK // width), slice(None)).flatten()
         return rows[start * nf4.BLOCK - top * width : stop * nf4.BLOCK - top * width]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
@@ -374,14 +372,13 @@ def dequantize(
     last = len(codes) * nf4.BLOCK if stop is None else stop * columns
     # Blocks need not begin and end with a row.
     first_block = first // nf4.BLOCK
-    last_block = -(-last // nf4.BLOCK)
     elements = nf4.dequantize(
         codes.view(torch.uint8),
         scales.view(torch.int8),
         factors,
         dtype,
         first=first_block,
-        last=last_block,
+        last=-(-last // nf4.BLOCK),
         place=place,
     ).flatten()
     offset = first_block * nf4.BLOCK

@@ -29,10 +29,9 @@ from recipe_lib.adapters.peft_names import (
 from recipe_lib.checkpoint.safetensors_files import TensorEntry, have_same_numbers
 from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import find_stored_weights
-from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.models.weight_names import (
     WeightEntry,
     build_weight_map,
@@ -128,8 +127,8 @@ class SavedWeights:
                     if start <= row < stop:
                         rows[row - start] = file.get_slice(tensor.rows[0])[number].to(rows)
             if tensor.added is not None:
-                added = file.get_slice(tensor.added[0])[file_rows].to(rows)
-                rows = rows + added * self.scalings[name]
+                added = file.get_slice(tensor.added[0])[file_rows]
+                rows = rows + added.to(rows) * self.scalings[name]
         return rows
 
     @torch.no_grad()
@@ -224,10 +223,11 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
         return SavedWeights(adapter.path, base)
     base_tensors = _list_base_tensors(base)
     saved = _drop_untrained(adapter, base_tensors)
-    can_resize = not isinstance(base, ExternalSpec)
     faults = [
         *_list_name_faults(adapter, base, base_tensors),
-        _find_misfit(adapter, saved, base_tensors=base_tensors, can_resize=can_resize),
+        _find_misfit(
+            adapter, saved, base_tensors=base_tensors, can_resize=not isinstance(base, ExternalSpec)
+        ),
         *_list_missing(adapter, saved, base_tensors),
     ]
     raise_faults(CheckpointError, faults)
@@ -242,8 +242,9 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
             if tensor.rows is not None:
                 token_rows[entry.our_name] = _find_token_rows(adapter, name)
             if tensor.added is not None:
-                module = modules[name.removesuffix(".bias")]
-                scalings[entry.our_name] = config.compute_scaling(module)
+                scalings[entry.our_name] = config.compute_scaling(
+                    modules[name.removesuffix(".bias")]
+                )
     return SavedWeights(
         path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings
     )
@@ -412,10 +413,9 @@ def _list_missing(
         name.removesuffix(".bias") for name, tensor in saved.items() if tensor.added is not None
     }
     if adapter.config.biases and adapter.tensors.keys() - biased:
-        first = min(adapter.tensors.keys() - biased)
         faults.append(
-            f"{adapter.path}: has no {first}.lora_B.bias, lora_bias is true in its config;"
-            f" {_DOWNLOAD}"
+            f"{adapter.path}: has no {min(adapter.tensors.keys() - biased)}.lora_B.bias, lora_bias"
+            f" is true in its config; {_DOWNLOAD}"
         )
     elif biased and not adapter.config.biases:
         faults.append(

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, list_spellings
-from recipe_lib.checkpoint.safetensors_files import Header
-from recipe_lib.checkpoint.tensor_matching import list_extra_names
+from recipe_lib.checkpoint.safetensors_files import Header, list_extra_names
 from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
@@ -33,7 +33,6 @@ MAX_RANK = 2**20
 MAX_ROWS = 2**31  # of a vocabulary
 # Keys that say which modules have an adapter.
 SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-PATTERN_REMEDY = "write the modules' names in its place"
 _TYPE_REMEDY = "correct the key, or take the file from where the adapter was trained"
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")  # with which an unread key is harmless
 # Keys that change nothing of what a trained adapter computes: who made it, how it began, how PEFT
@@ -110,36 +109,30 @@ PATTERN_SECONDS = 10  # that all patterns of a config may take with all names of
 _PLAIN = re.compile(r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?")
 
 
-class PatternError(ValueError):
-    """A pattern that cannot be matched; str() ends a sentence about it."""
-
-
 @lru_cache(maxsize=256)  # a command reads an adapter's config several times
 def find_first_matches(
-    patterns: tuple[str, ...], names: tuple[str, ...], *, whole: bool = False
+    patterns: tuple[str, ...], names: tuple[str, ...], where: str, *, whole: bool = False
 ) -> tuple[int | None, ...]:
     """Return for each name the index of the first pattern that matches it, None without one.
 
-    whole: patterns match all of a name, as those of `target_modules`, not its end after a dot, as
-    those of `rank_pattern`. Raises PatternError for a pattern that is no regular
-    expression, is too long or does not end.
+    where: begins the error. whole: patterns match all of a name, as those of `target_modules`, not
+    its end after a dot, as those of `rank_pattern`. Raises CheckpointError for a pattern that is no
+    regular expression, is too long or does not end.
     """
-    for pattern in patterns:
-        if len(pattern) > MAX_PATTERN_CHARACTERS:
-            raise PatternError(
-                f"has {len(pattern)} characters, expected {MAX_PATTERN_CHARACTERS} at most"
-            )
+    too_long = [pattern for pattern in patterns if len(pattern) > MAX_PATTERN_CHARACTERS]
     try:
-        if all(_PLAIN.fullmatch(pattern) for pattern in patterns):
+        if too_long:
+            answer: list[int | None] | str = (
+                f"has {len(too_long[0])} characters, expected {MAX_PATTERN_CHARACTERS} at most"
+            )
+        elif all(_PLAIN.fullmatch(pattern) for pattern in patterns):
             answer = match_patterns(patterns, names, whole)
         else:
             answer = match_apart(patterns, names, whole, PATTERN_SECONDS)
     except Stopped:
-        raise PatternError(
-            f"takes more than {PATTERN_SECONDS} s or {MEMORY >> 20} MiB to match"
-        ) from None
+        answer = f"takes more than {PATTERN_SECONDS} s or {MEMORY >> 20} MiB to match"
     if isinstance(answer, str):
-        raise PatternError(answer)
+        raise CheckpointError(f"{where} {answer}; write the modules' names in its place")
     return tuple(answer)
 
 
@@ -189,13 +182,11 @@ class AdapterConfig:
 
         Patterns are matched in a separate process: `get_rank` need not ask it for each module.
         """
-        names = [name for module in modules for name in self._list_spellings(module)]
+        names = list(chain.from_iterable(map(self._list_spellings, modules)))
         for key in ("rank_pattern", "alpha_pattern"):
             unmatched = [name for name in names if (key, name) not in self._matches]
-            try:
-                pattern_numbers = find_first_matches(tuple(getattr(self, key)), tuple(unmatched))
-            except PatternError as fault:
-                raise CheckpointError(f"{self.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
+            patterns = tuple(getattr(self, key))
+            pattern_numbers = find_first_matches(patterns, tuple(unmatched), f"{self.path}: {key}:")
             self._matches.update(
                 zip([(key, name) for name in unmatched], pattern_numbers, strict=True)
             )
@@ -280,11 +271,11 @@ def _find_start_fault(path: Path, start: Any) -> str | None:
     if start in _STARTS and type(start) is not int:  # 1 == True
         return None
     remedy = (
-        "save it again with path_initial_model_for_weight_conversion where it was trained, or train"
-        " with true"
+        "merge it with PEFT first (merge_and_unload), which repeats that start"
+        if start in _REPEATED
+        else "save it again with path_initial_model_for_weight_conversion where it was trained, or"
+        " train with true"
     )
-    if start in _REPEATED:
-        remedy = "merge it with PEFT first (merge_and_unload), which repeats that start"
     return (
         f"{path}: init_lora_weights: {_show(start)} changes the frozen weights as well, so the"
         f" adapter does not fit the base; {remedy}"
@@ -347,8 +338,10 @@ def _find_key_fault(path: Path, key: str, value: Any) -> str | None:
     if any(value is empty or (value == empty and type(value) is type(empty)) for empty in _EMPTY):
         return None
     if key in REFUSED:
-        fault = "expected none: this feature of PEFT is not supported"
-        return f"{path}: {key}: found {_show(value)}, {fault}; {REFUSED[key]}"
+        return (
+            f"{path}: {key}: found {_show(value)}, expected none: this feature of PEFT is not"
+            f" supported; {REFUSED[key]}"
+        )
     return (
         f"{path}: {key}: found {_show(value)}, expected no such key: what it changes is not known;"
         f" {_UNKNOWN}"

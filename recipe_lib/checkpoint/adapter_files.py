@@ -39,26 +39,22 @@ from recipe_lib.checkpoint.adapter_base_weights import (
     find_saved,
 )
 from recipe_lib.checkpoint.adapter_config import (
-    PATTERN_REMEDY,
     TENSOR_FILE,
     AdapterConfig,
-    PatternError,
     compute_scaling,
     find_first_matches,
     list_saved_names,
     read_adapter_config,
 )
-from recipe_lib.checkpoint.safetensors_files import Header, read_header
-from recipe_lib.checkpoint.tensor_matching import READABLE_TYPES
-from recipe_lib.checkpoint.weight_loading import (
+from recipe_lib.checkpoint.huggingface import (
     check_copies,
     check_finite,
     compute_base_fingerprint,
 )
+from recipe_lib.checkpoint.safetensors_files import READABLE_TYPES, Header, read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.families import has_score_head
-from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.reading import parse_json
 from recipe_lib.units import name_first
 
@@ -70,7 +66,6 @@ BASE_STORAGE = "tune_base_storage"  # the value of lora.quantize_base
 BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not our own decoder
 SCORE_KEYS = "tune_score_head"  # keys of config.json that belong to a score head, as JSON
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
-_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -105,14 +100,13 @@ class AdapterFile:
         return modules
 
     def read(self, module: str, suffix: str) -> torch.Tensor:
-        """Return a whole tensor."""
-        with safe_open(str(self.path), framework="pt") as file:
-            return file.get_tensor(self.tensors[module][suffix][0])
+        """Return a whole tensor of an adapter."""
+        return self.read_tensor(self.tensors[module][suffix][0])
 
-    def read_extra(self, name: str) -> torch.Tensor:
-        """Return a whole extra parameter."""
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor by its name in the file."""
         with safe_open(str(self.path), framework="pt") as file:
-            return file.get_tensor(self.extras[name][0])
+            return file.get_tensor(name)
 
 
 def read_adapter(folder: Path) -> AdapterFile:
@@ -123,11 +117,10 @@ def read_adapter(folder: Path) -> AdapterFile:
     config = read_adapter_config(folder)
     path = folder / TENSOR_FILE
     if not path.is_file():
-        pickled = folder / "adapter_model.bin"
         raise CheckpointError(
             f"{folder}: has adapter_model.bin but no {TENSOR_FILE}; pickled weights can run code"
             " and are not read: save the adapter with safe_serialization=True"
-            if pickled.is_file()
+            if (folder / "adapter_model.bin").is_file()
             else f"{folder}: has no {TENSOR_FILE}; export or download the adapter again"
         )
     header = read_header(path)
@@ -222,7 +215,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     known_modules = build_file_modules(saved.spec)
     unknown_names = adapter.tensors.keys() - known_modules.keys()
     faults: list[str | None] = []
-    single_experts = sorted(name for name in unknown_names if _SINGLE_EXPERT.search(name))
+    single_experts = sorted(name for name in unknown_names if re.search(r"\.experts\.\d+\.", name))
     modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
     has_experts = getattr(spec, "mixture", None) is not None or any(
         name.endswith(".experts") for name in modules
@@ -291,16 +284,16 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
         )
     if MAGNITUDE in tensors and not config.dora:
         return (
-            f"{adapter.path}: {module.name} has DoRA's {MAGNITUDE}, adapter_config.json says use_dora"
-            " false; export or download the adapter again"
+            f"{adapter.path}: {module.name} has DoRA's {MAGNITUDE}, adapter_config.json says"
+            " use_dora false; export or download the adapter again"
         )
     if BASE_WEIGHT in tensors:  # PEFT saves the weight itself with an adapted embedding or head
         expected[BASE_WEIGHT] = (module.rows, module.columns)
     unknown_suffixes = tensors.keys() - expected.keys()
     if unknown_suffixes:
-        name = f"{module.name}.{min(unknown_suffixes)}"
         return (
-            f"{adapter.path}: {name} is no tensor of this kind of module; export the adapter again"
+            f"{adapter.path}: {module.name}.{min(unknown_suffixes)} is no tensor of this kind of"
+            " module; export the adapter again"
         )
     for suffix, expected_shape in expected.items():
         shape = tensors[suffix][1].shape
@@ -390,11 +383,11 @@ def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -
     ]
     if partial_names:
         first = expected[partial_names[0]]
-        others = "layers or matrices" if first.experts else "layers"
+        adapted_kind = "layers or matrices" if first.experts else "layers"
         return (
-            f"{adapter.path}: has no adapter for {first.full_name}, though other {others} have one;"
-            f" adapters of some {others} only cannot be trained on: merge it into the base first"
-            " (tune export --merge)"
+            f"{adapter.path}: has no adapter for {first.full_name}, though other {adapted_kind}"
+            f" have one; adapters of some {adapted_kind} only cannot be trained on: merge it into"
+            " the base first (tune export --merge)"
         )
     if missing_names or has_other_targets:
         return (
@@ -489,10 +482,6 @@ def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> 
     return None
 
 
-_ALL_LINEAR = "all-linear"  # PEFT's word for every linear but the head
-_NO_LINEARS = ("embed_tokens", "lm_head")
-
-
 def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, str] | None:
     """Return the first module whose adapter PEFT leaves out, and the key by which it does.
 
@@ -527,13 +516,12 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
 def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
     """Return for each name whether a key that takes ends of names or a pattern names it."""
     value: Any = config.selection.get(key)
-    if key == "target_modules" and isinstance(value, str) and value.lower() == _ALL_LINEAR:
-        return [not name.endswith(_NO_LINEARS) for name in names]
+    # PEFT's word for every linear but the head.
+    if key == "target_modules" and isinstance(value, str) and value.lower() == "all-linear":
+        return [not name.endswith(("embed_tokens", "lm_head")) for name in names]
     if isinstance(value, str) and value:
-        try:
-            matches = find_first_matches((value,), tuple(names), whole=True)
-        except PatternError as fault:
-            raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
+        where = f"{config.path}: {key}:"
+        matches = find_first_matches((value,), tuple(names), where, whole=True)
         return [number is not None for number in matches]
     return [any(f".{name}".endswith(f".{end}") for end in value or ()) for name in names]
 

@@ -35,6 +35,7 @@ from recipe_lib.checkpoint.adapter_files import (
     read_adapter,
     read_score_keys,
 )
+from recipe_lib.checkpoint.huggingface import load_weights, make_unknown_extras_error
 from recipe_lib.checkpoint.model_export import (
     SideFiles,
     export_config,
@@ -53,7 +54,6 @@ from recipe_lib.checkpoint.safetensors_files import (
     Reader,
 )
 from recipe_lib.checkpoint.tensor_matching import check_weights, log_left_out, read_headers
-from recipe_lib.checkpoint.weight_loading import load_weights, make_unknown_extras_error
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_trained_spec
 from recipe_lib.models.families import build_scored_spec
@@ -174,10 +174,11 @@ def merge_adapter(
     adapter, spec, saved = run_on_all_ranks(
         ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
-    if ranks.rank == 0:
-        log_left_out(spec, base_folder, what="export")
+    run_on_rank_0(ranks, lambda: log_left_out(spec, base_folder, topic="export"))
     file_dtype = out_dtype or dtype
-    side_files = SideFiles(tokenizer_folder or base_folder, chat_template, stop_ids, card)
+    side_files = SideFiles(
+        tokenizer_folder or base_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
+    )
     if isinstance(spec, ExternalSpec):
         merge = partial(
             _merge_external,
@@ -293,8 +294,7 @@ class _MergedWeights:
         self._adapter = adapter
         self._saved = saved
         self._tensors = read_headers(base_folder)
-        entries = build_weight_map(base, self._tensors)
-        self._entries = {entry.our_name: entry for entry in entries}
+        self._entries = {entry.our_name: entry for entry in build_weight_map(base, self._tensors)}
         self._quantize = quantize
         self._dtype = dtype
         self._file_dtype = file_dtype
@@ -307,7 +307,7 @@ class _MergedWeights:
     def read(self, name: str) -> Iterator[Tensor]:
         """Yield a parameter in consecutive pieces of rows, that of a layer's experts whole."""
         if name in self._adapter.extras:
-            extra = self._adapter.read_extra(name)
+            extra = self._adapter.read_tensor(self._adapter.extras[name][0])
             yield extra.to(self._file_dtype) if extra.is_floating_point() else extra
             return
         shape = self._shapes[name]

@@ -32,11 +32,12 @@ from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.safetensors_files import (
     DTYPE_NAMES,
     DTYPES,
+    EXTRA,
     PlannedTensor,
     write_tensor_file,
 )
 from recipe_lib.checkpoint.side_files import CARD, copy_tokenizer, list_tokenizer_files
-from recipe_lib.checkpoint.tensor_matching import EXTRA, compute_file_shapes
+from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.config_spelling import spell_native
@@ -44,11 +45,10 @@ from recipe_lib.models.families import (
     FAMILIES,
     get_score_architecture,
     get_text_config,
-    has_score_head,
 )
 from recipe_lib.models.language_model import get_runs, restore_file_order
 from recipe_lib.models.meta_init import list_persistent_buffers
-from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.models.weight_names import build_weight_map, build_written_layout
 from recipe_lib.ops.dtensor_shards import gather_full
 from recipe_lib.units import MIB, name_first
@@ -113,7 +113,9 @@ def export_model(
         read=partial(stream_parameter, model, parameters, holders),
         extras=extras,
         config=export_config(source_config, spec, next(model.parameters()).dtype),
-        side_files=SideFiles(tokenizer_folder, chat_template, stop_ids, card),
+        side_files=SideFiles(
+            tokenizer_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
+        ),
         max_shard_bytes=max_shard_bytes,
         world=world,
     )
@@ -140,15 +142,14 @@ def write_model(
     """
     shards = plan_shards(spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras)
     pieces = TensorPieces(spec, read=read, parameters=parameters, extras=extras)
-    staging = stage_folder(
+    with stage_folder(
         out,
         shards=shards,
         contents=list_model_files(shards, config),
         side_files=side_files,
         pad_id=_find_padding(config),
         world=world,
-    )
-    with staging as temporary:
+    ) as temporary:
 
         def write_files(names: Iterable[str], write: Callable[..., Any]) -> None:
             for name in names:
@@ -257,8 +258,10 @@ def plan_shards(
         # The family's files have other tensors than our model has parameters.
         shapes = dict(layout.shapes)
         dtypes = {name: parameters[our_name].dtype for name, our_name in layout.renamed.items()}
-        for name, conversion in layout.made.items():
-            dtypes[name] = parameters[conversion.names()[0]].dtype
+        dtypes |= {
+            name: parameters[conversion.names()[0]].dtype
+            for name, conversion in layout.made.items()
+        }
     shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
@@ -425,9 +428,11 @@ def _begin_folder(
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, out.name)  # first: they take the space
-    num_bytes = sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
-    num_bytes += sum(path.stat().st_size for path in copied)
-    num_bytes += MIB * (1 + len(shards))  # headers, index, config
+    num_bytes = (
+        sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
+        + sum(path.stat().st_size for path in copied)
+        + MIB * (1 + len(shards))  # headers, index, config
+    )
     files.require_space(out.parent, num_bytes, f"the model{_describe_second_copy(out)}")
     temporary = files.make_temporary_path(out)
     files.make_folder(temporary)
@@ -468,8 +473,10 @@ def list_model_files(
     file_names: dict[str, str] = {}
     for file_name, shard in shards.items():
         file_names |= {tensor.name: file_name for tensor in shard}
-    index = {"metadata": {"total_size": total_size}, "weight_map": file_names}
-    return {INDEX: index, "config.json": config}
+    return {
+        INDEX: {"metadata": {"total_size": total_size}, "weight_map": file_names},
+        "config.json": config,
+    }
 
 
 def export_config(

@@ -6,14 +6,13 @@ command line lists them without loading torch.
 """
 
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.spec import describe_other_weights, list_weight_files
+from recipe_lib.models.spec import describe_other_weights
 from recipe_lib.reading import read_json, suggest_remedy
 from recipe_lib.units import MIB
 
@@ -60,11 +59,6 @@ def find_weights(folder: Path) -> dict[str, str]:
     return index
 
 
-def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
-    """Return the names of the folder's files with weights, of any format, but for those `read`."""
-    return [name for name in list_weight_files(folder) if name not in read]
-
-
 def _read_index(path: Path) -> dict[str, str]:
     try:
         index: Any = read_json(path, MAX_INDEX_BYTES)
@@ -94,10 +88,10 @@ def find_exported_folder(folder: Path) -> Path:
     if written:
         # A model that was merged from the adapter is newer, unless the run was resumed since.
         return max(written, key=lambda path: path.stat().st_mtime_ns).parent
-    remedy = "write one from its states with `tune export` (--hf, or --adapter)"
     if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
         raise CheckpointError(
-            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; {remedy}"
+            f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; write"
+            " one from its states with `tune export` (--hf, or --adapter)"
         )
     if (folder / _MANIFEST).is_file():
         raise CheckpointError(

@@ -31,9 +31,7 @@ from recipe_lib import files
 from recipe_lib.adapters import add_adapters, disable_adapters, init_adapters
 from recipe_lib.adapters.peft_names import list_targets
 from recipe_lib.checkpoint.adapter_config import (
-    PATTERN_REMEDY,
     AdapterConfig,
-    PatternError,
     compute_scaling,
     find_first_matches,
 )
@@ -44,12 +42,12 @@ from recipe_lib.checkpoint.adapter_files import (
     find_usual_scaling,
     read_adapter,
 )
+from recipe_lib.checkpoint.huggingface import load_weights, make_unknown_extras_error
 from recipe_lib.checkpoint.model_export import SideFiles, spell_config, stage_folder
 from recipe_lib.checkpoint.peft_folders import load_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.side_files import CARD, GENERATION, list_tokenizer_files
 from recipe_lib.checkpoint.tensor_matching import read_headers
-from recipe_lib.checkpoint.weight_loading import load_weights, make_unknown_extras_error
 from recipe_lib.config.local_files import format_install_line, has_package
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, SetupError, StorageError, get_first_line
@@ -57,9 +55,8 @@ from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spec
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec, has_score_head
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, format_bytes
 
@@ -185,11 +182,10 @@ def compare_logits(
     base: of the base alone, if the model has adapters.
     """
     trained = trained.double()
-    change = None if base is None else float((trained - base.double()).abs().max())
     return Comparison(
         difference=float((trained - exported.double()).abs().max()),
         largest=float(trained.abs().max()),
-        change=change,
+        change=None if base is None else float((trained - base.double()).abs().max()),
     )
 
 
@@ -361,8 +357,9 @@ def _why_not_opened(
     headers = read_headers(folder)
     if any(tensor.extra for tensor in headers.values()):
         return "transformers does not know the parameters that the recipe added"
-    num_elements = sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values())
-    num_bytes = num_elements * dtype.itemsize
+    num_bytes = dtype.itemsize * sum(
+        torch.Size(tensor.entry.shape).numel() for tensor in headers.values()
+    )
     free_bytes, description = find_free_host_memory()
     if device.type == "cpu" and num_bytes > free_bytes:
         return (
@@ -385,8 +382,8 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
         return f"it says {get_first_line(error)}"
     except _FAULTS as error:
         raise CheckpointError(
-            f"{adapter.folder}: PEFT {version('peft')} does not open it ({get_first_line(error)}); use"
-            f" the merged model (tune export {adapter.folder} --merge)"
+            f"{adapter.folder}: PEFT {version('peft')} does not open it ({get_first_line(error)});"
+            f" use the merged model (tune export {adapter.folder} --merge)"
         ) from error
 
 
@@ -398,11 +395,9 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     selections = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
     patterns = tuple(pattern for pattern in selections if isinstance(pattern, str))
-    try:
-        find_first_matches(patterns, names, whole=True)
-        find_first_matches((*config.rank_pattern, *config.alpha_pattern), names)
-    except PatternError as fault:
-        raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
+    where = f"{config.path}: a pattern"
+    find_first_matches(patterns, names, where, whole=True)
+    find_first_matches((*config.rank_pattern, *config.alpha_pattern), names, where)
 
 
 @torch.no_grad()
@@ -484,14 +479,13 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         num_quantized = sum(type(linear.weight.data) not in plain_types for linear in linears)
         config: dict[str, Any] = {}  # filled once transformers has written its own
-        staging = stage_folder(
+        with stage_folder(
             out.absolute(),
             shards={},
             contents={"config.json": config},
             side_files=SideFiles(folder),
             world=SingleRank(),
-        )
-        with staging as temporary:
+        ) as temporary:
             try:
                 model.save_pretrained(temporary)
             except SafetensorError as error:  # which says in words of its own what the disk refuses

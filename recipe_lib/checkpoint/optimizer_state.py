@@ -63,9 +63,12 @@ def list_model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Te
     # FSDP's hook frees gathered parameters, so that what follows sees the shards.
     state_dict = model.state_dict()
     saved_names = set(holders.list_saved_names())
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {name: parameter for name, parameter in parameters.items() if name in saved_names}
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name in saved_names
+    }
     # What is left in the state_dict are the persistent buffers.
     tensors |= {name: value for name, value in state_dict.items() if name not in all_names}
     return {f"{MODEL}/{name}": tensor for name, tensor in tensors.items()}
@@ -155,10 +158,9 @@ def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     ]
     states: dict[str, dict[str, Any]] = {}
     for parameter, name in names.items():
-        values = optimizer.state.get(parameter, {})
         plain = {
             key: _convert_to_json(value)
-            for key, value in values.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
             if not isinstance(value, torch.Tensor)
         }
         if plain:
@@ -316,9 +318,10 @@ def restore_settings(
     for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=False):
         for key, value in saved_group["values"].items():
             if key not in group:
-                more_keys = ""
-                if key in _OUR_KEYS or _OUR_KEYS & group.keys():
-                    more_keys = ", state_bits, master_weights and stochastic_rounding"
+                is_ours = key in _OUR_KEYS or bool(_OUR_KEYS & group.keys())
+                more_keys = (
+                    ", state_bits, master_weights and stochastic_rounding" if is_ours else ""
+                )
                 raise CheckpointError(
                     f"{where}: was saved by another optimizer (it has {key}); resume with the run's"
                     f" own optimizer.name{more_keys}"
@@ -326,10 +329,8 @@ def restore_settings(
             current = group[key]
             if isinstance(current, torch.Tensor):
                 current.fill_(value)
-            elif isinstance(current, tuple):  # betas, of which JSON has made a list
-                group[key] = tuple(value)
-            else:
-                group[key] = value
+            else:  # of a tuple, as betas are, JSON has made a list
+                group[key] = tuple(value) if isinstance(current, tuple) else value
     parameters = {
         name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
     }
@@ -437,9 +438,7 @@ def check_adapter_use(
     saved, current: see `gather_adapter_use`; of the state, and of the model.
     """
     if (saved is None) != (current is None):
-        trained = ["adapters", "all weights"]
-        if saved is None:
-            trained.reverse()
+        trained = ("all weights", "adapters") if saved is None else ("adapters", "all weights")
         raise CheckpointError(
             f"{path}: is the state of a run that trained {trained[0]}, this run trains"
             f" {trained[1]}; resume with the run's own recipe and config"

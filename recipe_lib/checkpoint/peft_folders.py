@@ -9,6 +9,7 @@ parameter at a time is gathered and streamed to the disk, as for a whole model.
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ from recipe_lib.checkpoint.adapter_files import (
     is_stacked,
     read_adapter,
 )
+from recipe_lib.checkpoint.huggingface import (
+    compute_base_fingerprint,
+    find_extras_to_read,
+    read_part,
+)
 from recipe_lib.checkpoint.model_export import (
     SideFiles,
     describe_extra_fault,
@@ -68,14 +74,8 @@ from recipe_lib.checkpoint.rank_groups import (
     write_gathered,
 )
 from recipe_lib.checkpoint.safetensors_files import FileTensor, PlannedTensor
-from recipe_lib.checkpoint.weight_loading import (
-    compute_base_fingerprint,
-    find_extras_to_read,
-    read_part,
-)
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import (
     LanguageModel,
     get_runs,
@@ -87,7 +87,7 @@ from recipe_lib.models.meta_init import (
     find_fully_saved_tensors,
     find_stored_weights,
 )
-from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, has_score_head
 
 
 @torch.no_grad()
@@ -184,7 +184,6 @@ def _fill_module(
             adapter, module, name=part.module, rank=rank, ratio=ratio, target=target, model=model
         )
         return
-    start = part.start
 
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
@@ -204,14 +203,14 @@ def _fill_module(
         source = file.get_slice(entries[suffixes[1]][0])
         for local, (row, _) in get_local_parts(suffixes[1]):
             local.zero_()
-            rows = source[start + row : start + row + len(local)][:, first : first + rank]
+            rows = source[part.start + row : part.start + row + len(local)][:, first : first + rank]
             # Multiplied only where needed: an adapter is loaded to the bit where it can be.
             local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
             source = file.get_slice(entries[MAGNITUDE][0])
             for local, (row,) in get_local_parts(MAGNITUDE):
-                local.copy_(source[start + row : start + row + len(local)])
+                local.copy_(source[part.start + row : part.start + row + len(local)])
 
 
 def _fill_experts(
@@ -288,36 +287,36 @@ def export_adapter(
     holders = find_holders(model, world)
     # Of all ranks: one of a pipeline may have no adapter.
     adapters = plan_tensors(get_adapter_parameters(model), holders, world)
-    # A score head is among these: it is trained whole.
-    whole_tensors = find_fully_saved_tensors(model)
+    whole_tensors = find_fully_saved_tensors(model)  # with a score head, which is trained whole
     extras = plan_tensors(whole_tensors, holders, world)
     recipe_extras = [name for name in extras if name != SCORE]
     if recipe_extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(recipe_extras)}")
-    plan = _plan_adapters(modules, cfg, next(iter(adapters.values())).dtype, is_multimodal)
-    plan += [
-        replace(extra, name=f"{PREFIX}{get_file_name(name, is_multimodal)}")
-        for name, extra in extras.items()
-    ]
-    extra_modules = chain.from_iterable(holders.gather(find_extra_modules(model), world))
+    dtype = next(iter(adapters.values())).dtype
+    plan = _plan_file(modules, extras, cfg=cfg, dtype=dtype, is_multimodal=is_multimodal)
     fields = _make_fields(
-        model, spec, cfg, base, modules=modules, saved=extra_modules, is_multimodal=is_multimodal
+        model,
+        spec,
+        cfg,
+        base=base,
+        modules=modules,
+        saved=chain.from_iterable(holders.gather(find_extra_modules(model), world)),
+        is_multimodal=is_multimodal,
     )
-    metadata = run_on_all_ranks(
-        world,
-        lambda: _make_metadata(
-            model, spec, cfg=cfg, base_folder=base_folder, source_config=source_config
-        ),
+    make_metadata = partial(
+        _make_metadata, model, spec, cfg=cfg, base_folder=base_folder, source_config=source_config
     )
-    staging = stage_folder(
+    metadata = run_on_all_ranks(world, make_metadata) | make_extra_metadata(recipe_extras)
+    with stage_folder(
         out,
         shards={TENSOR_FILE: plan},
         contents={CONFIG_FILE: fields},
-        side_files=SideFiles(tokenizer_folder, chat_template, stop_ids, card),
+        side_files=SideFiles(
+            tokenizer_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
+        ),
         pad_id=source_config.get("pad_token_id") if has_score_head(spec) else None,
         world=world,
-    )
-    with staging as temporary:
+    ) as temporary:
         adapter_pieces = (_gather_pieces(model, module, cfg, holders) for module in modules)
         extra_pieces = (stream_parameter(model, whole_tensors, holders, name) for name in extras)
         # Generators in a chain: nothing is gathered before it is written.
@@ -325,7 +324,7 @@ def export_adapter(
             temporary / TENSOR_FILE,
             plan,
             pieces=chain.from_iterable(chain(adapter_pieces, extra_pieces)),
-            metadata=metadata | make_extra_metadata(recipe_extras),
+            metadata=metadata,
             world=world,
         )
 
@@ -342,24 +341,32 @@ def _compute_rank(module: FileModule, cfg: LoraConfig) -> int:
     return cfg.rank * sum(is_target(part, cfg) for part in module.parts)
 
 
-def _plan_adapters(
-    modules: list[FileModule], cfg: LoraConfig, dtype: torch.dtype, is_multimodal: bool
+def _plan_file(
+    modules: list[FileModule],
+    extras: Mapping[str, PlannedTensor],
+    *,
+    cfg: LoraConfig,
+    dtype: torch.dtype,
+    is_multimodal: bool,
 ) -> list[PlannedTensor]:
-    """Return the adapters' tensors of a file, in the order of the modules."""
+    """Return the tensors of a file: the adapters', in the order of the modules, then the extras."""
     plan: list[PlannedTensor] = []
     for module in modules:
         prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
         shapes = module.shapes(_compute_rank(module, cfg), cfg.dora)
         plan += [PlannedTensor(f"{prefix}.{end}", dtype, shape) for end, shape in shapes.items()]
-    return plan
+    return plan + [
+        replace(extra, name=f"{PREFIX}{get_file_name(name, is_multimodal)}")
+        for name, extra in extras.items()
+    ]
 
 
 def _make_fields(
     model: nn.Module,
     spec: ModelSpec,
     cfg: LoraConfig,
-    base: str,
     *,
+    base: str,
     modules: list[FileModule],
     saved: Iterable[str],
     is_multimodal: bool,

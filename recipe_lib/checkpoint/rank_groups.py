@@ -241,7 +241,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
         sort_keys = _find_sort_keys([name for name, _ in part or []])
         for (name, kind), sort_key in zip(part or [], sort_keys, strict=True):
             places.setdefault(name, (sort_key, rank, kind))
-    in_order = sorted(places.items(), key=lambda place: place[1][0])
+    in_order = sorted(places.items(), key=lambda item: item[1][0])
     return Holders(
         rank=world.rank,
         leaders=leaders,

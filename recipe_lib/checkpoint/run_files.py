@@ -184,7 +184,9 @@ _STATE_FILE = re.compile(
 )
 _MAX_RECORD_BYTES = 64 * MIB
 # A larger file is known by blocks of it: a model of 100 GB is not read whole at each publication.
-_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 4 * MIB, 64, 2**16
+_WHOLE_BYTES = 4 * MIB
+_BLOCKS = 64
+_BLOCK_BYTES = 2**16
 
 Listing = dict[str, str]  # file name -> "size:hash"
 
@@ -217,9 +219,8 @@ def read_record(root: Path) -> OutputRecord | None:
         fields = read_object(path, _MAX_RECORD_BYTES)
         fields.setdefault("records", {})  # of a run of an earlier version
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
-        names = [*record.folders, *record.earlier, *record.kept]
-        for listing in (*itertools.chain.from_iterable(record.folders.values()), record.records):
-            names += listing
+        listings = [*itertools.chain.from_iterable(record.folders.values()), record.records]
+        names = [*record.folders, *record.earlier, *record.kept, *itertools.chain(*listings)]
         are_texts = all(isinstance(text, str) for text in (*names, *record.trackers))
         # No name may lead out of the folder: what is listed may be removed.
         if are_texts and all(map(files.is_plain_name, names)):
@@ -348,8 +349,8 @@ def publish(temporary: Path, final: Path) -> None:
     if record is not None:
         # Before the exchange, so that a process that is killed leaves a folder that is known as
         # ours on both sides of it.
-        others = [listing for listing in former_listings if listing != new_listing]
-        record.folders[name] = [new_listing, *others]
+        older_listings = [listing for listing in former_listings if listing != new_listing]
+        record.folders[name] = [new_listing, *older_listings]
         write_record(root, record)
     if is_taken:
         _remove_replaced(files.exchange_folders(temporary, final), former_listings, final)

@@ -44,6 +44,12 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fr
     _EIGHT_BITS, 1
 )
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Of plain weights; the other types are of codes, scales, and a recipe's tables.
+READABLE_TYPES = {
+    DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+# Key of a file's metadata: the names of those of its tensors that a recipe added to the model.
+EXTRA = "tune_extra_parameters"
 _LFS_POINTER = b"version https://git-lfs"
 _COMPARED_ROWS = 4096  # of two tensors, at a time
 
@@ -156,8 +162,13 @@ def _make_format_fault(path: Path, fault: str) -> CheckpointError:
     )
 
 
+def list_extra_names(header: Header) -> set[str]:
+    """Return the tensors of a file that its metadata names as extra parameters."""
+    return set(header.metadata.get(EXTRA, "").split())
+
+
 class Reader(ExitStack):
-    """Reads whole tensors of a checkpoint by name; a context manager that keeps the files open."""
+    """A reader of tensors of a checkpoint by name; a context manager that keeps the files open."""
 
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
         super().__init__()

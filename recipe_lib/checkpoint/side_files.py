@@ -27,8 +27,7 @@ from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import JSON_LIMIT, find_object, open_regular, read_object, suggest_remedy
 from recipe_lib.redaction import redact
-from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.tokenizer import read_json, read_template
+from recipe_lib.tokenizers.tokenizer import Tokenizer, load_tokenizer, read_json, read_template
 from recipe_lib.tokenizers.vocabulary import AddedToken, SentencePieceVocabulary
 from recipe_lib.units import format_bytes
 
@@ -309,8 +308,7 @@ def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
     ]
     for sample in (*_SAMPLES, *_list_words(tokenizer)):
         # Alone without spaces around it: models that drop them do so at the ends of a whole text.
-        texts = [sample.strip()]
-        texts += [f"{special}{sample}{special}{sample}" for special in specials]
+        texts = [sample.strip(), *(f"{token}{sample}{token}{sample}" for token in specials)]
         ids = [built.encode(text, add_special_tokens=False).ids for text in texts]
         if ids != [tokenizer.encode(text, allow_special=True) for text in texts]:
             return False

@@ -8,18 +8,19 @@ that none of them is dropped without a word.
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from recipe_lib.checkpoint.model_folders import INDEX, SINGLE, find_weights, list_unread_weights
+from recipe_lib.checkpoint.model_folders import INDEX, SINGLE, find_weights
 from recipe_lib.checkpoint.safetensors_files import (
-    DTYPE_NAMES,
+    READABLE_TYPES,
     FileTensor,
-    Header,
     Reader,
     have_same_numbers,
+    list_extra_names,
     read_header,
 )
 from recipe_lib.config.suggest import show
@@ -27,7 +28,7 @@ from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
 from recipe_lib.models.families import count_head_labels
-from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec, list_weight_files
 from recipe_lib.models.weight_names import (
     WeightEntry,
     build_weight_map,
@@ -38,11 +39,6 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import format_bytes, name_first, pluralize
 
-# Key of a file's metadata: the names of those of its tensors that a recipe added to the model.
-EXTRA = "tune_extra_parameters"
-READABLE_TYPES = {
-    DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}
 _WRAPPER = (
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
     r"|^(module|base_model\.model)\."
@@ -87,7 +83,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
             f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{more};"
             " download the folder again"
         )
-    extras = {name for header in headers.values() for name in list_extra_names(header)}
+    extras = set(chain.from_iterable(map(list_extra_names, headers.values())))
     tensors: dict[str, FileTensor] = {}
     for file_name, header in headers.items():
         for name, entry in header.tensors.items():
@@ -107,11 +103,6 @@ def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool
         return False
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
         return have_same_numbers(first_file.slice(name), second_file.slice(name))
-
-
-def list_extra_names(header: Header) -> set[str]:
-    """Return the tensors of a file that its metadata names as extra parameters."""
-    return set(header.metadata.get(EXTRA, "").split())
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -140,12 +131,10 @@ def match_tensors(
     plain_entries = [entry for entry in entries if entry.made is None and entry.view is None]
     expected = compute_file_shapes(plain_entries, shapes)
     # Of tensors that are no plain weights (codes, scales), the types that they may have.
-    readable: dict[str, Collection[str]] = {}
-    for entry in entries:
-        if entry.view is not None:
-            for name, form in entry.view.tensors().items():
-                expected[name] = form.shape
-                readable[name] = form.dtypes
+    views = [entry.view for entry in entries if entry.view is not None]
+    forms = dict(chain.from_iterable(view.tensors().items() for view in views))
+    expected |= {name: form.shape for name, form in forms.items()}
+    readable: dict[str, Collection[str]] = {name: form.dtypes for name, form in forms.items()}
     conversion_inputs = set[str]().union(
         *(entry.made.names() for entry in entries if entry.made is not None)
     )
@@ -221,14 +210,14 @@ def _check_copy(
 
 
 def log_left_out(
-    spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str, FileTensor] | None = None
+    spec: ModelSpec, folder: Path, topic: str, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Log what of a checked folder is not used.
 
     There is a line for each reason to leave tensors out, one for files that are not read, and one
     for buffers that keep their first values.
 
-    what: begins the lines: `model` where it is loaded, `export` where it is written. tensors: as
+    topic: begins the lines: `model` where it is loaded, `export` where it is written. tensors: as
     `read_headers` returns them.
     """
     tensors = read_headers(folder) if tensors is None else tensors
@@ -236,24 +225,24 @@ def log_left_out(
     names_by_reason: dict[str, list[str]] = defaultdict(list)
     for copy, entry in find_tied_copies(spec, entries, tensors).items():
         names_by_reason[f"the same numbers as {entry.file_name}"].append(copy)
-    used = {name for entry in entries for name in _list_file_names(entry)}.union(
-        *names_by_reason.values()
-    )
+    used = set(chain.from_iterable(map(_list_file_names, entries)))
+    used.update(*names_by_reason.values())
     for name, reason in _explain_unused(spec, tensors, used).items():
         if reason is not None:
             names_by_reason[reason].append(name)
     for reason, names in names_by_reason.items():
         size = sum(tensors[name].entry.end - tensors[name].entry.start for name in names)
         named = f"{_shorten(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
-        get_logger().info("%s: left out: %s: %s", what, named, reason)
-    unread = list_unread_weights(folder, {tensor.file.name for tensor in tensors.values()})
+        get_logger().info("%s: left out: %s: %s", topic, named, reason)
+    read_names = {tensor.file.name for tensor in tensors.values()}
+    unread = [name for name in list_weight_files(folder) if name not in read_names]
     if unread:
-        get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
+        get_logger().info("%s: not read: %s: other files have the weights", topic, _shorten(unread))
     missing_buffers = sorted(get_buffer_names(spec) - {entry.our_name for entry in entries})
     if missing_buffers:
         get_logger().info(
             "%s: not in the files: %s (%d): keep their first values",
-            what,
+            topic,
             _shorten(missing_buffers),
             len(missing_buffers),
         )

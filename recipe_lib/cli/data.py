@@ -271,7 +271,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
     untrained = None
     if source is not None and source.folder is not None:
-        from recipe_lib.checkpoint.weight_loading import find_untrained_embeddings
+        from recipe_lib.checkpoint.huggingface import find_untrained_embeddings
 
         # Only those that the samples use.
         special = list_special_tokens(tokenizer)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.plan_proof import certify, find_plan_difference
+from recipe_lib.external.proven_plan import certify, find_plan_difference
 from recipe_lib.external.tensor_plan import transformers_models
 from recipe_lib.external.tensor_plan.sharding_plan import (
     BYTES,

@@ -25,13 +25,13 @@ from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import (
     AttentionInfo,
+    RealTokens,
     compute_document_positions,
     has_varlen,
     make_attention_info,
 )
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.real_tokens import RealTokens
 
 Slots = Sequence[np.ndarray] | np.ndarray
 

@@ -9,6 +9,6 @@ Read in this order:
 1. module_spec.py: the spec that recipes build a model by, and all that it delegates to.
 2. build.py: how an object of the class becomes a model with our call signature.
 3. tensor_plan/infer.py: from a traced forward (forward_trace.py) to a plan (sharding_plan.py).
-4. proven_plan.py and plan_proof.py: the plan of a model, and the proof that ranks run it right.
+4. proven_plan.py: the plan of a model, and the proof that ranks run it right.
 5. plan_executor.py: the exchanges between ranks, while the class' forward runs.
 """

@@ -27,21 +27,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import find_embedding_and_head
+from recipe_lib.external.inspection import find_embedding_and_head
 from recipe_lib.external.plan_executor import build_ranks, frame_forward
-from recipe_lib.external.plan_proof import certify, find_plan_difference
+from recipe_lib.external.proven_plan import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
     exclude_head_exchanges,
-    list_runs,
+    find_runs,
     place_parameters,
     project,
 )
 from recipe_lib.external.tensor_plan import sharding_plan
-from recipe_lib.external.tensor_plan.exchanges import take_own_part
+from recipe_lib.external.tensor_plan.exchanges import take_parameter_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.models.language_model import restore_file_order
+from recipe_lib.ops.dtensor_shards import get_detached_local, get_local
 from recipe_lib.ops.gathered import Group, all_reduce
 
 _LENGTH = 16  # tokens of a row that a small copy is certified with; two rows
@@ -138,8 +139,7 @@ class TensorPlan:
                 f" {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
             )
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
-        embedding_and_head = find_embedding_and_head(model)
-        head = None if embedding_and_head is None else embedding_and_head[1]
+        _, head = find_embedding_and_head(model) or (None, None)
         if head is not None:
             plan, columns = exclude_head_exchanges(plan, model, head)
         if head is None or (not columns and any(axis.output for axis in plan.axes)):
@@ -149,13 +149,12 @@ class TensorPlan:
             )
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
-        partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
         framed = frame_forward(model, plan, build_ranks(group), head)
-        summing = _sum_partial_gradients(
-            model, partial_names, forward=framed, mesh=mesh, group=group
-        )
+        partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
         # transformers' Trainer reads the signature of the forward for the columns of a data set.
-        model.forward = wraps(model.forward)(summing)
+        model.forward = wraps(model.forward)(
+            _sum_partial_gradients(model, partial_names, forward=framed, mesh=mesh, group=group)
+        )
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             # As it was inferred; what a class keeps for generating takes calls of its own
@@ -166,13 +165,13 @@ class TensorPlan:
         """Gather the whole model's `state_dict()` on the mesh's first rank's host; others get an
         empty one. A collective.
         """
-        runs = self._list_runs(model)
-        is_first = _get_mesh(model).get_local_rank() == 0
+        mesh = _get_mesh(model)
+        plans = self._list_parameter_plans(model)
         state = {}
         for name, value in model.state_dict().items():
             if isinstance(value, DTensor):
-                value = restore_file_order(value.full_tensor(), runs.get(name))
-            if is_first:
+                value = restore_file_order(value.full_tensor(), find_runs(plans[name], mesh.size()))
+            if mesh.get_local_rank() == 0:
                 state[name] = torch.empty_like(value, device="cpu").copy_(value)
         return state
 
@@ -189,13 +188,12 @@ class TensorPlan:
                     f"load_full_state_dict: found no {name}, expected every tensor of the model's"
                     " state"
                 )
-            whole = state[name]
-            plan = plans.get(name)
-            if isinstance(value, DTensor) and plan is not None and plan.dim >= 0:
-                whole = take_own_part(
-                    whole, plan.dim, plan.segments, rank=mesh.get_local_rank(), size=mesh.size()
+            part = state[name]
+            if name in plans:
+                part = take_parameter_part(
+                    part, plans[name], rank=mesh.get_local_rank(), size=mesh.size()
                 )
-            (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
+            get_detached_local(value).copy_(part)
 
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
         """Write what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
@@ -210,16 +208,10 @@ class TensorPlan:
     def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
         """Return the plans of all parameters, by every name that one has."""
         ids = {id(parameter): name for name, parameter in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        return {name: self.sharding.parameter(ids[id(parameter)]) for name, parameter in every}
-
-    def _list_runs(self, model: nn.Module) -> dict[str, Any]:
-        size = _get_mesh(model).size()
-        runs = {}
-        for name, plan in self._list_parameter_plans(model).items():
-            if list_runs(plan, size):
-                runs[name] = (plan.dim, list_runs(plan, size))
-        return runs
+        return {
+            name: self.sharding.parameter(ids[id(parameter)])
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
 
 
 @contextmanager
@@ -245,16 +237,18 @@ def _sum_partial_gradients(
     handles: list[Any] = []
 
     def add(gradient: Tensor) -> Tensor:
-        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        total = all_reduce(part, "sum", group)
+        total = all_reduce(get_local(gradient), "sum", group)
         return DTensor.from_local(total, mesh, [Replicate()], run_check=False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # The hooks are put on anew each time: `model.to` takes parameters' hooks away.
         while handles:
             handles.pop().remove()
-        parameters = [model.get_parameter(name) for name in names]
-        handles.extend(each.register_hook(add) for each in parameters if each.requires_grad)
+        handles.extend(
+            each.register_hook(add)
+            for each in map(model.get_parameter, names)
+            if each.requires_grad
+        )
         return forward(*args, **kwargs)
 
     return run

@@ -8,7 +8,7 @@ checkpoint.
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -20,16 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.config.registry import get_registered, register
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import (
+from recipe_lib.external.inspection import (
+    TRANSFORMERS,
+    build_transformers_config,
     find_embedding_and_head,
     list_other_parts,
 )
 from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
-from recipe_lib.external.transformers_config import TRANSFORMERS, build_transformers_config
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LinearHead, LogitTransform
 from recipe_lib.models.families import build_spec
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, replace_entries
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
@@ -96,44 +97,41 @@ class ExternalModel(LanguageModel):
 
         The projection gets the signature of `OutputHead.forward`.
         """
-        embedding_and_head = find_embedding_and_head(model)
-        if embedding_and_head is None:
+        _, head = find_embedding_and_head(model) or (None, None)
+        if head is None:
             raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
-        head = embedding_and_head[1]
         head_path = next((path for path, module in model.named_modules() if module is head), None)
         if head_path is None:
             raise SetupError(f"{type(model).__name__}: its output projection is no module of it")
         path, _, name = head_path.rpartition(".")
         owner = model.get_submodule(path)
         accepted = frozenset(inspect.signature(model.forward).parameters)
-        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         class_forward = model.forward
-        own = type(model)
+        base = type(model)
         # No wrapper around it: its parameters keep the names that the checkpoint has. `forward` of
         # this class comes before its own.
-        model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
+        model.__class__ = type(base.__name__, (cls, base), {"__module__": base.__module__})
         model.spec = spec
         model.class_forward = class_forward
         model.other_parts = tuple(list_other_parts(model))
         model.computed_buffers = {**model.computed_buffers, **buffers}
         model._division = _Division(
-            head, owner, name, accepted=accepted, windows=_has_windows(config), whole=not plain
+            head, owner, name, accepted=accepted, windows=_has_windows(config), whole=not is_plain
         )
-        if plain:
+        if is_plain:
             LinearHead.adopt(head)
         else:
             _say_whole(model, "its output projection is no plain linear")
         return cast(ExternalModel, model)
 
     def find_stage_parts(self) -> StageParts:
-        parts: StageParts = self.spec.find_stage_parts()
-        return parts
+        return cast(StageParts, self.spec.find_stage_parts())
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         self._division.dtype = _get_dtype(self)  # the parameter that says so may be left out
-        parts = self.find_stage_parts()
         self.elsewhere, self.modules_elsewhere = keep_parts(
-            self, parts, layers, first=first, last=last
+            self, self.find_stage_parts(), layers, first=first, last=last
         )
 
     def run_stage(
@@ -144,8 +142,14 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        inputs = self.build_inputs(tokens, positions, attention)
-        run = partial(run_alone, self, self.find_stage_parts(), hidden, inputs, list(layers))
+        run = partial(
+            run_alone,
+            self,
+            self.find_stage_parts(),
+            hidden,
+            inputs=self.build_inputs(tokens, positions, attention),
+            layers=list(layers),
+        )
         # With gradients if they are wanted: without, hidden states are of another shape where ranks
         # share tokens.
         output = self._run_packed(attention, run)
@@ -229,10 +233,9 @@ class ExternalModel(LanguageModel):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            said = " ".join(str(error).split())[:150]
             raise SetupError(
                 f"data.packing: {self.spec.family} takes no mask that keeps documents of a row"
-                f" apart ({said}); set data.packing=false"
+                f" apart ({' '.join(str(error).split())[:150]}); set data.packing=false"
             ) from None
         self._division.packs = True
         return output
@@ -246,7 +249,9 @@ class ExternalModel(LanguageModel):
         local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers
         and outside.
         """
-        self.class_forward, self.ranks, self.local_outputs = forward, ranks, local_outputs
+        self.class_forward = forward
+        self.ranks = ranks
+        self.local_outputs = local_outputs
 
     @property
     def reads_padding(self) -> bool:
@@ -328,16 +333,20 @@ class ExternalModel(LanguageModel):
         logits = get_logits(self.class_forward(**inputs))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # To the chunked head all logits are hidden states, of which the projection is done.
-        projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
-        return run_head_loss(head_loss, wide, wide, labels, adapter=projected)
+        return run_head_loss(
+            head_loss,
+            wide,
+            wide,
+            labels,
+            adapter=OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows),
+        )
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
     """Return True if a config speaks of layers that do not see everything before them."""
-    kinds = config.get("layer_types") or []
     return any(
         "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
-    ) or any(kind != "full_attention" for kind in kinds)
+    ) or any(kind != "full_attention" for kind in config.get("layer_types") or [])
 
 
 def _get_dtype(model: ExternalModel) -> torch.dtype:
@@ -359,15 +368,11 @@ def run_trunk(
     None in place of the tensor where the forward cannot be divided.
     """
     steps = _Steps()
-    stand_in = _StandIn(division.head, steps)
-    division.owner._modules[division.name] = stand_in
-    try:
+    with ExitStack() as stack:
+        stand_in = _StandIn(division.head, steps, stack)
+        stack.enter_context(replace_entries([(division.owner._modules, division.name, stand_in)]))
         output = model.class_forward(**inputs)
-    finally:
-        division.owner._modules[division.name] = division.head
-        if stand_in.calls:
-            steps.__exit__(None, None, None)
-    after = steps.found(get_logits(output)) if stand_in.calls == 1 else None
+    after = steps.find_transform(get_logits(output)) if stand_in.calls == 1 else None
     return (None, LogitTransform()) if after is None else (stand_in.hidden, after)
 
 
@@ -376,10 +381,12 @@ class _StandIn(nn.Module):
     followed.
     """
 
-    def __init__(self, head: Any, steps: "_Steps") -> None:
+    def __init__(self, head: Any, steps: "_Steps", stack: ExitStack) -> None:
+        """stack: closed behind the forward; `steps` is entered there when the head is called."""
         super().__init__()
         self.held = [head]  # in a list, so that it is no module of this one
         self.steps = steps
+        self.stack = stack
         self.calls = 0
 
     @property
@@ -394,7 +401,7 @@ class _StandIn(nn.Module):
         column = hidden.detach().new_zeros(*hidden.shape[:-1], 1)
         if self.calls == 1:
             self.steps.last = column
-            self.steps.__enter__()
+            self.stack.enter_context(self.steps)
         return column
 
 
@@ -417,7 +424,7 @@ class _Steps(TorchDispatchMode):
             return result
         name = operator.name().partition(".")[0]
         same = isinstance(result, Tensor) and result.shape == self.last.shape
-        others = [
+        other_tensors = [
             value
             for value in (*args, *kwargs.values())
             if isinstance(value, Tensor) and value is not self.last
@@ -427,7 +434,7 @@ class _Steps(TorchDispatchMode):
         elif (
             same
             and torch.Tag.pointwise in operator.tags
-            and all(not o.dim() and not o.requires_grad for o in others)
+            and not any(other.dim() or other.requires_grad for other in other_tensors)
         ):
             self.steps.append(
                 (operator, [_HERE if value is self.last else value for value in args], kwargs)
@@ -437,7 +444,7 @@ class _Steps(TorchDispatchMode):
             self.divided = False
         return result
 
-    def found(self, logits: Tensor) -> LogitTransform | None:
+    def find_transform(self, logits: Tensor) -> LogitTransform | None:
         """Return what was written down; None if the logits are something else than what came of the
         column.
         """
@@ -491,11 +498,10 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
             " a torch.nn.Module"
         )
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 # In place, since others may share it.
                 parameter.data = parameter.data.to(dtype)
-                module._parameters[name] = parameter
     return model
 
 
@@ -538,8 +544,10 @@ def build_transformers_module(
     """
     from transformers import AutoModelForCausalLM
 
-    made = build_transformers_config(config, str(config.get("model_type")))
-    made.use_cache = False
-    model: Any = AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
+    model_config = build_transformers_config(config, str(config.get("model_type")))
+    model_config.use_cache = False
+    model: Any = AutoModelForCausalLM.from_config(
+        model_config, attn_implementation=attention, dtype=dtype
+    )
     model.tie_weights()
     return cast(nn.Module, model)

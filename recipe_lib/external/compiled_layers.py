@@ -32,7 +32,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -95,7 +94,7 @@ class CompiledLayers:
         self.originals: dict[str, Callable[..., Any]] = {}
         # Those that are compiled; the stages of a pipeline swap modules.
         self.layers: dict[str, nn.Module] = {}
-        self.compiled: dict[str, Callable[..., Any]] = {}
+        self.compiled: dict[str, Callable[..., list[Tensor]]] = {}
         self.like: dict[str, str] = {}
         self.places: dict[str, list[_Place]] = {}
         self.keys: dict[Any, str] = {}
@@ -123,11 +122,14 @@ class CompiledLayers:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
         self.layers[path] = layer
-        options = None
-        if backend == "inductor" and self.gathers_again:
-            options = {"custom_partitioner_fn": RegatheringPartitioner()}
-        own = _copy_with_own_code(layer.forward, path)
-        self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
+        regathers = backend == "inductor" and self.gathers_again
+        options = {"custom_partitioner_fn": RegatheringPartitioner()} if regathers else None
+        self.compiled[path] = torch.compile(
+            _copy_with_own_code(layer.forward, path),
+            backend=backend,
+            options=options,
+            fullgraph=True,
+        )
         held = [
             tensors
             for module in layer.modules()
@@ -148,25 +150,21 @@ class CompiledLayers:
             self.like = find_alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
-        held = [get_local(tensors[name]) for tensors, name in self.places[path]]
+        held_tensors = [get_local(tensors[name]) for tensors, name in self.places[path]]
+        like = self.like[path]
+        is_like = _list_module_states(self.layers[like]) == _list_module_states(layer)
+        key = self._get_key(like if is_like else path, layer, leaves, spec, given[0])
         try:
-            like = self.like[path]
-            traced_as = (
-                like
-                if _list_module_states(self.layers[like]) == _list_module_states(layer)
-                else path
-            )
-            key = self._get_key(traced_as, layer, leaves, spec, given[0])
-            output_tensors = self._run(key, given, held)
+            tensors = iter(self._run(key, given, held_tensors))
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
             key = self._get_key(path, layer, leaves, spec, given[0])
-            output_tensors = self._run(key, given, held)
+            tensors = iter(self._run(key, given, held_tensors))
         call = self.calls[key]
-        tensors = iter(output_tensors)
         assert call.outputs_spec is not None
-        made = [next(tensors) if each is _TENSOR else each for each in call.outputs]
-        return pytree.tree_unflatten(made, call.outputs_spec)
+        return pytree.tree_unflatten(
+            [next(tensors) if each is _TENSOR else each for each in call.outputs], call.outputs_spec
+        )
 
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
         """Run a compiled layer. Raises SetupError for one that cannot be traced, with what is wrong
@@ -177,8 +175,7 @@ class CompiledLayers:
         if device not in self.ranks:
             self.ranks[device] = torch.tensor(self.rank, device=device)
         try:
-            tensors: list[Tensor] = self.compiled[path](key, self.ranks[device], *held, *given)
-            return tensors
+            return self.compiled[path](key, self.ranks[device], *held, *given)
         except torch._dynamo.exc.TorchDynamoException as error:
             chain: list[BaseException] = [error]
             while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -222,12 +219,15 @@ class CompiledLayers:
         """
         call = self.calls[key]
         places = self.places[call.path]
-        own = tensors[: len(places)]
+        held_tensors = tensors[: len(places)]
         given = iter(tensors[len(places) :])
-        leaves = [next(given) if each is _TENSOR else each for each in call.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        args, kwargs = pytree.tree_unflatten(
+            [next(given) if each is _TENSOR else each for each in call.leaves], call.spec
+        )
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length
-        entries: list[Entry] = [(*place, tensor) for place, tensor in zip(places, own, strict=True)]
+        entries: list[Entry] = [
+            (*place, tensor) for place, tensor in zip(places, held_tensors, strict=True)
+        ]
         if list(self.like.values()).count(call.path) > 1:  # it is traced for others, too
             attributes = [vars(module) for module in self.layers[call.path].modules()]
             entries += [
@@ -310,7 +310,7 @@ def _describe_layer(
             for key, value in vars(module).items()
             if key not in _OF_ALL
         }
-        held = [
+        held_names = [
             key
             for tensors in (module._parameters, module._buffers)
             for key in tensors
@@ -320,7 +320,7 @@ def _describe_layer(
             [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] if name else []
         )
         modules.append(
-            (name, type(module), getattr(forward, "__func__", forward), settings, held, hooks)
+            (name, type(module), getattr(forward, "__func__", forward), settings, held_names, hooks)
         )
     return modules, _list_exchanges(path, plan)
 
@@ -344,13 +344,18 @@ def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
     """
     inside = f"{path}."
     activations = {-1: -1}  # numbered anew within the layer
-    boundaries = []
-    for boundary in plan.boundaries:
-        if boundary.module == path or boundary.module.startswith(inside):
-            activation = activations.setdefault(boundary.activation, len(activations))
-            module = boundary.module.removeprefix(path)
-            local = replace(boundary, module=module, activation=activation)
-            boundaries.append(replace(local, axes=(), parameters=(), source=""))
+    boundaries = [
+        replace(
+            each,
+            module=each.module.removeprefix(path),
+            activation=activations.setdefault(each.activation, len(activations)),
+            axes=(),
+            parameters=(),
+            source="",
+        )
+        for each in plan.boundaries
+        if each.module == path or each.module.startswith(inside)
+    ]
     assembled = [
         replace(each, name=each.name.removeprefix(inside), axis=0, reason="")
         for each in plan.parameters
@@ -410,6 +415,8 @@ class RegatheringPartitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a layer's joint graph into its forward and its backward."""
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
         again = _find_gathered_nodes(gm.graph)
         for node in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -84,7 +84,7 @@ class KeptTensors:
         self._free: set[int] = set()
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Hook the saved tensors of the forward of the model, which runs inside."""
+        """Return the hooks of the saved tensors of a model's forward, which runs inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @contextlib.contextmanager
@@ -108,8 +108,7 @@ class KeptTensors:
 
     def note_parameters(self, parameters: Any) -> None:
         """Note tensors that are there anyway."""
-        for tensor in list_tensors(parameters):
-            self._free.add(tensor.untyped_storage()._cdata)
+        self._free.update(tensor.untyped_storage()._cdata for tensor in list_tensors(parameters))
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
@@ -158,7 +157,7 @@ class KeptTensors:
     def _choose(self) -> None:
         """Let go of all that can be made again of the fewest bytes."""
         nodes = list(self._nodes.values())
-        numbers = {node: number for number, node in enumerate(nodes)}
+        node_numbers = {node: number for number, node in enumerate(nodes)}
         saved = [
             (kept, self._nodes[_get_storage(kept)])
             for kept in self._kept
@@ -168,26 +167,23 @@ class KeptTensors:
             return  # something was written into since
         if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in saved):
             return  # read as another type
-        edges = tuple(tuple(numbers[parent] for parent in node.parents) for node in nodes)
         settings = (
             tuple(node.bytes for node in nodes),
             tuple(node.made_by is None for node in nodes),
-            edges,
+            tuple(tuple(node_numbers[parent] for parent in node.parents) for node in nodes),
         )
-        targets = frozenset(numbers[node] for _, node in saved)
+        targets = frozenset(node_numbers[node] for _, node in saved)
         key = (*settings, targets)
         if key not in self._chosen:  # layers are mostly alike
             self._chosen[key] = minimum_cut(*settings, targets)
         stays = {nodes[at] for at in self._chosen[key]}
         for kept, node in saved:
-            assert kept.tensor is not None
-            if node in stays:
-                continue
-            kept.view = _View(node, kept.tensor)
-            kept.tensor = None
-            kept.cone = _list_recomputed_nodes(node, stays)
-            for each in kept.cone:
-                each.waiting += 1
+            if node not in stays and kept.tensor is not None:
+                kept.view = _View(node, kept.tensor)
+                kept.tensor = None
+                kept.cone = _list_recomputed_nodes(node, stays)
+                for each in kept.cone:
+                    each.waiting += 1
         for node in nodes:
             if node not in stays:
                 node.held = None

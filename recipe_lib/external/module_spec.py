@@ -2,9 +2,8 @@
 its class makes.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,29 +17,27 @@ from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.external import stage_parts
 from recipe_lib.external.build import ExternalModel, ModuleSource, make_module
-from recipe_lib.external.modules import (
+from recipe_lib.external.inspection import (
+    TRANSFORMERS,
     add_adapters,
+    build_transformers_config,
     find_embedding_and_head,
     find_uncalled_linears,
+    format_one_line,
     get_linear_shape,
+    is_encoder,
     is_transposed,
     list_layer_linears,
     list_without_adapter,
     select_adapter_targets,
+    spell_config,
 )
 from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.small_models import shrink
-from recipe_lib.external.transformers_config import (
-    TRANSFORMERS,
-    build_transformers_config,
-    format_one_line,
-    is_encoder,
-    spell_config,
-)
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import list_layer_names
-from recipe_lib.models.meta_init import list_persistent_buffers
+from recipe_lib.models.meta_init import list_persistent_buffers, seed_host_generators
 from recipe_lib.models.spec import (
     ExternalSpec,
     StageParts,
@@ -102,12 +99,9 @@ class ModuleSpec(ExternalSpec):
                     value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
                     module._parameters[name] = nn.Parameter(value, False)
                     vectors[f"{prefix}.{name}" if prefix else name] = value
-        for name, module in reversed(
-            list(model.named_modules())
-        ):  # those inside before the one around them
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        # Those inside before the one around them.
+        for name, module in reversed(list(model.named_modules())):
+            with seed_host_generators(f"{seed}/{name}"):
                 if hasattr(model, "_init_weights"):
                     model._init_weights(module)
                 elif any(True for _ in module.parameters(recurse=False)) and hasattr(
@@ -143,28 +137,25 @@ class ModuleSpec(ExternalSpec):
         those of which transformers makes the model's. A tied weight is under any of its names. A
         buffer that a file lacks keeps its first value.
         """
-        held = self.layout()
+        layout = self.layout()
         in_file = frozenset(file_names)
-        prefix = held.prefix
+        prefix = layout.prefix
         bare = bool(in_file and prefix) and not any(name.startswith(prefix) for name in in_file)
-        read = find_reading(self.source, in_file) if in_file else None
+        read = (find_reading(self.source, in_file) if in_file else None) or Reading({}, {})
         entries = []
-        for name in held.shapes:
-            names = held.names.get(name, (name,))
+        for name in layout.shapes:
+            names = layout.names.get(name, (name,))
             spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
             written = next(
                 (spelling for spelling in spellings if spelling in in_file), spellings[0]
             )
-            made = None
-            if read is not None:
-                written = next(
-                    (read.renamed[other] for other in names if other in read.renamed), written
-                )
-                if written not in in_file:
-                    made = next((read.made[other] for other in names if other in read.made), None)
-            if made is not None:
+            written = next(
+                (read.renamed[other] for other in names if other in read.renamed), written
+            )
+            made = next((read.made[other] for other in names if other in read.made), None)
+            if made is not None and written not in in_file:
                 entries.append(WeightEntry(name, made.names()[0], made=made))
-            elif not (in_file and name in held.buffers and written not in in_file):
+            elif not (in_file and name in layout.buffers and written not in in_file):
                 entries.append(WeightEntry(name, written))
         return entries
 
@@ -173,10 +164,11 @@ class ModuleSpec(ExternalSpec):
         renames them.
         """
         tied = self.layout().tied_names()
-        read = find_reading(self.source, frozenset(file_names))
-        renamed = {} if read is None else read.renamed
+        read = find_reading(self.source, frozenset(file_names)) or Reading({}, {})
         return tied | {
-            renamed[name]: parameter for name, parameter in tied.items() if name in renamed
+            read.renamed[name]: parameter
+            for name, parameter in tied.items()
+            if name in read.renamed
         }
 
     def build_written_layout(self) -> WrittenLayout | None:
@@ -188,16 +180,18 @@ class ModuleSpec(ExternalSpec):
         return spell_config(config, self.family)
 
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        held = self.layout()
-        left = list_without_adapter(held.linears, held.uncalled, self.family)
-        return select_adapter_targets(held.linears, cfg.target_modules, left)
+        layout = self.layout()
+        return select_adapter_targets(
+            layout.linears,
+            cfg.target_modules,
+            list_without_adapter(layout.linears, layout.uncalled, self.family),
+        )
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
-        plan = infer_proven_plan(model, parallel, world)
-        return shard_module(model, plan, parallel, world)
+        return shard_module(model, infer_proven_plan(model, parallel, world), parallel, world)
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
@@ -243,12 +237,11 @@ def read_spec(
             " nn.Linear outside the layers"
         )
     embedding, head = embedding_and_head
-    number = _make_number_reader(model, source.config)
     return ModuleSpec(
         family=family,
         vocab_size=embedding.weight.shape[0],
-        max_positions=next(filter(None, map(number, _POSITION_KEYS)), _MANY_POSITIONS),
-        init_std=float(next(filter(None, map(number, _STD_KEYS)), 0.02)),
+        max_positions=_find_number(model, source.config, _POSITION_KEYS, _MANY_POSITIONS),
+        init_std=float(_find_number(model, source.config, _STD_KEYS, 0.02)),
         tied=embedding.weight is head.weight,
         num_layers=len(list_layer_names(model)),
         implementation=implementation,
@@ -281,23 +274,17 @@ def _build_source(
     raise CheckpointError(f"{where}: {family} cannot be built ({first})")
 
 
-def _make_number_reader(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
-    """Return a reader of numbers of the config by their keys, with the defaults of the class; None
-    where there is none.
+def _find_number(
+    model: nn.Module, config: dict[str, Any], keys: Iterable[str], default: float
+) -> Any:
+    """Return the first number of the config under one of the keys, with the defaults of the class;
+    `default` where there is none.
     """
-    made: Any = getattr(model, "config", None)
-    made = made.get_text_config() if hasattr(made, "get_text_config") else made
-
-    def read(key: str) -> Any:
-        value = getattr(made, key, None) if not isinstance(made, dict) else None
-        value = config.get(key) if value is None else value
-        return (
-            value
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-            else None
-        )
-
-    return read
+    built_config: Any = getattr(model, "config", None)
+    if hasattr(built_config, "get_text_config"):
+        built_config = built_config.get_text_config()
+    values: list[Any] = [getattr(built_config, key, None) or config.get(key) for key in keys]
+    return next((value for value in values if type(value) in (int, float) and value > 0), default)
 
 
 # How the files of a transformers model name and shape its weights, where its class does so in
@@ -355,20 +342,20 @@ class TensorConversion:
             for name in taken:
                 converter.add_tensor(self.first, name, pattern, read(name))
         made = converter.convert(self.first, model=self._module, config=self._config)
-        values = {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        return {
+            self.written.get(name, name): value[0] if isinstance(value, list) else value
+            for name, value in made.items()
         }
-        return {self.written.get(name, name): value for name, value in values.items()}
 
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]] | None:
         """Return the shapes of what is made; None where the tensors do not go together."""
         try:
-            made = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
+            converted = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
         except _FAULTS:
             return None
-        return {name: tuple(value.shape) for name, value in made.items()}
+        return {name: tuple(value.shape) for name, value in converted.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
         """Yield parts that can be made by themselves: first row, row after the last or None for
@@ -392,10 +379,10 @@ def _is_stacking(operations: list[Any]) -> bool:
     if type(first).__name__ != "MergeModulelist" or first.dim != 0:
         return False
     touched = [getattr(other, key, 1) for other in others for key in ("dim", "dim0", "dim1")]
-    known = all(
-        type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others
+    return (
+        all(type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others)
+        and 0 not in touched
     )
-    return known and 0 not in touched
 
 
 @lru_cache(maxsize=8)
@@ -408,9 +395,8 @@ def build_layout(source: ModuleSource) -> TensorLayout:
     parameters = dict(model.named_parameters())
     linears = list_layer_linears(model)
     buffers = list_persistent_buffers(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
     return TensorLayout(
-        shapes,
+        {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()},
         frozenset(buffers),
         names={name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
         prefix=f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
@@ -436,30 +422,28 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
     """Find how transformers would read these tensors; None for a model whose files it reads as they
     are.
     """
-    if source.implementation != TRANSFORMERS:
-        return None
-    module = _build_module(source)
-    table = _get_conversion_table(module, legacy=True)
+    table = _get_conversion_table(source, legacy=True)
     if table is None:
         return None
+    module = _build_module(source)
     from transformers import core_model_loading as loading
 
     renamings, converters = _split_table(table)
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    own = module.state_dict()
+    state = module.state_dict()
     renamed: dict[str, str] = {}
     made: dict[str, TensorConversion] = {}
     for name in sorted(file_names, key=loading.dot_natural_key):
         parameter, pattern = loading.rename_source_key(
-            name, renamings, converters, module.base_model_prefix, own
+            name, renamings, converters, module.base_model_prefix, state
         )
-        if parameter not in own and name in own:
+        if parameter not in state and name in state:
             parameter, pattern = loading.rename_source_key(
-                name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=own
+                name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=state
             )
-        if parameter not in own:
+        if parameter not in state:
             continue
         if pattern is None:
             renamed.setdefault(parameter, name)
@@ -469,7 +453,7 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
             )
             conversion.sources.setdefault(pattern, []).append(name)
     for conversion in list(made.values()):  # one may make several parameters
-        made |= {name: conversion for name in conversion.makes() if name in own}
+        made |= {name: conversion for name in conversion.makes() if name in state}
     return Reading(renamed, made)
 
 
@@ -480,13 +464,11 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
 
     Also None where that could not be read again as the same parameters.
     """
-    if source.implementation != TRANSFORMERS:
-        return None
-    module = _build_module(source)
-    held = build_layout(source)
-    table = _get_conversion_table(module, legacy=False)
+    table = _get_conversion_table(source, legacy=False)
     if not table:
         return None
+    module = _build_module(source)
+    layout = build_layout(source)
     from transformers import core_model_loading as loading
 
     try:
@@ -501,7 +483,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
         }
         renamed: dict[str, str] = {}
         groups: dict[str, TensorConversion] = {}
-        for name in sorted(held.shapes, key=loading.dot_natural_key):
+        for name in sorted(layout.shapes, key=loading.dot_natural_key):
             first, pattern = loading.apply_converters(name, converters)
             if pattern is None:
                 renamed[loading.apply_renamings(name, renamings)] = name
@@ -510,16 +492,15 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
                     first, TensorConversion(first, by_pattern[pattern], module, module.config)
                 )
                 group.sources.setdefault(pattern, []).append(name)
-        shapes = {name: held.shapes[own] for name, own in renamed.items()}
+        shapes = {name: layout.shapes[own] for name, own in renamed.items()}
         made: dict[str, TensorConversion] = {}
         for group in groups.values():
-            found_shapes = group.shapes(held.shapes.__getitem__)
-            if found_shapes is None:
+            made_shapes = group.shapes(layout.shapes.__getitem__)
+            if made_shapes is None:
                 return None
-            names = {name: loading.apply_renamings(name, renamings) for name in found_shapes}
-            group.written = names
-            shapes |= {names[name]: shape for name, shape in found_shapes.items()}
-            made |= dict.fromkeys(names.values(), group)
+            group.written = {name: loading.apply_renamings(name, renamings) for name in made_shapes}
+            shapes |= {group.written[name]: shape for name, shape in made_shapes.items()}
+            made |= dict.fromkeys(group.written.values(), group)
     except _FAULTS:
         return None
     found_again = WrittenLayout(shapes, renamed, made)
@@ -530,20 +511,20 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
     """Return True if files of these tensors would be read as the parameters that they were made
     of.
     """
-    held = build_layout(source)
+    layout = build_layout(source)
     read = find_reading(source, frozenset(written.shapes))
     if read is None:
         return False
-    for name, shape in held.shapes.items():
-        names = held.names.get(name, (name,))
+    for name, shape in layout.shapes.items():
+        names = layout.names.get(name, (name,))
         renamed = next((read.renamed[other] for other in names if other in read.renamed), None)
         if renamed is not None:
             if written.shapes[renamed] != shape or written.renamed.get(renamed) != name:
                 return False
             continue
         conversion = next((read.made[other] for other in names if other in read.made), None)
-        made = conversion.shapes(written.shapes.__getitem__) if conversion else None
-        if made is None or all(made.get(other) != shape for other in names):
+        shapes = conversion.shapes(written.shapes.__getitem__) if conversion else None
+        if shapes is None or all(shapes.get(other) != shape for other in names):
             return False
     return True
 
@@ -554,16 +535,17 @@ def _build_module(source: ModuleSource) -> nn.Module:
     return make_module(source)
 
 
-def _get_conversion_table(module: Any, *, legacy: bool) -> list[Any] | None:
+def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | None:
     """Return transformers' conversions of a model's files, in the order in which they are read;
     None: it has no such table.
     """
+    if source.implementation != TRANSFORMERS:
+        return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # of a release before 5
         return None
-    table: list[Any] = get_model_conversion_mapping(module, add_legacy=legacy)
-    return table
+    return list(get_model_conversion_mapping(_build_module(source), add_legacy=legacy))
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:

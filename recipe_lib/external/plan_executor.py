@@ -92,8 +92,9 @@ def run_by_plan(
     SetupError.
     """
     execution = _Execution(model, plan, ranks, gathers_again)
-    forward = execution.frame_all(model.class_forward, head)
-    model.run_class_forward_by(forward, ranks.size, frozenset(plan.local_outputs))
+    model.run_class_forward_by(
+        execution.frame_all(model.class_forward, head), ranks.size, frozenset(plan.local_outputs)
+    )
     model.compile_layer = execution.compiled.compile
 
 
@@ -151,13 +152,11 @@ class _Execution(TorchFunctionMode):
             # Parameters are assembled wherever they are used: a forward that trains may do so
             # otherwise than the one that was traced.
             if boundary.kind != "assemble":
-                key = (boundary.module, boundary.call)
-                self.boundaries.setdefault(key, []).append(boundary)
+                self.boundaries.setdefault((boundary.module, boundary.call), []).append(boundary)
         self.expected = Counter(module for module, _ in self.boundaries)
-        layers = list_layer_names(model)
         self.must_run = {
             layer: {make_pattern(path) for path in self.expected if path.startswith(f"{layer}.")}
-            for layer in layers
+            for layer in list_layer_names(model)
         }
         self.assembled = [each for each in plan.parameters if each.whole]
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
@@ -328,14 +327,13 @@ class _Execution(TorchFunctionMode):
         if parameters:
             if self.running.alone is None:
                 self.kept.note_parameters([get_local(value) for value in parameters])
-            plans = {}
-            for value in parameters:
-                plan = self._find_assembled_plan(value, frame.path)
-                if plan is not None:
-                    plans[id(value)] = plan
+            plans = {
+                id(value): self._find_assembled_plan(value, frame.path) for value in parameters
+            }
             arguments = (args, kwargs)
             args, kwargs = self._take_local(arguments, {} if reads else plans)
-            if reads and plans and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
+            is_assembled = any(plans.values())
+            if reads and is_assembled and isinstance(function(*args, **kwargs), Tensor):  # weight.T
                 args, kwargs = self._take_local(arguments, plans)
         if reads:
             return function(*args, **kwargs)
@@ -379,7 +377,7 @@ class _Execution(TorchFunctionMode):
                 return plan
         return None
 
-    def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan]) -> Any:
+    def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan | None]) -> Any:
         """Replace parameters among arguments by this rank's part. plans: how to assemble those that
         are to be, by id.
         """

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.modules import find_embedding_and_head, list_other_parts
-from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
-from recipe_lib.external.transformers_config import (
+from recipe_lib.external.inspection import (
     TRANSFORMERS,
     build_transformers_config,
+    find_embedding_and_head,
     format_one_line,
+    list_other_parts,
 )
+from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
 from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
 from recipe_lib.models.meta_init import allocate, build_meta
 from recipe_lib.models.spec import StageParts
@@ -133,8 +134,7 @@ def run_only(
 
 def _get_held_module(model: Any, name: str) -> nn.Module:
     """Return a module, also one that another rank has."""
-    module: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
-    return module
+    return cast(nn.Module, model.elsewhere.get(name) or model.get_submodule(name))
 
 
 def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -160,20 +160,20 @@ def keep_parts(
             f"its tied embedding is a {type(embedding).__name__}, and this schedule has it twice on"
             " the first rank",
         )
-    whole = {name for name, _ in model.named_modules() if name}
+    all_modules = {name for name, _ in model.named_modules() if name}
     absent = [name for number, name in enumerate(parts.layers) if number not in kept]
-    absent += [*(parts.first if not first else ()), *(parts.last if not last else ())]
+    absent += [*(() if first else parts.first), *(() if last else parts.last)]
     placeholders = {name: nn.Module() for name in absent}
     if tied and last and not first:
         placeholders[parts.embedding] = hold_tied_weight(embedding)
     elsewhere = {}
     for name, module in placeholders.items():
-        held, child = _find_owner(model, name)
-        elsewhere[name] = held[child]
-        held[child] = module
+        modules, child = _find_owner(model, name)
+        elsewhere[name] = modules[child]
+        modules[child] = module
     empty = {name for name in absent if next(model.get_submodule(name).parameters(), None) is None}
-    here = {name for name, _ in model.named_modules()} - empty
-    return elsewhere, frozenset(whole - here)
+    kept_modules = {name for name, _ in model.named_modules()} - empty
+    return elsewhere, frozenset(all_modules - kept_modules)
 
 
 if TYPE_CHECKING:
@@ -200,9 +200,10 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
         except ConfigError:
             raise
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {format_one_line(error)}"
             raise make_refusal(
-                spec.family, f"a small model of it does not run in stages ({line})"
+                spec.family,
+                "a small model of it does not run in stages"
+                f" ({type(error).__name__}: {format_one_line(error)})",
             ) from error
     return parts if small is spec else _resize_parts(spec, parts)
 
@@ -216,18 +217,20 @@ def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
         for name in layout.modules
         if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
     ]
-    held = tuple(f"{name}." for name in (*parts.first, *layers, *parts.last))
-    other = [
-        name for name in layout.shapes if name not in layout.buffers and not name.startswith(held)
+    in_parts = tuple(f"{name}." for name in (*parts.first, *layers, *parts.last))
+    in_no_part = [
+        name
+        for name in layout.shapes
+        if name not in layout.buffers and not name.startswith(in_parts)
     ]
     if (
-        other
+        in_no_part
         or not 0 < len(layers) <= len(parts.layers)
         or {*parts.first, *parts.last} - set(layout.modules)
     ):
         raise make_refusal(
             spec.family,
-            f"its small model has other modules ({(other or layers or ['no layers'])[0]})",
+            f"its small model has other modules ({(in_no_part or layers or ['no layers'])[0]})",
         )
     width = _read_width(spec)
     if width is None or _read_width(spec.build_shrunk()) != parts.width:
@@ -301,15 +304,12 @@ def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> l
     inside = tuple(f"{name}." for name in (*layers, *elsewhere))
     owners: list[str] = []
     for name, module in model.named_modules():
-        if f"{name}.".startswith(inside) or f"{name}.".startswith(
-            tuple(f"{owner}." for owner in owners)
-        ):
-            continue
-        own = next((each for each, _ in module.named_parameters(recurse=False)), None)
-        if own is None:
+        own_parameter = next((each for each, _ in module.named_parameters(recurse=False)), None)
+        is_inside = f"{name}.".startswith((*inside, *(f"{owner}." for owner in owners)))
+        if is_inside or own_parameter is None:
             continue
         if any(layer.startswith(f"{name}." if name else "") for layer in layers):
-            path = f"{name}.{own}".lstrip(".")
+            path = f"{name}.{own_parameter}".lstrip(".")
             raise make_refusal(
                 model.spec.family, f"{path} is in no module that one stage could have"
             )
@@ -362,15 +362,16 @@ def _prove(model: Any, parts: StageParts) -> None:
         try:
             hidden = run_alone(model, parts, received, model.build_inputs(tokens), [number])
         except Exception as error:  # of the class' own code
-            line = f"{type(error).__name__}: {format_one_line(error)}"
             raise make_refusal(
-                family, f"{parts.layers[number]} does not run by itself ({line})"
+                family,
+                f"{parts.layers[number]} does not run by itself"
+                f" ({type(error).__name__}: {format_one_line(error)})",
             ) from error
         if not torch.equal(hidden, hidden_states[number]):
-            reason = (
-                f"{parts.layers[number]} takes more from the layers before it than hidden states"
+            raise make_refusal(
+                family,
+                f"{parts.layers[number]} takes more from the layers before it than hidden states",
             )
-            raise make_refusal(family, reason)
 
 
 def get_logits(output: Any) -> Tensor:

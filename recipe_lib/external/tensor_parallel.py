@@ -14,6 +14,7 @@ over the ranks.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,17 +28,17 @@ from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.external.plan_executor import build_ranks, make_total, run_by_plan
-from recipe_lib.external.tensor_plan.exchanges import enter, exchange, take_own_part
+from recipe_lib.external.tensor_plan.exchanges import enter, exchange, take_parameter_part
 from recipe_lib.external.tensor_plan.sharding_plan import (
     ParameterPlan,
     ShardingPlan,
     compute_bounds,
 )
 from recipe_lib.models.decoder import LogitTransform
-from recipe_lib.ops.dtensor_shards import get_local
+from recipe_lib.ops.dtensor_shards import Runs, get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
-from recipe_lib.parallel.tensor import as_placed
+from recipe_lib.parallel.tensor import place_parameter
 from recipe_lib.parallel.world import World
 
 _LENGTHS = "lora_magnitude_vector"
@@ -59,37 +60,35 @@ def shard_module(
     # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are
     # not come to.
     elsewhere = model.modules_elsewhere
-    parameters = tuple(
-        each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere
+    plan = replace(
+        plan,
+        parameters=tuple(
+            each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere
+        ),
+        rewrites=tuple(each for each in plan.rewrites if each.module not in elsewhere),
     )
-    rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
-    plan = replace(plan, parameters=parameters, rewrites=rewrites)
     head = model.output_head()
     columns = 0
     if head is not None:
         plan, columns = exclude_head_exchanges(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     place_parameters(model, plan, world.mesh["tensor"], stored)
-    runs = {
-        each.name: (each.dim, cut)
-        for each in plan.parameters
-        if (cut := list_runs(each, group.size))
-    }
-    for name in stored:  # lengths are cut as the rows of their matrix, which may hold several
-        rows = f"{name.removesuffix(_LENGTHS)}lora_B.weight"
-        if name.endswith(_LENGTHS) and rows in runs:
-            runs[name] = runs[rows]
-    model.runs = runs
+    runs = {each.name: find_runs(each, group.size) for each in plan.parameters}
+    # Lengths are cut as the rows of their matrix, which may hold several.
+    rows = {name: f"{name.removesuffix(_LENGTHS)}lora_B.weight" for name in stored}
+    runs |= {name: runs[rows[name]] for name in stored if name.endswith(_LENGTHS)}
+    model.runs = {name: run for name, run in runs.items() if run is not None}
     if head is not None:
         head.forward = partial(project, head, group, columns)
     run_by_plan(
         model, plan, build_ranks(group), head, parallel.tensor_regather_in_backward != "false"
     )
     names = {name for name, _ in model.named_parameters()}
-    gradients = {each.name: each.gradient for each in plan.parameters if each.name in names}
-    for name, placement in stored.items():
-        gradients[name] = "full" if placement.is_replicate() else "sharded"
-    return gradients
+    of_stored = {
+        name: "full" if placement.is_replicate() else "sharded"
+        for name, placement in stored.items()
+    }
+    return {each.name: each.gradient for each in plan.parameters if each.name in names} | of_stored
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
@@ -99,9 +98,10 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
     """
     placements: dict[str, Placement] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantizedLinear):
-            continue
+    quantized = {
+        name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)
+    }
+    for name, module in quantized.items():
         weight = plan.parameter(f"{name}.weight")
         outputs = module.out_features
         inputs = module.in_features
@@ -113,9 +113,11 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
             if not is_one or not can_cut(
                 inputs, outputs, module.kind, group.size, by_columns=by_columns
             ):
-                reason = "has no whole blocks of 64 numbers for each rank"
-                if not is_one:
-                    reason = "holds several matrices"
+                reason = (
+                    "has no whole blocks of 64 numbers for each rank"
+                    if is_one
+                    else "holds several matrices"
+                )
                 raise ConfigError(
                     f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
                     f" in blocks, and it {reason}; set lora.quantize_base=none,"
@@ -153,8 +155,7 @@ def exclude_head_exchanges(
         or not each.parameters
         or not set(each.parameters) <= names
     )
-    size = plan.parameter(axis.parameters[0]).shape[0]
-    return replace(plan, boundaries=kept), size
+    return replace(plan, boundaries=kept), plan.parameter(axis.parameters[0]).shape[0]
 
 
 def place_parameters(
@@ -174,38 +175,35 @@ def place_parameters(
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
-                own = names[id(parameter)]
-                if stored and own in stored:
-                    placed[id(parameter)] = as_placed(parameter, stored[own], mesh)
-                else:
-                    placed[id(parameter)] = _take_parameter_part(parameter, plans[own], mesh)
+                path = names[id(parameter)]
+                placed[id(parameter)] = (
+                    place_parameter(parameter, stored[path], mesh)
+                    if stored and path in stored
+                    else _take_parameter_part(parameter, plans[path], mesh)
+                )
             setattr(module, name, placed[id(parameter)])
 
 
 def _take_parameter_part(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
-    whole = parameter.detach()
-    part = whole
-    placement: Placement = Replicate()
-    if plan.dim >= 0:
-        part = take_own_part(
-            whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()
-        ).contiguous()
-        placement = Shard(plan.dim)
+    full = parameter.detach()
+    part = take_parameter_part(full, plan, rank=mesh.get_local_rank(), size=mesh.size())
+    placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
     placed = DTensor.from_local(
-        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        part, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
     )
     return nn.Parameter(placed, parameter.requires_grad)
 
 
-def list_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) in the file of what follows one another on the ranks; none where the
-    order is that of the file.
+def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
+    """Return the runs of the file that follow one another on the ranks; None where the order is
+    that of the file.
     """
     if plan.dim < 0 or len(plan.segments) < 2:
-        return ()
-    return tuple(part for rank in range(size) for part in compute_bounds(plan.segments, rank, size))
+        return None
+    parts = (compute_bounds(plan.segments, rank, size) for rank in range(size))
+    return plan.dim, tuple(chain.from_iterable(parts))
 
 
 # The output projection, of a part of the vocabulary.
@@ -226,7 +224,7 @@ def project(
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """
-    weight, bias = get_local(head.weight), get_local(head.bias)
+    weight, bias = map(get_local, (head.weight, head.bias))
     after = after or LogitTransform()
     if labels is None and vocabulary:
         return _gather_columns(
@@ -242,8 +240,16 @@ def project(
             lambda gradient: wait(start_gather(gradient, group)),
         )
         parts = replace(group, columns=-(-vocabulary // group.size))
-    needs = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "group": parts}
-    return run_head_loss(head_loss, hidden, weight, labels, **needs)
+    return run_head_loss(
+        head_loss,
+        hidden,
+        weight,
+        labels,
+        softcap=after.softcap,
+        finish=after.finish,
+        bias=bias,
+        group=parts,
+    )
 
 
 def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
@@ -251,15 +257,15 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     of the same loss.
     """
     columns = -(-vocabulary // group.size)
-    held = logits.shape[-1]
+    num_columns = logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
-        padded = F.pad(part, (0, columns - held)).flatten(0, -2)
-        whole = wait(start_gather(padded.t(), group))[:vocabulary]
-        return whole.t().reshape(*part.shape[:-1], vocabulary)
+        padded = F.pad(part, (0, columns - num_columns)).flatten(0, -2)
+        gathered = wait(start_gather(padded.t(), group))[:vocabulary]
+        return gathered.t().reshape(*part.shape[:-1], vocabulary)
 
     return exchange(
-        logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, held)
+        logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, num_columns)
     )
 
 
@@ -282,10 +288,12 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
-        gather = partial(_gather_norms, module, group, first.dim, second.dim)
-        compute = partial(_compute_relative_lengths, module, group, first.dim)
-        module.compute_weight_norms = gather  # type: ignore[method-assign]
-        module.compute_relative_lengths = compute  # type: ignore[method-assign]
+        module.compute_weight_norms = partial(  # type: ignore[method-assign]
+            _gather_norms, module, group, first.dim, second.dim
+        )
+        module.compute_relative_lengths = partial(  # type: ignore[method-assign]
+            _compute_relative_lengths, module, group, first.dim
+        )
         placements[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
     return placements
 
@@ -310,12 +318,12 @@ def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
         else get_local(module.weight)
     )
     weight = weight.t() if module.transposed else weight
-    first, second = get_local(module.lora_A.weight), get_local(module.lora_B.weight)
-    found = module.compute_norms_with(lambda start, stop: weight[start:stop], first, second)
-    return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()
+    first, second = map(get_local, (module.lora_A.weight, module.lora_B.weight))
+    norms = module.compute_norms_with(lambda start, stop: weight[start:stop], first, second)
+    return norms if cut != 1 else all_reduce(norms.square(), "sum", group).sqrt()
 
 
 def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
     """Gather the norms of all rows, in the order of the ranks. A collective."""
-    found = _compute_norms(module, group, cut)
-    return wait(start_gather(found, group)) if rows == 0 else found
+    norms = _compute_norms(module, group, cut)
+    return wait(start_gather(norms, group)) if rows == 0 else norms

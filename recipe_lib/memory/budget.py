@@ -202,7 +202,7 @@ _KINDS = {
     "_c10d_functional::all_reduce": SUM,
 }
 
-# Matmuls of the rows of each expert (`recipe_lib.ops.grouped`): torch's, and ours for other types
+# Matmuls of the rows of each expert (`recipe_lib.ops.mlp`): torch's, and ours for other types
 # than bf16.
 GROUPED = frozenset(
     {
@@ -250,7 +250,7 @@ class PipelineStages(Protocol):
 
     layers: dict[int, range]  # by stage, the indices of its layers
 
-    def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
+    def list_in_flight(self, micro_batches: int) -> list[dict[int, int]]:
         """Return what this rank may keep at once, see MicroBatchesInFlight."""
 
 

@@ -23,8 +23,8 @@ from recipe_lib.models.decoder import MLP
 from recipe_lib.models.language_model import replace_entries
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
+from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.chunked_heads import split_rows
-from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = deferred.Switch(False)
 

@@ -233,9 +233,7 @@ def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str,
     key: the spelling that is read.
     """
     given = fields.config.get(key)
-    if given is None:
-        given = _WITHOUT_ANY.get(family, {})
-    given = given or {}
+    given = (_WITHOUT_ANY.get(family) if given is None else given) or {}
     if not isinstance(given, Mapping):
         raise fields.make_fault(key, "an object, or null")
     if family != "gemma3":
@@ -269,9 +267,8 @@ def _read_rope_object(
         )
     numbers = Fields(given, fields.where, f"{key}.", ROPE_NUMBERS)
     base = numbers.read_optional_number("rope_theta", BASES) or base
-    fraction = numbers.read_optional_number("partial_rotary_factor")
-    if fraction is None:
-        fraction = fields.read_optional_number("partial_rotary_factor") or 1.0
+    key = "partial_rotary_factor"
+    fraction = numbers.read_optional_number(key) or fields.read_optional_number(key) or 1.0
     # Other classes of transformers do not read it.
     if fraction != 1 and fields.config.get("model_type") != "phi3":
         raise CheckpointError(
@@ -314,8 +311,10 @@ def _read_linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str,
 
 
 def _read_llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    parameters = {name: numbers.read_number(name) for name in names}
+    parameters = {
+        name: numbers.read_number(name)
+        for name in ("factor", "low_freq_factor", "high_freq_factor")
+    }
     parameters["original_positions"] = _read_original_positions(fields, numbers)
     return parameters, 1.0
 
@@ -380,7 +379,8 @@ _SCALINGS = {
 # those of transformers alike.
 
 
-MAX_WIDTH, MAX_POSITIONS = 2**20, 2**40
+MAX_WIDTH = 2**20
+MAX_POSITIONS = 2**40
 MAX_LAYERS = 4096
 _SIZES = {
     MAX_WIDTH: (
@@ -446,10 +446,8 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
     layout that is not read.
     """
     codes = FileCodes()
-    for key in _KEYS:
-        section = config.get(key)
-        if not section:
-            continue
+    for key in filter(config.get, _KEYS):
+        section: Any = config[key]
         is_ours = key == _KEYS[0] and isinstance(section, Mapping)
         method = section.get("quant_method") if is_ours else None
         if method == "fp8":
@@ -457,10 +455,10 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
         elif method == "mxfp4" and config.get("model_type") == "gpt_oss":
             codes = FileCodes(mxfp4=True)
         elif method == "mxfp4":
-            kind = str(config.get("model_type"))[:80]
             raise CheckpointError(
                 f"{where}: config.json: {key}: the weights are quantized (mxfp4), which is read of"
-                f" model_type gpt_oss alone; found {kind}, expected {_PLAIN}; {_REMEDY}"
+                f" model_type gpt_oss alone; found {str(config.get('model_type'))[:80]}, expected"
+                f" {_PLAIN}; {_REMEDY}"
             )
         else:
             raise _make_refusal(key, section, where, f"{_PLAIN}, or fp8 with weight_block_size")
@@ -472,13 +470,12 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
 
     Raises CheckpointError.
     """
-    for key in _KEYS:
-        section = config.get(key)
-        if section:
-            method = section.get("quant_method") if isinstance(section, Mapping) else None
-            is_native = method in ("fp8", "mxfp4")
-            remedy = f"{_PLAIN}, or model.implementation=native" if is_native else _PLAIN
-            raise _make_refusal(key, section, where, remedy)
+    for key in filter(config.get, _KEYS):
+        section = config[key]
+        method = section.get("quant_method") if isinstance(section, Mapping) else None
+        is_native = method in ("fp8", "mxfp4")
+        remedy = f"{_PLAIN}, or model.implementation=native" if is_native else _PLAIN
+        raise _make_refusal(key, section, where, remedy)
 
 
 def _make_refusal(key: str, section: Any, where: str, expected: str) -> CheckpointError:

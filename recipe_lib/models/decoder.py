@@ -23,8 +23,8 @@ from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.fused_kernels import should_fuse
-from recipe_lib.ops.gated import ACTIVATIONS, gated_activation
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
+from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 
@@ -154,8 +154,8 @@ class Attention(nn.Module):
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
         # Context parallelism puts its own in place of these: where ranks share sequences, they
         # exchange all heads of some tokens for all tokens of some heads, and back.
-        self.to_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = _keep_heads
-        self.to_tokens: Callable[[Tensor], Tensor] = _keep_tokens
+        self.to_heads: Callable[..., Any] = lambda *heads_and_sinks: heads_and_sinks
+        self.to_tokens: Callable[[Tensor], Tensor] = lambda attended: attended
 
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None
@@ -178,16 +178,6 @@ class Attention(nn.Module):
         return self.o_proj(
             self.to_tokens(self.attend(q, k, v, info, sinks=sinks)).transpose(1, 2).flatten(2)
         )
-
-
-def _keep_heads(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return q, k, v, sinks
-
-
-def _keep_tokens(attended: Tensor) -> Tensor:
-    return attended
 
 
 def _build_head_norm(spec: DecoderSpec, heads: int) -> nn.Module:
@@ -269,10 +259,11 @@ class Trunk(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         make_layer = SandwichLayer if spec.post_norms else DecoderLayer
-        if spec.embedding_scale is None:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.width)
-        else:
-            self.embed_tokens = ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
+        self.embed_tokens = (
+            nn.Embedding(spec.vocab_size, spec.width)
+            if spec.embedding_scale is None
+            else ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
+        )
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
         # Layers with a window may turn at another rate: each layer has the index of its rotary
@@ -296,10 +287,9 @@ class Trunk(nn.Module):
         info: AttentionInfo | None,
         cache: KVCache | None,
     ) -> Tensor:
-        past = cache.length if cache is not None else 0
         hidden = self.run_layers(self.embed_tokens(tokens), tokens.shape, positions, info, cache)
         if cache is not None:
-            cache.length = past + tokens.shape[1]
+            cache.length += tokens.shape[1]
         return self.norm(hidden)
 
     def run_layers(
@@ -396,19 +386,17 @@ class Decoder(LanguageModel):
 
     def find_stage_parts(self) -> StageParts:
         """Return embedding, layers, final norm and head."""
-        layers = tuple(f"model.layers.{number}" for number in range(self.spec.num_layers))
         embedding = "model.embed_tokens"
-        head = "lm_head" if self.spec.num_labels is None else "score"
         return StageParts(
             first=(embedding,),
-            layers=layers,
-            last=("model.norm", head),
+            layers=tuple(f"model.layers.{number}" for number in range(self.spec.num_layers)),
+            last=("model.norm", "lm_head" if self.spec.num_labels is None else "score"),
             embedding=embedding,
             width=self.spec.width,
         )
 
     @property
-    def head(self) -> nn.Module | None:
+    def head(self) -> Any:
         """Return the output projection or the score head; None: another rank has it."""
         return self.lm_head if self.spec.num_labels is None else self.score
 
@@ -429,9 +417,8 @@ class Decoder(LanguageModel):
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """Return `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
-        if ranks == 1:
-            return (*tokens, self.spec.width)
-        return (tokens.numel() // ranks, self.spec.width)
+        shared = tokens if ranks == 1 else (tokens.numel() // ranks,)
+        return (*shared, self.spec.width)
 
     def run_head(
         self,
@@ -442,8 +429,7 @@ class Decoder(LanguageModel):
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
         """Run the final norm and the head, see `LanguageModel.run_head`; tokens are not read."""
-        head: Any = self.head
-        return head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
+        return self.head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
     def hidden_states(
         self,
@@ -469,8 +455,7 @@ class Decoder(LanguageModel):
             trunk.embed_tokens = hold_tied_weight(trunk.embed_tokens) if is_tied else None
         if not last:
             trunk.norm = self.lm_head = self.score = None
-        kept_modules = {name for name, _ in self.named_modules()}
-        self.modules_elsewhere = frozenset(all_modules - kept_modules)
+        self.modules_elsewhere = frozenset(all_modules - {name for name, _ in self.named_modules()})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
         super()._apply(fn, recurse)
@@ -499,11 +484,10 @@ class Decoder(LanguageModel):
         values of earlier tokens; this call's are added to it. logits_to_keep: of the last so many
         tokens alone; 0: of all.
         """
-        head: Any = self.head
         hidden = self.model(tokens, positions, attention, cache)
         if logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        return head(hidden, labels=labels, head_loss=head_loss)
+        return self.head(hidden, labels=labels, head_loss=head_loss)
 
 
 class ScoreHead(nn.Module):
@@ -528,7 +512,7 @@ class ScoreHead(nn.Module):
 
 @dataclass
 class LogitTransform:
-    """What a forward of another library does to its logits; by default nothing."""
+    """The operations of another library's forward on its logits; by default none."""
 
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     finish: Finish | None = None  # where that is not all: `fn(logits) -> logits`

@@ -8,7 +8,7 @@ code. Adding a family is adding a row (docs/extending.md).
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 from recipe_lib.config.registry import import_owner
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -37,8 +37,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> Mod
     """
     if implementation == "native":
         return build_spec(config, where)
-    spec: ExternalSpec = import_owner("model").read_spec(config, where, implementation)
-    return spec
+    return cast(ExternalSpec, import_owner("model").read_spec(config, where, implementation))
 
 
 def read_trained_spec(
@@ -50,10 +49,9 @@ def read_trained_spec(
     transformers' class, where that is installed, for all others. Raises as `read_spec` does.
     """
     if implementation is None:
-        model_type = get_text_config(config).get("model_type")
-        is_ours = _find_row(model_type) is not None
-        is_native = is_ours or find_spec("transformers") is None
-        implementation = "native" if is_native else "transformers"
+        is_ours = _find_row(get_text_config(config).get("model_type")) is not None
+        is_foreign = not is_ours and find_spec("transformers") is not None
+        implementation = "transformers" if is_foreign else "native"
     return read_spec(config, where, implementation)
 
 
@@ -98,8 +96,9 @@ def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_row(model_type: object) -> str | None:
     """Return the family of a model_type, None if there is no row for it."""
-    rows = FAMILIES.items()
-    return next((name for name, row in rows if model_type in (name, *row.model_types)), None)
+    return next(
+        (name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None
+    )
 
 
 def _find_family(config: Mapping[str, Any], where: str) -> str:
@@ -334,11 +333,7 @@ FAMILIES: dict[str, Family] = {
         },
         ("MistralForCausalLM",),
         COMMON
-        | {
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     # Qwen 2.5: biases on queries, keys and values.
     "qwen2": Family(
@@ -406,11 +401,7 @@ FAMILIES: dict[str, Family] = {
         {"fused_file": True, "windows": _read_same_windows},
         ("Phi3ForCausalLM",),
         COMMON
-        | {
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 1.0,
-        },
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     ),
     # With a mixture of experts in place of an MLP.
     # Mixtral: Mistral with experts in every layer.
@@ -562,8 +553,12 @@ def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | N
         # The one class whose two names differ.
         is_gemma3 = names == ["Gemma3TextForCausalLM"]
         causal["architectures"] = ["Gemma3ForCausalLM"] if is_gemma3 else names
-    spec = build_spec(causal, where)
-    return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or head_labels)
+    return replace(
+        build_spec(causal, where),
+        tied=False,
+        logit_softcap=None,
+        num_labels=num_labels or head_labels,
+    )
 
 
 def read_run_spec(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -598,8 +593,3 @@ def make_score_config(
     if len(names) > 1:
         changed["problem_type"] = "single_label_classification"
     return changed if pad_id is None else changed | {"pad_token_id": pad_id}
-
-
-def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
-    """Return True if the model has a score head."""
-    return isinstance(spec, DecoderSpec) and spec.num_labels is not None

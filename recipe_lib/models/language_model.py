@@ -1,7 +1,7 @@
-"""What the library knows of a model's tensors besides their values, whoever wrote its forward.
+"""The base of all models, and facts about their tensors, whoever wrote the forward.
 
 `LanguageModel` is the base of our own decoder and of models of other libraries: how they are run in
-stages, and facts about their tensors, that loading, sharding and checkpoints read.
+stages, and what loading, sharding and checkpoints read of their tensors besides values.
 """
 
 from abc import abstractmethod
@@ -143,15 +143,15 @@ def list_layer_names(model: nn.Module) -> list[str]:
     names: list[str] = []
     list_prefixes: list[str] = []
     for name, module in model.named_modules():
-        is_inner = any(name.startswith(prefix) for prefix in list_prefixes)
-        if not isinstance(module, nn.ModuleList) or is_inner:
-            continue
-        prefix = f"{name}." if name else ""
-        list_prefixes.append(prefix)
-        # By name, not by index: a rank of a pipeline may lack some.
-        for element_name, element in module.named_children():
-            if next(element.parameters(), None) is not None:
-                names.append(prefix + element_name)
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(list_prefixes)):
+            prefix = f"{name}." if name else ""
+            list_prefixes.append(prefix)
+            # By name, not by index: a rank of a pipeline may lack some.
+            names += [
+                prefix + element_name
+                for element_name, element in module.named_children()
+                if next(element.parameters(), None) is not None
+            ]
     return names
 
 
@@ -183,7 +183,8 @@ def list_local_parts(
     pieces = []
     begin = -offset[dim]  # of a run, counted from where this rank's part begins
     for start, stop in runs:
-        low, high = max(begin, 0), min(begin + stop - start, local.shape[dim])
+        low = max(begin, 0)
+        high = min(begin + stop - start, local.shape[dim])
         if low < high:
             file_offset: Any = (*offset[:dim], start + low - begin, *offset[dim + 1 :])
             pieces.append((local.narrow(dim, low, high - low), file_offset))
@@ -223,12 +224,14 @@ def check_written(model: nn.Module) -> None:
     Raises SetupError. It checks nothing without `note_unwritten`.
     """
     marks = model.unwritten if isinstance(model, LanguageModel) else {}
-    unwritten = []
-    for name, tensor in _list_tensors(model):
-        # What has been moved elsewhere since then has another mark, and is taken to be written.
-        has_mark = marks.get(name) == _get_write_mark(tensor)
-        if has_mark and tensor.numel() and holds_values(tensor.device):
-            unwritten.append(name)
+    # What has been moved elsewhere since then has another mark, and is taken to be written.
+    unwritten = [
+        name
+        for name, tensor in _list_tensors(model)
+        if marks.get(name) == _get_write_mark(tensor)
+        and tensor.numel()
+        and holds_values(tensor.device)
+    ]
     if unwritten:
         more = f" and {len(unwritten) - 1} more have" if len(unwritten) > 1 else " has"
         raise SetupError(

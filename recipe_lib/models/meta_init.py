@@ -167,11 +167,13 @@ def _fill_normal(
     local: Tensor, offset: tuple[int, ...], shape: torch.Size, *, key: str, std: float
 ) -> None:
     """Write the part at `offset` of a normal tensor of `shape`."""
-
-    def draw(values: Tensor, generator: torch.Generator) -> Tensor:
-        return values.normal_(0.0, std, generator=generator)
-
-    fill_random(local, offset, shape, key, draw)
+    fill_random(
+        local,
+        offset,
+        shape,
+        key,
+        lambda values, generator: values.normal_(0.0, std, generator=generator),
+    )
 
 
 def _get_slices(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -197,11 +199,13 @@ def fill_random(
     first, last = offset[0], offset[0] + local.shape[0]
     columns = _get_slices(offset[1:], local.shape[1:])
     for block in range(first // block_rows, -(-last // block_rows)):
-        top, bottom = block * block_rows, min((block + 1) * block_rows, shape[0])
+        top = block * block_rows
+        bottom = min(top + block_rows, shape[0])
         digest = hashlib.sha256(f"{key}/{block}".encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         values = draw(torch.empty((bottom - top, *shape[1:]), dtype=torch.float32), generator)
-        start, stop = max(top, first), min(bottom, last)
+        start = max(top, first)
+        stop = min(bottom, last)
         local[start - first : stop - first].copy_(
             values[(slice(start - top, stop - top), *columns)]
         )
@@ -235,9 +239,10 @@ def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Te
         prefix = f"{module_name}." if module_name else ""
         not_extra |= {prefix + name for name in getattr(module, "adapter_tensors", ())}
         if hasattr(module, "fill_weight"):
-            # A `StoredWeight`, whose parameters stand for its weight.
-            parameters = [name for name, _ in module.named_parameters(recurse=False)]
-            not_extra |= {prefix + name for name in parameters if name.startswith("weight_")}
+            # A `StoredWeight`, whose parameters `weight_...` stand for its weight.
+            not_extra |= {
+                prefix + name for name in module._parameters if name.startswith("weight_")
+            }
         if saved:
             not_extra |= {prefix + name for name in module._non_persistent_buffers_set}
     return {name: tensor for name, tensor in tensors.items() if name not in not_extra}
@@ -306,7 +311,7 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
     for path, names in _assign_resets(model, unset).items():
         if not all(holds_values(extras[name].device) for name in names):
             continue  # a plan
-        with _seed_host_generators(f"{seed}/{path}"):
+        with seed_host_generators(f"{seed}/{path}"):
             values = _compute_reset_values(model.get_submodule(path))
         for name in sorted(names):
             _keep_part(model, name, extras[name], values.get(name.removeprefix(f"{path}.")))
@@ -426,9 +431,8 @@ def _copy_on_host(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
 def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None) -> None:
     """Copy this rank's part of a full value into its tensor."""
     if value is None or value.shape != tensor.shape:
-        left = "nothing"
-        if value is not None:
-            left = f"the shape {list(value.shape)} for {list(tensor.shape)}"
+        shape = None if value is None else list(value.shape)
+        left = "nothing" if shape is None else f"the shape {shape} for {list(tensor.shape)}"
         raise SetupError(
             f"{name}: no checkpoint has it, since the recipe added it, and reset_parameters of its"
             f" module leaves {left} in it; give it every number there"
@@ -438,7 +442,7 @@ def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None
 
 
 @contextmanager
-def _seed_host_generators(key: str) -> Iterator[None]:
+def seed_host_generators(key: str) -> Iterator[None]:
     """Inside, the host's generators draw what follows from the key; then they go on as before."""
     state = random.getstate()
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

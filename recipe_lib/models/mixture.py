@@ -13,19 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
+from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.deferred import linear_in_dtype
-from recipe_lib.ops.fused_kernels import GradientNode
-from recipe_lib.ops.gated import Gate, scored_product
+from recipe_lib.ops.fused_kernels import call_with_gradient
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.ops.grouped import (
+from recipe_lib.ops.mlp import (
+    Gate,
     Groups,
     count_rows,
     group_tokens,
     grouped_linear,
     order_by_expert,
+    scored_product,
     sum_choices,
 )
-from recipe_lib.ops.real_tokens import RealTokens
 
 
 class Router(nn.Linear):
@@ -69,13 +70,12 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """All experts of a layer."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, mixture: MixtureSpec, width: int) -> None:
         super().__init__()
-        mixture = _get_mixture(spec)
         experts = mixture.num_experts
         bias = mixture.expert_bias
-        self.gate_up_proj = ExpertLinear(experts, spec.width, 2 * mixture.mlp_width, bias=bias)
-        self.down_proj = ExpertLinear(experts, mixture.mlp_width, spec.width, bias=bias)
+        self.gate_up_proj = ExpertLinear(experts, width, 2 * mixture.mlp_width, bias=bias)
+        self.down_proj = ExpertLinear(experts, mixture.mlp_width, width, bias=bias)
         self.gate = Gate(
             activation=mixture.activation,
             interleaved=mixture.interleaved,
@@ -101,20 +101,20 @@ class Experts(nn.Module):
 
 def gather_row_biases(bias: Tensor, groups: Groups) -> Tensor:
     """Return the bias of each row's expert: `[m, o]` of `[E, o]`."""
-    return cast(
-        Tensor,
-        GradientNode.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]),
+    return call_with_gradient(
+        lambda bias, experts, count: bias.index_select(0, experts),
+        bias,
+        groups.experts,
+        bias.shape[0],
+        differentiate=_add_biases,
+        kept=(1, 2),
     )
 
 
-def _take_biases(bias: Tensor, experts: Tensor, count: int) -> Tensor:
-    return bias.index_select(0, experts)
-
-
 def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
-    numbers = torch.arange(count, device=experts.device)
+    expert_numbers = torch.arange(count, device=experts.device)
     # By a matmul, which sums in a fixed order.
-    return (experts == numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
+    return (experts == expert_numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
 
 
 def compute_scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor,
 
 
 class ExpertLoad:
-    """What the training forwards of a step have chosen, on the device.
+    """Counts of what the training forwards of a step have chosen, on the device.
 
     A forward that is computed again for backward counts twice.
     """
@@ -199,9 +199,10 @@ class Mixture(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        mixture = _get_mixture(spec)
+        mixture = spec.mixture
+        assert mixture is not None
         self.router = Router(spec.width, mixture.num_experts, bias=mixture.router_bias)
-        self.experts = Experts(spec)
+        self.experts = Experts(mixture, spec.width)
         self.top_k = mixture.top_k
         self.normalized = mixture.normalized
 
@@ -237,9 +238,8 @@ class Mixture(nn.Module):
         rows = count_rows(groups, real)
         loss = None
         if self.balance is not None:
-            shared = rows
-            if self.balance.sequences is not None:
-                shared = all_reduce(rows, "sum", self.balance.sequences)
+            sequences = self.balance.sequences
+            shared = rows if sequences is None else all_reduce(rows, "sum", sequences)
             # Each token has its choices, so that the rows of all ranks say how many tokens there
             # are.
             tokens = (shared.sum() / groups.choices).clamp(min=1)
@@ -249,11 +249,13 @@ class Mixture(nn.Module):
                 probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
             shares = shared / tokens
             loss = logits.shape[1] * (shares * probabilities.sum(dim=0)).sum() / tokens
-            scores = cast(
-                Tensor,
-                GradientNode.apply(
-                    _keep_scores, _differentiate_loss, (2,), scores, loss, self.balance
-                ),
+            scores = call_with_gradient(
+                _keep_scores,
+                scores,
+                loss,
+                self.balance,
+                differentiate=_differentiate_loss,
+                kept=(2,),
             )
         if self.load is not None:
             count = groups.tokens.shape[0] if real is None else real.total * groups.choices
@@ -271,8 +273,3 @@ class Mixture(nn.Module):
             return best.softmax(dim=-1), chosen
         scores, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
         return scores, chosen
-
-
-def _get_mixture(spec: DecoderSpec) -> MixtureSpec:
-    assert spec.mixture is not None
-    return spec.mixture

@@ -9,8 +9,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError, ConfigError
@@ -116,7 +117,7 @@ class WrittenLayout:
 
 @dataclass(frozen=True)
 class StageParts:
-    """Where a model is cut into the stages of a pipeline, by names of modules."""
+    """The parts that a model is cut into for the stages of a pipeline, by names of modules."""
 
     first: tuple[str, ...]  # what runs before the layers, and what text does not run through
     layers: tuple[str, ...]  # in order
@@ -233,7 +234,7 @@ class MixtureSpec:
 
 @dataclass(frozen=True)
 class FileCodes:
-    """How a checkpoint's files have weights that are quantized already; by default none are."""
+    """The forms of weights that are quantized in a checkpoint's files; by default none are."""
 
     # rows and columns of a scale, where linears are in FP8
     fp8_block: tuple[int, int] | None = None
@@ -289,6 +290,11 @@ class DecoderSpec:
 ModelSpec = DecoderSpec | ExternalSpec
 
 
+def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
+    """Return True if the model has a score head."""
+    return isinstance(spec, DecoderSpec) and spec.num_labels is not None
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read a `config.json`, given its folder or itself.
 
@@ -319,11 +325,11 @@ def _explain_missing_config(file: Path) -> str:
             f"{folder}: is an adapter (it has adapter_config.json), not a model; set"
             " lora.adapter_path to it and model.path to the model that it was trained on"
         )
-    other_weights = None
-    if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
-        other_weights = describe_other_weights(folder, "config.json")
-    expected = "expected a Hugging Face model folder with config.json"
-    return other_weights or f"{file}: no such file; {expected}"
+    has_weights = any((folder / name).is_file() for name in _WEIGHTS)
+    is_looked_for = file.name == "config.json" and not has_weights
+    return (describe_other_weights(folder, "config.json") if is_looked_for else None) or (
+        f"{file}: no such file; expected a Hugging Face model folder with config.json"
+    )
 
 
 def list_presets() -> list[str]:
@@ -408,10 +414,8 @@ def list_weight_files(folder: Path) -> list[str]:
     Those of a trainer's state are not among them.
     """
     patterns = [pattern for kinds, _ in _FORMATS for pattern in kinds if pattern not in _STATES]
-    names: set[str] = set()
-    for pattern in (*patterns, "pytorch_model*.bin"):
-        names.update(path.name for path in folder.glob(pattern))
-    return sorted(names)
+    globbed = map(folder.glob, (*patterns, "pytorch_model*.bin"))
+    return sorted({path.name for path in chain.from_iterable(globbed)})
 
 
 def describe_other_weights(folder: Path, missing: str) -> str | None:
@@ -420,9 +424,8 @@ def describe_other_weights(folder: Path, missing: str) -> str | None:
     missing: the file that it has not.
     """
     for patterns, remedy in _FORMATS:
-        names: list[str] = []
-        for pattern in patterns:
-            names += [path.name for path in folder.glob(pattern) if path.is_file()]
+        paths = chain.from_iterable(map(folder.glob, patterns))
+        names = [path.name for path in paths if path.is_file()]
         if names:
             return f"{folder}: has {name_first(sorted(names))} but no {missing}; {remedy}"
     return None

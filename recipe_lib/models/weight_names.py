@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint file each parameter is, for reading and for writing.
+"""The tensors of checkpoint files that parameters are, for reading and for writing.
 
 `build_weight_map` says where each parameter lies in the files that are read; `FileView`s make of
 several tensors, or of quantized ones, what a parameter is; `build_written_layout` says what files
@@ -8,12 +8,12 @@ are written.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import (
     SCORE,
@@ -22,6 +22,7 @@ from recipe_lib.models.spec import (
     ModelSpec,
     WeightEntry,
     WrittenLayout,
+    has_score_head,
 )
 
 # Tensors of a checkpoint's files as a model has them, without their being made whole.
@@ -44,7 +45,7 @@ Bounds = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class FileForm:
-    """What a tensor of a file has to be."""
+    """The shape and the types that a tensor of a file may have."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = _FLOATS  # safetensors' names of the types that it may have
@@ -112,8 +113,7 @@ class PlainTensor:
         return {self.name: FileForm(self.shape)}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        part: Tensor = slice_of(self.name)[_slices(bounds)]
-        return part
+        return cast(Tensor, slice_of(self.name)[_slices(bounds)])
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,7 @@ class _CombinedView:
     parts: tuple[FileView, ...]
 
     def tensors(self) -> dict[str, FileForm]:
-        tensors: dict[str, FileForm] = {}
-        for part in self.parts:
-            tensors |= part.tensors()
-        return tensors
+        return dict(chain.from_iterable(part.tensors().items() for part in self.parts))
 
 
 class ConcatenatedRows(_CombinedView):
@@ -160,7 +157,8 @@ class ConcatenatedRows(_CombinedView):
         pieces = []
         begin = 0
         for part in self.parts:
-            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
+            first = max(start - begin, 0)
+            last = min(stop - begin, part.shape[0])
             if first < last:
                 pieces.append(part.read(slice_of, [(first, last), *inner_bounds], dtype))
             begin += part.shape[0]
@@ -198,8 +196,9 @@ class RowSlice:
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         (first, last), *inner_bounds = bounds
-        rows = (first + self.start, last + self.start)
-        return self.part.read(slice_of, [rows, *inner_bounds], dtype)
+        return self.part.read(
+            slice_of, [(first + self.start, last + self.start), *inner_bounds], dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -241,8 +240,9 @@ class Fp8Blocks:
             for (first, last), size in zip(bounds, block_sizes, strict=True)
         ]
         scales = slice_of(self.scales)[_slices(block_bounds)]
-        is_exponent = scales.dtype == torch.uint8
-        scales = (scales.float() - _MX_BIAS).exp2() if is_exponent else scales.float()
+        scales = (
+            (scales.float() - _MX_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+        )
         for dim, ((first, last), size) in enumerate(zip(bounds, block_sizes, strict=True)):
             scales = scales.index_select(dim, torch.arange(first, last) // size - first // size)
         return values.mul_(scales).to(dtype)
@@ -270,7 +270,8 @@ class Mxfp4Blocks:
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         *rows, (first, last) = bounds
-        begin, end = first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)
+        begin = first // MXFP4_BLOCK
+        end = -(-last // MXFP4_BLOCK)
         block_index = (*_slices(rows), slice(begin, end))
         codes = slice_of(self.blocks)[block_index]
         exponents = slice_of(self.scales)[block_index].int() - _MX_BIAS
@@ -310,10 +311,11 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
     """
     if isinstance(spec, ExternalSpec):
         return spec.build_weight_map(file_names)
-    prefix, head = "model.", "lm_head."
-    for gemma3_prefix, gemma3_head in _GEMMA3_PREFIXES.items():
-        if spec.family == "gemma3" and any(name.startswith(gemma3_prefix) for name in file_names):
-            prefix, head = gemma3_prefix, gemma3_head
+    multimodal = [
+        prefix for prefix in _GEMMA3_PREFIXES if any(name.startswith(prefix) for name in file_names)
+    ]
+    prefix = multimodal[-1] if spec.family == "gemma3" and multimodal else "model."
+    head = _GEMMA3_PREFIXES.get(prefix, "lm_head.")
     entries = []
     file_names = frozenset(file_names)
     if _EMBEDDING not in file_names and _EMBEDDING.removeprefix("model.") in file_names:
@@ -331,13 +333,13 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
                 (head_name for head_name in _HEADS if head_name in file_names), file_name
             )
         file_shape = (rows, *shape[1:])
-        view = make_mixture_view(spec, file_name, file_shape, file_names)
-        view = view or make_fp8_view(spec, file_name, file_shape, file_names)
+        arguments = (spec, file_name, file_shape, file_names)
+        view = make_mixture_view(*arguments) or make_fp8_view(*arguments)
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
-            continue
-        view = view if length is None else RowSlice(view, start, length)
-        entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
+        else:
+            view = view if length is None else RowSlice(view, start, length)
+            entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
     return entries
 
 
@@ -359,10 +361,10 @@ def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
         if experts is None:
             files[names[name]] = shape
             renamed[names[name]] = name
-            continue
-        parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
-        files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
-        made |= dict.fromkeys(experts.tensors, experts)
+        else:
+            parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
+            files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
+            made |= dict.fromkeys(experts.tensors, experts)
     return WrittenLayout(files, renamed, made)
 
 
@@ -398,7 +400,7 @@ def find_tied_copies(
     if isinstance(spec, ExternalSpec):
         tied = spec.tied_names(file_names)
     else:
-        tied = dict.fromkeys(_HEADS if spec.tied and not has_score_head(spec) else (), _EMBEDDING)
+        tied = dict.fromkeys(_HEADS if spec.tied and spec.num_labels is None else (), _EMBEDDING)
     return {
         name: by_parameter[parameter]
         for name, parameter in tied.items()
@@ -460,7 +462,8 @@ _APART = {
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "olmoe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+GATE_UP = "mlp.experts.gate_up_proj"
+DOWN = "mlp.experts.down_proj"
 
 
 def make_fp8_view(
@@ -486,8 +489,9 @@ def make_mixture_view(
         router = get_router_name(spec)
         fused_name = name.replace(".mlp.router.", f".mlp.{router}.")
         apart_name = name.replace(".mlp.router.", f".{block}.{router}.")
-        file_name = fused_name if fused_name in file_names else apart_name
-        return make_fp8_view(spec, file_name, shape, file_names)
+        return make_fp8_view(
+            spec, fused_name if fused_name in file_names else apart_name, shape, file_names
+        )
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
             return _make_experts_view(
@@ -574,6 +578,8 @@ def find_written_experts(
     for expert in range(shape[0]):
         names = list_expert_names(spec, name, part, expert)
         rows = shape[1] // len(names)
-        for index, file_name in enumerate(names):
-            tensors[file_name] = (expert, index * rows, (index + 1) * rows)
+        tensors |= {
+            file_name: (expert, index * rows, (index + 1) * rows)
+            for index, file_name in enumerate(names)
+        }
     return WrittenExperts(name, tensors)

@@ -1,7 +1,7 @@
 """Causal attention: one function for training and decoding, with documents, windows and soft caps.
 
-What depends on the batch alone (masks, document boundaries, which kernel) is settled once, by
-`prepare_attention`; then every layer calls `attention`.
+What depends on the batch alone (masks, document boundaries, which tokens are padding, which kernel)
+is settled once, by `prepare_attention`; then every layer calls `attention`.
 
 Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s, or what a
 cache holds plus s.
@@ -18,15 +18,76 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from recipe_lib.config.precision import VARLEN_CAPABILITY
-from recipe_lib.ops.attention_sinks import (
+from recipe_lib.ops.device import get_compute_capability, get_kernel_type
+from recipe_lib.ops.special_attention import (
     attend_with_sinks,
+    capped_attention,
+    compute_reach,
     flatten_tokens,
     get_left_window,
+    make_visible_mask,
     unflatten_tokens,
 )
-from recipe_lib.ops.capped_attention import capped_attention, compute_reach, make_visible_mask
-from recipe_lib.ops.device import get_compute_capability, get_kernel_type
-from recipe_lib.ops.real_tokens import RealTokens
+
+
+class RealTokens:
+    """The tokens of a micro-batch that are no padding: means over tokens leave padding out.
+
+    Rows are padded on the right, so that two numbers of the host for each row say it all. A mask on
+    the device would be one more tensor that lives from forward to backward; `make_mask` makes it
+    where it is read, and it is gone behind that.
+    """
+
+    # No dataclass: torch.compile would look into a frozen one, and compile anew for every length.
+    def __init__(self, spans: Sequence[tuple[int, int]], count: int) -> None:
+        """spans: of each row the first real token and the one after the last, as numbers among all
+        `count` tokens, rows one after the other.
+        """
+        self.spans = tuple(spans)
+        self.count = count
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], row_length: int) -> "RealTokens":
+        """Return the real tokens of rows of `row_length`, of which the first `lengths` are real."""
+        starts = range(0, row_length * len(lengths), row_length)
+        spans = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        return cls(spans, row_length * len(lengths))
+
+    @property
+    def longest(self) -> int:
+        """Return how many tokens the longest row has, 1 at the least."""
+        return max([1, *(last - first for first, last in self.spans)])
+
+    @property
+    def total(self) -> int:
+        """Return how many tokens are real."""
+        return sum(last - first for first, last in self.spans)
+
+    def take(self, part: slice, every: int) -> "RealTokens":
+        """Return the tokens in `part` of each `every` tokens."""
+        length = part.stop - part.start
+        spans = []
+        for block in range(self.count // every):
+            begin = block * every + part.start
+            for span in self.spans:
+                # Within the part; a span that lies outside of it becomes an empty one.
+                first, last = (min(max(token - begin, 0), length) for token in span)
+                spans.append((block * length + first, block * length + last))
+        return RealTokens(spans, length * (self.count // every))
+
+    def shard_rows(self, rank: int, ranks: int) -> "RealTokens":
+        """Return this rank's tokens of each row, as many as the other ranks have."""
+        row_length = self.count // len(self.spans)
+        length = row_length // ranks
+        return self.take(slice(rank * length, (rank + 1) * length), row_length)
+
+    def make_mask(self, device: torch.device) -> Tensor:
+        """Return bool `[count]`, True for real tokens. Nothing is copied from the host."""
+        mask = torch.zeros(self.count, dtype=torch.bool, device=device)
+        for first, last in self.spans:
+            mask[first:last].fill_(True)  # an assignment would make a tensor of the number
+        return mask
+
 
 # What this release's kernel takes: there are some without `window_size` or `enable_gqa`.
 _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -34,7 +95,7 @@ _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """Which tokens of a batch may see which, as tensors."""
+    """The tokens of a batch that may see one another, as tensors."""
 
     # int32 [b, t], the document of each key within its row (padding is one of its own); None: a row
     # is one document
@@ -129,28 +190,28 @@ def prepare_attention(
     if capped:
         return info  # `capped_attention` makes its masks itself, piece by piece
     # Rows are padded on the right, so that causality alone keeps tokens from padding behind them.
-    needs_mask = {
-        window: (
-            info.documents is not None
-            or (window is not None and keys > window)
-            or (queries > 1 and keys > queries)
-        )
+    masked_windows = [
+        window
         for window in set(windows)
-    }
+        if info.documents is not None
+        or (window is not None and keys > window)
+        or (queries > 1 and keys > queries)
+    ]
     flattens = keys == queries and has_varlen(device, dtype, head_width)
     if sinks and not flattens and get_kernel_type(device) != "cpu":
         return info  # `attend_with_sinks` makes its masks itself, piece by piece
-    if (sinks or any(needs_mask.values())) and flattens:
+    if (sinks or masked_windows) and flattens:
         if info.boundaries is None:
-            boundaries = torch.arange(
-                0, rows * queries + 1, queries, dtype=torch.int32, device=device
+            info = replace(
+                info,
+                boundaries=torch.arange(
+                    0, rows * queries + 1, queries, dtype=torch.int32, device=device
+                ),
+                longest=queries,
             )
-            info = replace(info, boundaries=boundaries, longest=queries)
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
-    for window, needed in needs_mask.items():
-        if not needed:
-            continue
+    for window in masked_windows:
         is_visible = make_visible_mask(
             compute_reach(info.documents, queries, keys, window, device), keys
         )
@@ -188,12 +249,17 @@ def attention(
     info: from `prepare_attention`, the same for every layer; None: rows of one document each,
     prepared here. window: the most tokens that a token sees, its own included. softcap: scores
     become softcap * tanh(scores / softcap). scale: multiplies the scores first. sinks: `[h]`, see
-    `recipe_lib.ops.attention_sinks`.
+    `recipe_lib.ops.special_attention`.
     """
     if softcap is not None:
-        documents = info.documents if info else None
         return capped_attention(
-            q, k, v, documents=documents, window=window, softcap=softcap, scale=scale
+            q,
+            k,
+            v,
+            documents=info.documents if info else None,
+            window=window,
+            softcap=softcap,
+            scale=scale,
         )
     if info is None:
         info = prepare_attention(
@@ -232,19 +298,21 @@ def _run_varlen(
     # All rows as one list of documents: no mask, nothing of size s x s.
     is_grouped = q.shape[1] != k.shape[1]
     options: dict[str, Any] = {"enable_gqa": is_grouped} if "enable_gqa" in _VARLEN_OPTIONS else {}
-    out = varlen_attn(
-        flatten_tokens(q),
-        flatten_tokens(k),
-        flatten_tokens(v),
-        cu_seq_q=info.boundaries,
-        cu_seq_k=info.boundaries,
-        max_q=info.longest,
-        max_k=info.longest,
-        scale=scale,
-        window_size=(get_left_window(window), 0),
-        **options,
+    return unflatten_tokens(
+        varlen_attn(
+            flatten_tokens(q),
+            flatten_tokens(k),
+            flatten_tokens(v),
+            cu_seq_q=info.boundaries,
+            cu_seq_k=info.boundaries,
+            max_q=info.longest,
+            max_k=info.longest,
+            scale=scale,
+            window_size=(get_left_window(window), 0),
+            **options,
+        ),
+        q,
     )
-    return unflatten_tokens(out, q)
 
 
 def scaled_dot_product(

@@ -14,7 +14,7 @@ the whole vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -131,12 +131,11 @@ class ChunkedAdaptedHead:
         ]
         self.parts = (project,)  # whose work is its own: no other head's follows from the same
         self.fuses_loss = should_fuse_loss(self.hidden)
-        self._last_chunk: tuple[Tensor, Tensor] | None = None  # tokens, logits
+        self._last_chunk: Any = None  # tokens and logits of the chunk that was made last
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        assert self._last_chunk is not None
-        return self._last_chunk[1].dtype
+        return cast(torch.dtype, self._last_chunk[1].dtype)
 
     def compute_logits(self, part: slice) -> Tensor:
         """Return the logits of a chunk, which a loss may overwrite."""
@@ -148,7 +147,6 @@ class ChunkedAdaptedHead:
 
     def accumulate(self, part: slice, logits_grad: Tensor) -> None:
         """Add up what follows from the gradient of the logits that were made last."""
-        assert self._last_chunk is not None
         tokens, logits = self._last_chunk
         self._last_chunk = None
         totals = [(index, total) for index, total in enumerate(self.gradients) if total is not None]
@@ -202,11 +200,10 @@ def sum_in_chunks(
     else:
         tensors = (hidden, *adapter.trained)
         make_head = partial(ChunkedAdaptedHead, project=adapter.project)
-    trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
-    if not (torch.is_grad_enabled() and any(trained)):
+    is_trained = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if not (torch.is_grad_enabled() and is_trained):
         return sum_loss(make_head(tensors, [False] * len(tensors)))
-    total: Tensor = _GradientsInForward.apply(sum_loss, make_head, *tensors)
-    return total
+    return cast(Tensor, _GradientsInForward.apply(sum_loss, make_head, *tensors))
 
 
 class _GradientsInForward(torch.autograd.Function):

@@ -41,12 +41,10 @@ from recipe_lib.ops.chunked_heads import (
 )
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
-SumRows = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Divergence:
-    """How a student is compared with a teacher; the formulas are those of the module's text."""
+    """The comparison of a student with a teacher; the formulas are those of the module's text."""
 
     kind: str = "forward_kl"  # or `reverse_kl`, `jensen_shannon`
     temperature: float = 1.0  # T, which both models' logits are divided by
@@ -101,8 +99,14 @@ class Distillation:
             def compare_in_chunks(
                 hidden: Tensor, weight: Tensor, labels_of_teacher: Tensor, **of_head: Any
             ) -> Tensor:
-                target = TeacherHead(self.divergence, hidden=hidden, weight=weight, **of_head)
-                _run_chunks(self, head, target, labels=labels, softcap=softcap, sums=sums)
+                _run_chunks(
+                    self,
+                    head,
+                    TeacherHead(self.divergence, hidden=hidden, weight=weight, **of_head),
+                    labels=labels,
+                    softcap=softcap,
+                    sums=sums,
+                )
                 return hidden.new_zeros(())  # ranks that share sequences add it up
 
             # FSDP gathers the teacher's weight once for all chunks: of one chunk alone it would be
@@ -196,8 +200,12 @@ class TeacherHead:
         a rank. The gradient is by the student's logits.
         """
         logits = self.compute_logits(part, first=first, count=log_probs.shape[1], width=width)
-        teacher = logits.sub_(compute_log_sum(logits, self.group))
-        return compute_divergence(teacher, log_probs, self.divergence, _make_row_sum(self.group))
+        return compute_divergence(
+            logits.sub_(compute_log_sum(logits, self.group)),
+            log_probs,
+            self.divergence,
+            group=self.group,
+        )
 
     def compute_logits(self, part: slice, *, first: int, count: int, width: int) -> Tensor:
         """Return the logits of `count` ids from `first` on, divided by the temperature."""
@@ -214,32 +222,32 @@ class TeacherHead:
 
 
 def compute_divergence(
-    teacher: Tensor, student: Tensor, divergence: Divergence, sum_rows: SumRows
+    teacher: Tensor, student: Tensor, divergence: Divergence, *, group: Group | None
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence `[m]` of log-probabilities, and its gradient by logits / T `[m, c]`.
 
-    teacher, student: log-probabilities `[m, c]`, which it overwrites. sum_rows: over the columns,
-    of all ranks that share them. The gradient is by the student's logits.
+    teacher, student: log-probabilities `[m, c]`, which it overwrites. group: the ranks that
+    share the columns. The gradient is by the student's logits.
     """
     if divergence.kind == "forward_kl":
         teacher_probs = teacher.exp()
-        values = sum_rows(teacher.sub_(student).mul_(teacher_probs))
+        values = _sum_rows(teacher.sub_(student).mul_(teacher_probs), group)
         return values, student.exp_().sub_(teacher_probs)
     if divergence.kind == "reverse_kl":
         log_ratio = teacher.neg_().add_(student)
         student_probs = student.exp_()
-        values = sum_rows(log_ratio * student_probs)
+        values = _sum_rows(log_ratio * student_probs, group)
         return values, log_ratio.sub_(values.unsqueeze(1)).mul_(student_probs)
     beta = divergence.beta
     log_beta = math.log(beta)
     log_rest = math.log1p(-beta)
     mixture = torch.logaddexp(teacher.add_(log_beta), student.add_(log_rest))
     weighted_probs = teacher.exp()  # beta P
-    values = sum_rows(teacher.sub_(mixture).sub_(log_beta).mul_(weighted_probs))
+    values = _sum_rows(teacher.sub_(mixture).sub_(log_beta).mul_(weighted_probs), group)
     del weighted_probs  # one tensor less while the student's part is made
     log_ratio = mixture.neg_().add_(student).sub_(log_rest)
     student_probs = student.sub_(log_rest).exp_()
-    student_kl = sum_rows(log_ratio * student_probs)
+    student_kl = _sum_rows(log_ratio * student_probs, group)
     values = values + (1 - beta) * student_kl
     return values, log_ratio.sub_(student_kl.unsqueeze(1)).mul_(student_probs).mul_(1 - beta)
 
@@ -249,14 +257,9 @@ def compute_log_sum(logits: Tensor, group: Group | None) -> Tensor:
     if logits.shape[1] == 0:  # a rank that has padding alone
         logits = logits.new_full((logits.shape[0], 1), -math.inf)
     largest = compute_row_max(logits, group)
-    sums = (logits - largest).exp_().sum(dim=1, keepdim=True)
-    sums = sums if group is None else all_reduce(sums, "sum", group)
-    return sums.log_().add_(largest)
+    return _sum_rows((logits - largest).exp_(), group).unsqueeze(1).log_().add_(largest)
 
 
-def _make_row_sum(group: Group | None) -> SumRows:
-    def sum_rows(values: Tensor) -> Tensor:
-        sums = values.sum(1)
-        return sums if group is None else all_reduce(sums, "sum", group)
-
-    return sum_rows
+def _sum_rows(values: Tensor, group: Group | None) -> Tensor:
+    sums = values.sum(1)
+    return sums if group is None else all_reduce(sums, "sum", group)

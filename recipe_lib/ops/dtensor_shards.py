@@ -81,9 +81,12 @@ def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None
 def _gather_parts(
     part: Tensor, mesh: DeviceMesh, placements: list[Placement], sizes: list[int]
 ) -> Tensor:
-    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     # Shape and stride are told: by itself `from_local` would take all parts for equally long.
-    sharded = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=tuple(strides)
-    )
-    return sharded.full_tensor()
+    return DTensor.from_local(
+        part,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(sizes),
+        stride=tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))),
+    ).full_tensor()

@@ -59,9 +59,8 @@ def should_fuse(device: torch.device) -> bool:
         return False
     if device.type == "meta":
         return _on_meta.value
-    if not _fusing.value or get_kernel_type(device) != "cuda":
-        return False
-    return not holds_values(device) or has_triton()
+    is_on = _fusing.value and get_kernel_type(device) == "cuda"
+    return is_on and (not holds_values(device) or has_triton())
 
 
 def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
@@ -90,9 +89,8 @@ def register_fused(
             _repeats.add(function)
 
         def run(*arguments: Any) -> Any:
-            if can_compile(arguments[0]):
-                return call_compiled(function, *arguments)
-            return function(*arguments)
+            compiles = can_compile(arguments[0])
+            return call_compiled(function, *arguments) if compiles else function(*arguments)
 
         _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tune_recipes::{name}", shapes, lib=_library)
@@ -100,10 +98,8 @@ def register_fused(
 
         @wraps(function)
         def call(*arguments: Any) -> _Result:
-            first: Tensor = arguments[0]
-            if should_fuse(first.device):
-                return operator(*arguments)  # type: ignore[no-any-return]
-            return function(*arguments)
+            is_fused = should_fuse(arguments[0].device)
+            return operator(*arguments) if is_fused else function(*arguments)
 
         return call
 
@@ -150,6 +146,16 @@ class GradientNode(torch.autograd.Function):
             argument_grads = (argument_grads,)
         # None for the three parameters before the arguments, and for the arguments behind.
         return None, None, None, *argument_grads, *(None,) * (ctx.count - len(argument_grads))
+
+
+def call_with_gradient(
+    function: Callable[..., _Result],
+    *arguments: Any,
+    differentiate: Callable[..., Any],
+    kept: Sequence[int],
+) -> _Result:
+    """Return `function(*arguments)`, whose node is a `GradientNode`."""
+    return cast(_Result, GradientNode.apply(function, differentiate, kept, *arguments))
 
 
 def make_operator(
@@ -199,7 +205,7 @@ def make_opaque_node(
     def call(*arguments: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return operator(*arguments)  # type: ignore[no-any-return]
-        return cast(Tensor, GradientNode.apply(function, gradient, kept, *arguments))
+        return call_with_gradient(function, *arguments, differentiate=gradient, kept=kept)  # type: ignore[no-any-return]
 
     return call
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recipe_lib.ops import deferred
 from recipe_lib.ops.fused_kernels import make_operator, should_fuse
-from recipe_lib.ops.gated import (
+from recipe_lib.ops.mlp import (
     ACTIVATIONS,
     compute_gated_product,
     compute_gated_product_gradients,
@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class NormedFrom:
-    """What normed tokens are made of: `NORMS[kind](stream, weight, eps)`."""
+    """The source of normed tokens: they are `NORMS[kind](stream, weight, eps)`."""
 
     stream: Tensor  # [n, d]
     weight: Tensor  # [d]
@@ -125,8 +125,7 @@ def gather_linears(
         present_biases = [bias for bias in biases if bias is not None]
         has_bias = [bias is not None for bias in biases]
         tensors = (shard, list(weights), present_biases, has_bias, source)
-        outputs = _GATHER(*tensors, *settings)
-        return list(outputs[:-1])
+        return list(_GATHER(*tensors, *settings)[:-1])
     options = (group, keep_gathered, normed, len(weights))
     return list(_GatherLinears.apply(shard, *options, *weights, *biases))
 
@@ -273,9 +272,10 @@ def compute_linear_gradients(
         del total
     if tokens is not None and not is_gathered:
         tokens = wait(tokens)
-    weight_grads: list[Tensor | None] = []
-    for gradient, is_wanted in zip(gradients, wants_weights, strict=True):
-        weight_grads.append(gradient.t() @ tokens if is_wanted and tokens is not None else None)
+    weight_grads = [
+        gradient.t() @ tokens if is_wanted and tokens is not None else None
+        for gradient, is_wanted in zip(gradients, wants_weights, strict=True)
+    ]
     del tokens
     bias_grads = [
         gradient.sum(dim=0) if is_wanted else None
@@ -302,7 +302,7 @@ class _GatedLinear(torch.autograd.Function):
         if wants_weight and deferred.is_deferring():
             wants_weight = False
             # Detached: their graph would keep what came before until then.
-            gate, up = gate.detach(), up.detach()
+            gate, up = map(torch.detach, (gate, up))
             deferred.defer_gradients(
                 [ctx.parameter],
                 lambda: compute(out_grad, gate, up, weight, wants_input=False, wants_weight=True)[

@@ -15,7 +15,7 @@ runs for every head but a group's.
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -156,13 +156,12 @@ class TokenLogProbs:
                 adapter, hidden, labels, chunks=self.chunks, softcap=softcap
             )
         settings = (labels, self.chunks, softcap, group, finish)
-        log_probs: Tensor = _TokenLogProbs.apply(*settings, hidden, weight, bias)
-        return log_probs
+        return cast(Tensor, _TokenLogProbs.apply(*settings, hidden, weight, bias))
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """How likely a model finds each label, and how likely its likeliest token.
+    """The log-probability of each label, and that of the model's likeliest token.
 
     Where the two are equal, greedy decoding gives the label.
     """

@@ -77,9 +77,8 @@ class HostCopies:
 
     def copy_to_device(self, pairs: Sequence[Pair]) -> Copy:
         """Begin copies to the device."""
-        written = tuple(target for target, _ in pairs)
         # To autograd, which may have saved what is written, nothing changes: its values come again.
-        with torch.autograd._unsafe_preserve_version_counter(written):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(target for target, _ in pairs)):
             return self._begin(_TO_DEVICE, pairs)
 
     def copy_to_host(self, pairs: Iterable[Pair], free: Callable[[], Any] | None = None) -> Copy:
@@ -165,9 +164,8 @@ class Prefetch:
     def drop_all(self, keep: Hashable | None = None) -> None:
         """Free all that was sent to the host, and all units but the one that is kept, if any."""
         self._copies.free_sent()
-        for unit in list(self.on_device):
-            if unit != keep:
-                self.drop(unit)
+        for unit in [unit for unit in self.on_device if unit != keep]:
+            self.drop(unit)
 
     def _fetch(self, unit: Hashable) -> None:
         if unit not in self.on_device and (pairs := self._allocate(unit)):

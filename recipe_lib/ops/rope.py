@@ -7,12 +7,11 @@ them, once for all layers, and `apply_rotation` turns the heads.
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import GradientNode, register_fused, should_fuse
+from recipe_lib.ops.fused_kernels import call_with_gradient, register_fused, should_fuse
 
 # Frequencies are made anew in each forward, on the device and in fp32, from plain numbers: a buffer
 # would not survive materializing a model from the meta device, and the few vectors of length e/2
@@ -144,8 +143,14 @@ def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     It is computed in fp32. Cosines and sines get no gradient.
     """
     if should_fuse(heads.device):
-        return cast(
-            Tensor, GradientNode.apply(_rotate, _rotate_back, (1, 2), heads, cosines, sines, False)
+        return call_with_gradient(
+            _rotate,
+            heads,
+            cosines,
+            sines,
+            False,
+            differentiate=lambda gradient, *rotation: _rotate(gradient, *rotation, True),
+            kept=(1, 2),
         )
     if torch.compiler.is_compiling():
         return _rotate(heads, cosines, sines, False)
@@ -155,10 +160,6 @@ def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         (first * cosines - second * sines, second * cosines + first * sines), dim=-1
     ).to(heads.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
-def _rotate_back(gradient: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    return _rotate(gradient, cosines, sines, True)
 
 
 @register_fused(

@@ -7,12 +7,12 @@ a rank has its n tokens. Attention wants all of them, but no head wants another:
 round. Nothing is kept.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import GradientNode
+from recipe_lib.ops.fused_kernels import call_with_gradient
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 
@@ -41,17 +41,14 @@ def exchange_for_heads(
     if heads % group.size:
         # Where ranks are more than kv heads, several have the same one.
         k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
-    q, k, v = cast(
-        tuple[Tensor, Tensor, Tensor],
-        GradientNode.apply(_send_heads, _send_tokens, (3,), q, k, v, group),
-    )
+    q, k, v = call_with_gradient(_send_heads, q, k, v, group, differentiate=_send_tokens, kept=(3,))
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 
 
 def exchange_for_tokens(attended: Tensor, *, group: Group) -> Tensor:
     """Exchange `[b, h / c, s, e]` of this rank's heads for `[b, h, n, e]` of its tokens."""
-    (exchanged,) = cast(
-        tuple[Tensor], GradientNode.apply(_send_tokens, _send_heads, (1,), attended, group)
+    (exchanged,) = call_with_gradient(
+        _send_tokens, attended, group, differentiate=_send_heads, kept=(1,)
     )
     return exchanged
 
@@ -60,7 +57,13 @@ def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
     """Return the sum of all ranks' `[]`, which all have then."""
     # Backward is that of one sum, to which each rank gave its part: the gradient as it is, whatever
     # number of ranks goes backward from it.
-    return cast(Tensor, GradientNode.apply(_all_reduce_sum, lambda grad: grad, (), part, group))
+    return call_with_gradient(
+        lambda part, group: all_reduce(part, "sum", group),
+        part,
+        group,
+        differentiate=lambda gradient: gradient,
+        kept=(),
+    )
 
 
 def gather_tokens(part: Tensor, group: Group) -> Tensor:
@@ -68,7 +71,13 @@ def gather_tokens(part: Tensor, group: Group) -> Tensor:
 
     Its backward gives each rank its part of the gradient.
     """
-    return cast(Tensor, GradientNode.apply(_gather_rows, _shard_gradient, (1,), part, group))
+    return call_with_gradient(
+        _gather_rows,
+        part,
+        group,
+        differentiate=lambda gradient, group: shard_tokens(gradient, group).contiguous(),
+        kept=(1,),
+    )
 
 
 def _send_blocks(blocks: Tensor, group: Group) -> Tensor:
@@ -77,16 +86,8 @@ def _send_blocks(blocks: Tensor, group: Group) -> Tensor:
     return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
 
 
-def _all_reduce_sum(part: Tensor, group: Group) -> Tensor:
-    return all_reduce(part, "sum", group)
-
-
 def _gather_rows(part: Tensor, group: Group) -> Tensor:
     return wait(start_gather(part.unsqueeze(0), group)).transpose(0, 1).flatten(1, 2)
-
-
-def _shard_gradient(gradient: Tensor, group: Group) -> Tensor:
-    return shard_tokens(gradient, group).contiguous()
 
 
 def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:

@@ -17,8 +17,12 @@ from recipe_lib.config.precision import describe_stalled_means, find_capability_
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import list_collectives_once_a_step
+from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import make_kernel_memory
-from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
+from recipe_lib.plan.allocation.untraced_memory import (
+    choose_attention_backend,
+    estimate_outside_torch,
+)
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.plan_schema import (
     DOES_NOT_FIT,
@@ -31,25 +35,18 @@ from recipe_lib.plan.plan_schema import (
 from recipe_lib.plan.simulated_world.compiled_code import NotCompiled
 from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.summary.assumptions import (
-    list_assumptions,
-    list_not_modeled,
-    note_large_tensors,
-)
 from recipe_lib.plan.summary.communication import (
     build_communication_rows,
     build_dimension_plans,
     list_group_sizes,
 )
-from recipe_lib.plan.summary.fit_verdict import (
+from recipe_lib.plan.summary.rank_memory import (
+    build_layer_rows,
+    build_rank_plan,
     decide_verdict,
     estimate_not_simulated,
     judge_host,
     lower_verdict,
-)
-from recipe_lib.plan.summary.rank_memory import (
-    build_layer_rows,
-    build_rank_plan,
     merge_layer_rows,
 )
 from recipe_lib.plan.summary.step_time import (
@@ -57,17 +54,26 @@ from recipe_lib.plan.summary.step_time import (
     add_router_choices,
     build_simulated_step,
     build_time_plan,
+    find_rank_of_each_place,
     list_first_ranks,
 )
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.tracing.trace import Trace
+from recipe_lib.plan.tracing.simulated_micro_batches import count_micro_batches_to_trace
+from recipe_lib.plan.tracing.trace import ALLOC, Trace
 from recipe_lib.plan.tracing.trace_deep_model import simulate_deep
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated, simulate
 from recipe_lib.report.phases import phase
+from recipe_lib.units import format_bytes
 
 PHASES = ("load", "validation", "save")
 _SEQUENCE_FACTS = ("tokens", "source", "histogram", "documents", "group")
+# Elements of a tensor from which on kernels that count in 32 bits fail: FlashAttention 2, which
+# torch's attention runs, and Liger's kernels (Liger-Kernel issue 803). torch's own pointwise
+# kernels and those that its compiler makes count such tensors in 64 bits.
+LIMIT = 2**31
+# Kinds of memory that are computed from tokens, and grow with them.
+_TOKEN_KINDS = ("activations", "temporary", "logits", "communication", "gradients")
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,12 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         """Tell the device how many ranks share its machine."""
-        ranks_here = min(self.ranks, self.hardware.ranks_per_node)
         # The class is frozen.
-        object.__setattr__(self, "hardware", replace(self.hardware, ranks_here=ranks_here))
+        object.__setattr__(
+            self,
+            "hardware",
+            replace(self.hardware, ranks_here=min(self.ranks, self.hardware.ranks_per_node)),
+        )
 
 
 @dataclass(frozen=True)
@@ -130,15 +139,16 @@ def make_plan(
     heaviest = planned.heaviest
     heaviest_simulated = simulated[heaviest.rank]
     trace = heaviest_simulated.trace
+    places = find_rank_of_each_place(simulated)
     outside = settings.outside or _find_largest_outside(hardware, simulated)
     usable = hardware.memory - outside.total
-    run_steps = settings.steps or settings.sequence.steps
+    steps_of_run = settings.steps or settings.sequence.steps
     more, estimate = max(
-        estimate_not_simulated(simulation, run_steps) for simulation in simulated.values()
+        estimate_not_simulated(simulation, steps_of_run) for simulation in simulated.values()
     )
     verdict = decide_verdict(trace, heaviest, usable=usable, hardware=hardware)
     verdict = lower_verdict(verdict, more, heaviest=heaviest, usable=usable)
-    if not judge_host(cfg, settings, trace)[0]:
+    if not judge_host(cfg, hardware, trace)[0]:
         verdict = DOES_NOT_FIT
     plan = Plan(
         recipe=settings.recipe,
@@ -147,24 +157,24 @@ def make_plan(
         model=str(cfg.model.preset or cfg.model.path),
         ranks=settings.ranks,
         mesh=heaviest_simulated.mesh,
-        device=DeviceFacts(
-            name=hardware.name,
-            memory=hardware.memory,
-            usable=usable,
-            architecture=hardware.architecture,
-            flops=hardware.rate(cfg.dtype),
-            bandwidth=hardware.bandwidth,
-            link=hardware.link.kind,
-            link_bandwidth=hardware.link.bandwidth,
-        ),
+        device=_describe_device(hardware, cfg.dtype, usable=usable),
         sequence={name: getattr(settings.sequence, name) for name in _SEQUENCE_FACTS},
         verdict=verdict,
         margin=usable - heaviest.reserved - more,
         rank_plans=planned.plans,
         outside=outside,
         layers=_build_layers(planned),
-        communication=build_communication_rows(trace, settings),
-        time=build_time_plan(planned.step, simulated, settings=settings, dtype=cfg.dtype),
+        communication=build_communication_rows(
+            trace, hardware, settings.calibration, timed=settings.timed
+        ),
+        time=build_time_plan(
+            planned.step,
+            simulated,
+            steps=steps_of_run,
+            hardware=hardware,
+            calibration=settings.calibration,
+            dtype=cfg.dtype,
+        ),
         pipeline=planned.step.pipeline,
         assumptions=[
             *settings.assumptions,
@@ -175,7 +185,7 @@ def make_plan(
         ranks_per_node=hardware.ranks_per_node,
         dimensions=build_dimension_plans(
             heaviest_simulated.mesh,
-            _list_traces_by_place(simulated),
+            {place: simulated[rank].trace for place, rank in places.items()},
             phase=STEADY,
             micro_batches=compute_micro_batches(cfg)[1],
             once=list_collectives_once_a_step(cfg.parallel),
@@ -196,26 +206,36 @@ def make_plan(
     return plan, trace
 
 
+def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts:
+    """Return what a plan says of its device. usable: bytes that the allocator may take."""
+    return DeviceFacts(
+        name=hardware.name,
+        memory=hardware.memory,
+        usable=usable,
+        architecture=hardware.architecture,
+        flops=hardware.rate(dtype),
+        bandwidth=hardware.bandwidth,
+        link=hardware.link.kind,
+        link_bandwidth=hardware.link.bandwidth,
+    )
+
+
 def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -> OutsideTorch:
     """Return the memory outside of torch of the rank that has the most: in most communicators."""
-    parts = [
-        estimate_outside_torch(hardware, list_group_sizes(one.trace)) for one in simulated.values()
-    ]
-    return max(parts, key=lambda outside: outside.total)
+    return max(
+        (
+            estimate_outside_torch(hardware, list_group_sizes(simulation.trace))
+            for simulation in simulated.values()
+        ),
+        key=lambda outside: outside.total,
+    )
 
 
 def _build_layers(planned: PlannedRanks) -> list[LayerRow]:
     """Return the rows of the model's modules; in a pipeline each rank has some of them."""
     if planned.step.pipeline:
-        return merge_layer_rows([build_layer_rows(one) for one in planned.simulated.values()])
+        return merge_layer_rows(list(map(build_layer_rows, planned.simulated.values())))
     return build_layer_rows(planned.simulated[planned.heaviest.rank])
-
-
-def _list_traces_by_place(simulated: dict[int, Simulated]) -> dict[int, Trace]:
-    """Return the trace of the first simulated rank of each place in the pipeline, in order."""
-    # Reversed, so that of a place's ranks the first one stays.
-    traces = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
-    return dict(sorted(traces.items()))
 
 
 def plan_ranks(
@@ -315,3 +335,123 @@ def simulate_rank(
             f"compile=true is planned without compiling, which takes more memory and time: {fault}"
         )
         return replace(simulated, notes=[*simulated.notes, note])
+
+
+# What a plan assumes and leaves out, in sentences.
+
+
+def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> list[str]:
+    """Return the assumptions of a plan, and the notes of the rank that was simulated."""
+    sequence = settings.sequence
+    multiple = cfg.data.pad_to_multiple_of
+    padding = -sequence.tokens % multiple
+    padded = f", padded to {sequence.tokens + padding}" if multiple > 1 else ""
+    # Why the length is that one, the run's own lines say.
+    source = sequence.source.partition(":")[0]
+    lines = [
+        (
+            f"sequences of {sequence.tokens} tokens{padded} ({source}), batch_size"
+            f" {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}"
+        ),
+        f"kernels: {_describe_kernels(cfg, settings.hardware)}; torch {torch.__version__}",
+        (
+            "allocator: torch's default settings; `expandable` with"
+            " PYTORCH_ALLOC_CONF=expandable_segments:True"
+        ),
+    ]
+    traced = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
+    if settings.ranks > 1:
+        named = f"ranks {', '.join(map(str, traced))}" if len(traced) > 1 else f"rank {traced[0]}"
+        lines.append(
+            f"of {settings.ranks} ranks, {named} simulated; first ranks hold the larger part"
+            " of uneven shards"
+        )
+    if cfg.parallel.pipeline > 1:
+        lines += _list_pipeline_assumptions(cfg, len(traced))
+    lines += judge_host(cfg, settings.hardware, simulated.trace)[1]
+    if not simulated.repeats and not simulated.step_growth:
+        lines.append(
+            "the second step left less memory than the first: later steps may differ from it"
+        )
+    return lines + simulated.notes
+
+
+def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
+    """Return whose kernels are simulated."""
+    if hardware.architecture == "cpu":
+        kernels = "a CPU's"
+    else:
+        kernels = "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
+        if cfg.fused_kernels:
+            kernels += (
+                ", fused rotary embedding, gated activation, soft-capped scores, loss and"
+                " dequantizing (by Triton)"
+            )
+    if choose_attention_backend(hardware.architecture) == "cudnn":
+        kernels += (
+            "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash"
+            " attention's workspace"
+        )
+    return kernels
+
+
+def _list_pipeline_assumptions(cfg: Any, simulated_ranks: int) -> list[str]:
+    """Return what the figures of a pipeline rest on."""
+    count = compute_micro_batches(cfg)[1]
+    traced = max(count_micro_batches_to_trace(cfg, place) for place in range(cfg.parallel.pipeline))
+    lines = [
+        "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"
+        " are ready"
+    ]
+    if traced < count:
+        lines.append(
+            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a"
+            " rank, which is enough to hold all that it holds with all of them; the others take as"
+            " long as those like them"
+        )
+    if simulated_ranks < cfg.parallel.pipeline:
+        lines.append(
+            "pipeline: --rank leaves pipeline ranks out, so neither the heaviest rank nor the time"
+            " is certain"
+        )
+    return lines
+
+
+def list_not_modeled(cfg: Any, ranks: int, trace: Trace) -> list[str]:
+    """Return what a plan leaves out. trace: of the heaviest of so many ranks."""
+    lines = ["CUDA graphs", "other processes on the device"]
+    if ranks > 1:
+        lines.append("NCCL's buffers are a published figure of another machine, not a model")
+    if trace.uses:
+        lines.append(
+            "record_stream: how soon another stream is done with memory that is freed; planned is"
+            f" the longest that a host can be ahead of it, {LAUNCH_QUEUE:,} kernels"
+        )
+    if cfg.trained_adapters is not None and cfg.trained_adapters.merge_on_save:
+        lines.append(
+            "lora.merge_on_save: the merged model is written layer by layer after training"
+        )
+    return lines
+
+
+def note_large_tensors(trace: Trace, itemsize: int) -> list[str]:
+    """Return a warning where a tensor computed from tokens may have LIMIT elements or more.
+
+    itemsize: bytes of an element.
+    """
+    storages = (trace.storages[number] for kind, number in trace.events if kind == ALLOC)
+    # A storage with a label is a parameter's.
+    of_tokens = [
+        storage
+        for storage in storages
+        if storage.device and storage.kind in _TOKEN_KINDS and not storage.label
+    ]
+    largest = max(of_tokens, key=lambda storage: storage.bytes, default=None)
+    if largest is None or largest.bytes < LIMIT * itemsize:
+        return []
+    return [
+        f"{largest.module or 'the step'} makes a tensor of {largest.bytes // itemsize:,} elements"
+        f" ({format_bytes(largest.bytes)}): kernels that count in 32 bits, such as FlashAttention"
+        f" 2, fail from {LIMIT:,} on; share sequences among more ranks (parallel.context), or set"
+        " max_seq_len lower"
+    ]

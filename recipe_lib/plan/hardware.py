@@ -84,7 +84,7 @@ class Hardware:
     aliases: tuple[str, ...] = ()
     # Ranks that share `link`.
     ranks_per_node: int = 8
-    # The device that the rates are taken from, where only a size of memory was given.
+    # The device that the rates are taken from, where only a size of memory is known; else empty.
     rates_of: str = ""
     # Ranks of the run on one machine.
     ranks_here: int = 1
@@ -110,11 +110,6 @@ class Hardware:
         """Return the bytes a second of a rank's optimizer on the CPU, beside those of all ranks."""
         return min(HOST_MEMORY_OF_ONE, HOST_MEMORY / self.ranks_here)
 
-    @property
-    def generic(self) -> bool:
-        """Return True if only a size of memory is known."""
-        return bool(self.rates_of)
-
     def rate(self, dtype: str) -> float:
         """Return dense operations a second in `dtype`; of fp32 for a dtype that is not listed."""
         # Eight bits are twice bf16 where they are not listed, as specifications from Ampere (Ada)
@@ -128,8 +123,7 @@ class Hardware:
         """Return the compute capability; None: a CPU."""
         if self.architecture == "cpu":
             return None
-        major, minor = divmod(int(self.architecture.removeprefix("sm")), 10)
-        return major, minor
+        return divmod(int(self.architecture.removeprefix("sm")), 10)
 
 
 def _make_card(
@@ -462,8 +456,7 @@ def find_hardware(name: str) -> Hardware:
     correction have 6 % less: name them); `24GiB` is a CUDA total of exactly 24 GiB. Their rates are
     those of a common card. `cpu` is this machine's memory. ConfigError for anything else.
     """
-    hardware = _find(name)
-    if hardware:
+    if hardware := _find(name):
         return hardware
     plain = _normalize(name)
     close = find_nearest(plain, [_normalize(spelling) for spelling in HARDWARE])
@@ -485,23 +478,29 @@ def find_hardware(name: str) -> Hardware:
 
 def _find(name: str) -> Hardware | None:
     """Return the device of a name or size, None where there is none."""
-    size = _SIZE.fullmatch(name.strip())
-    if size:
+    if size := _SIZE.fullmatch(name.strip()):
         return _make_sized_card(name.strip(), float(size[1]), exact=size[2].lower() == "gib")
     plain = _normalize(name)
     if plain == "cpu":
-        return _make_cpu()
-    for card in _CARDS:
-        if plain in {_normalize(spelling) for spelling in (card.name, *card.aliases)}:
-            return card
-    return None
+        return Hardware(
+            name="cpu",
+            architecture="cpu",
+            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            # Guesses for a few cores.
+            flops=dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), 0.1 * TERA),
+            bandwidth=10 * GIGA,
+            link=HOST,
+            inter_node_bandwidth=ETHERNET_10,
+        )
+    return next(
+        (card for card in _CARDS if plain in map(_normalize, (card.name, *card.aliases))), None
+    )
 
 
 def find_reported_hardware(name: str, memory: int) -> Hardware:
     """Return the device that CUDA calls `name`, with `memory` bytes."""
     # Rates of one that is not in the table are those of a common card of that size.
-    hardware = _find(name) or _make_sized_card(name, memory / GIB, exact=True)
-    return replace(hardware, memory=memory)
+    return replace(_find(name) or _make_sized_card(name, memory / GIB, exact=True), memory=memory)
 
 
 def parse_fit(text: str) -> tuple[int, Hardware]:
@@ -544,17 +543,4 @@ def _make_sized_card(name: str, size: float, exact: bool) -> Hardware:
         link=typical.link,
         inter_node_bandwidth=typical.inter_node_bandwidth,
         rates_of=typical.name,
-    )
-
-
-def _make_cpu() -> Hardware:
-    """Return this machine's memory; the rates are guesses for a few cores."""
-    return Hardware(
-        name="cpu",
-        architecture="cpu",
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        flops=dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), 0.1 * TERA),
-        bandwidth=10 * GIGA,
-        link=HOST,
-        inter_node_bandwidth=ETHERNET_10,
     )

@@ -5,10 +5,9 @@ write it and read it again. docs/plan_json.md describes the keys. No torch in he
 """
 
 import itertools
-import math
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -50,8 +49,9 @@ class Volume:
 
     def divide(self, count: int) -> "Volume":
         """Return one of `count` equal parts of it; whole numbers stay whole where they can."""
-        sizes = (self.operations, self.bytes, self.wire_bytes)
-        return Volume(*(size // count if size % count == 0 else size / count for size in sizes))
+        return Volume(
+            *(size // count if size % count == 0 else size / count for size in astuple(self))
+        )
 
 
 @dataclass
@@ -84,18 +84,14 @@ def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinates in enumerate(itertools.product(*map(range, mesh.values()))):
-        named = zip(mesh, coordinates, strict=True)
         # What all ranks of a group have in common.
-        key = tuple(coordinate for name, coordinate in named if name not in along)
+        key = tuple(
+            coordinate
+            for name, coordinate in zip(mesh, coordinates, strict=True)
+            if name not in along
+        )
         groups.setdefault(key, []).append(rank)
     return list(groups.values())
-
-
-def list_stage_ranks(mesh: Mapping[str, int], place: int) -> list[int]:
-    """Return the ranks at one place of their pipelines."""
-    # The pipeline is the outermost dimension.
-    count = math.prod(mesh.values()) // mesh.get("pipeline", 1)
-    return list(range(place * count, (place + 1) * count))
 
 
 @dataclass

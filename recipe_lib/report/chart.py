@@ -104,8 +104,14 @@ def format_attribute(value: float | str) -> str:
 
 def render_svg(chart: Chart) -> str:
     """Return the chart as it stands in a page; every text is escaped."""
-    view = f"0 0 {chart.width} {chart.height}"
-    svg = Element("svg", {"viewBox": view, "role": "img", "aria-label": chart.label})
+    svg = Element(
+        "svg",
+        {
+            "viewBox": f"0 0 {chart.width} {chart.height}",
+            "role": "img",
+            "aria-label": chart.label,
+        },
+    )
     svg.extend([*_draw_axes(chart), *chart.shapes])
     indent(svg, "")
     return tostring(svg, encoding="unicode")
@@ -131,9 +137,15 @@ def _draw_axes(chart: Chart) -> list[Element]:
                     text_anchor="middle",
                 )
             )
-        middle = (chart.left + end) / 2
         shapes.append(
-            _make_shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle")
+            _make_shape(
+                "text",
+                "name",
+                chart.x.name,
+                x=(chart.left + end) / 2,
+                y=base + 32,
+                text_anchor="middle",
+            )
         )
     if chart.y is not None:
         for value, text in chart.y.ticks:
@@ -159,8 +171,10 @@ def compute_ticks(low: float, high: float, max_steps: int) -> list[float]:
     gap = next(
         factor * power for factor in (1, 2, 5, 10) if factor * power >= least_gap * (1 - 1e-9)
     )
-    first = math.ceil(low / gap - 1e-9)
-    return [number * gap for number in range(first, math.floor(high / gap + 1e-9) + 1)]
+    return [
+        number * gap
+        for number in range(math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9) + 1)
+    ]
 
 
 def format_short(value: float, digits: int = 3) -> str:
@@ -203,34 +217,37 @@ def draw_line_figure(
     values = [value for curve in curves for value in curve.values]
     name = f"{title[:1].lower()}{title[1:]}" + (f" ({unit})" if unit else "")
     ends = [f"{curve.name} {format_short(curve.values[-1], 4)}" for curve in curves]
-    chart = Chart(
-        width=WIDTH,
-        height=HEIGHT,
-        label=f"{name} over the step, at its end {'; '.join(ends)}",
-        left=_LEFT,
-        right=_RIGHT,
-        top=_TOP,
-        bottom=_BOTTOM,
-    )
     steps = [step for curve in curves for step, _ in curve.points]
     last = max(*steps, min(steps) + 1)
     ticks = [step for step in compute_ticks(min(steps), last, 6) if step == int(step)]
-    chart.x = Scale(
-        "step", low=min(steps), high=last, ticks=[(step, format_short(step)) for step in ticks]
-    )
     is_log = prefers_log and min(values) > 0 and _DECADE < max(values) / min(values) < _MAX_SPAN
-    chart.y = (
+    value_axis = (
         _make_log_axis(unit or name, values)
         if is_log
         else _make_value_axis(unit or name, values, from_zero)
     )
-    chart.left = max(_LEFT, 24 + _LETTER * max((len(text) for _, text in chart.y.ticks), default=0))
+    letters = max((len(text) for _, text in value_axis.ticks), default=0)
+    chart = Chart(
+        width=WIDTH,
+        height=HEIGHT,
+        label=f"{name} over the step, at its end {'; '.join(ends)}",
+        left=max(_LEFT, 24 + _LETTER * letters),
+        right=_RIGHT,
+        top=_TOP,
+        bottom=_BOTTOM,
+        x=Scale(
+            "step", low=min(steps), high=last, ticks=[(step, format_short(step)) for step in ticks]
+        ),
+        y=value_axis,
+    )
     group = max(1, math.ceil(max(len(curve.points) for curve in curves) / _MAX_POINTS))
     for number, curve in enumerate(curves):
         _draw_curve(chart, _find_runs(curve, group), number % COLORS)
-    keys = [(f"k{number % COLORS}", end) for number, end in enumerate(ends)]
     return Figure(
-        render_svg(chart), keys, f"Line: mean of {group} steps." if group > 1 else "", title=title
+        render_svg(chart),
+        keys=[(f"k{number % COLORS}", end) for number, end in enumerate(ends)],
+        note=f"Line: mean of {group} steps." if group > 1 else "",
+        title=title,
     )
 
 
@@ -334,11 +351,10 @@ def load_page_template() -> Any:
     """
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         autoescape=True,
         loader=jinja2.PackageLoader("recipe_lib", "report"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template("page.html")
+    ).get_template("page.html")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -105,10 +106,8 @@ class _Screen:
     def draw(self) -> None:
         """Draw all rows anew."""
         width = shutil.get_terminal_size((80, 24)).columns - 1
-        rows = list[Text]()
-        if width >= NARROWEST:
-            for make_rows in self.rows:
-                rows += make_rows(width)
+        all_rows = chain.from_iterable(make_rows(width) for make_rows in self.rows)
+        rows = list(all_rows) if width >= NARROWEST else []
         if not rows:
             self.erase()
             return
@@ -247,21 +246,14 @@ class Phase:
 
     def describe_progress(self) -> str:
         """Return how much is done, to stand after its name."""
-        parts = []
+        show = format_bytes if self.unit == "bytes" else "{:,}".format
+        unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
         if self.total:
-            show = format_bytes if self.unit == "bytes" else "{:,}".format
-            unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
-            parts.append(
-                f"{show(self.done)} of {show(self.total)}{unit},"
+            return (
+                f": {show(self.done)} of {show(self.total)}{unit},"
                 f" {min(self.done / self.total, 1):.0%}"
             )
-        elif self.done:
-            parts.append(
-                format_bytes(self.done)
-                if self.unit == "bytes"
-                else f"{self.done:,} {self.unit}".strip()
-            )
-        return "".join(f": {part}" for part in parts)
+        return f": {show(self.done)}{unit}" if self.done else ""
 
     def describe_time(self, seconds: float) -> str:
         """Return the seconds so far, and those left where the total is known."""
@@ -316,9 +308,11 @@ def importing(what: str) -> Iterator[None]:
         sys.stderr.write(f"{ERASE if can_draw() else ''}interrupted\n")
         end_process(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    # Only where nobody else handles it.
-    catches = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # Only where nobody else handles it, and in the main thread, which alone may set a handler.
+    catches = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
     if catches:
         signal.signal(signal.SIGINT, end)
     try:
@@ -332,15 +326,11 @@ def importing(what: str) -> Iterator[None]:
 def _log_progress(current: Phase, end: threading.Event) -> None:
     """Write a line every LINE_SECONDS, where there is no terminal to draw on."""
     while not end.wait(LINE_SECONDS):
-        progress = (
-            f"{current.describe_progress()}: {current.text}"
-            if current.text
-            else current.describe_progress()
-        )
         get_logger().info(
-            "%s%s, %s",
+            "%s%s%s, %s",
             current.what,
-            progress,
+            current.describe_progress(),
+            f": {current.text}" if current.text else "",
             current.describe_time(time.monotonic() - current.began),
         )
 

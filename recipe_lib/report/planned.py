@@ -5,11 +5,10 @@ them.
 """
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.reading import read_object
+from recipe_lib.reading import find_object
 
 FIGURES = "TUNE_PLAN_FIGURES"  # the file where `tune run` has the figures of its plan written
 KINDS = ("active", "allocated", "reserved")
@@ -19,8 +18,6 @@ def read_planned_figures(output_dir: Path) -> dict[str, Any] | None:
     """Return the figures of the plan of the run in `output_dir`; None: `tune run` has not made
     it by now.
     """
-    with suppress(KeyError, OSError, ValueError):
-        figures = read_object(os.environ[FIGURES])
-        if figures.get("output_dir") == os.path.abspath(output_dir):
-            return figures
-    return None
+    figures = find_object(os.environ.get(FIGURES, ""))
+    is_of_this_run = figures.get("output_dir") == os.path.abspath(output_dir)
+    return figures if is_of_this_run else None

@@ -137,10 +137,8 @@ def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
 
 def _put_told_rows(console: Console, table: Table) -> None:
     """Print a table whose last column stands below the rest of its row."""
-    rows = [row[:-1] for row in table.rows]
-    header, *lines = format_table_lines(
-        replace(table, header=table.header[:-1], rows=rows), console.width
-    )
+    cut_table = replace(table, header=table.header[:-1], rows=[row[:-1] for row in table.rows])
+    header, *lines = format_table_lines(cut_table, console.width)
     put(console, header, SOFT)
     for line, row in zip(lines, table.rows, strict=True):
         put(console, line)
@@ -171,8 +169,12 @@ def put_table(console: Console, table: Table) -> None:
         )
     overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
     for row in table.rows:
-        texts = [escape_invisible(str(row[at])) for at in shown]
-        grid.add_row(*(Text(text, no_wrap=not table.fold, overflow=overflow) for text in texts))
+        grid.add_row(
+            *(
+                Text(escape_invisible(str(row[at])), no_wrap=not table.fold, overflow=overflow)
+                for at in shown
+            )
+        )
     console.print(_indent(grid, 2))
     for note in table.notes:
         put(console, note, indent=2)

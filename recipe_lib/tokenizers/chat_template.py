@@ -25,7 +25,6 @@ from typing import Any
 from recipe_lib.config.local_files import OTHER_TEMPLATE
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.template_process import Options, RenderRequest
 from recipe_lib.tokenizers.vocabulary import AddedToken
 
 _ANSWER = "\ue123"  # a letter that no template writes, in the place of an answer
@@ -55,7 +54,8 @@ def find_turn_end(
     token). stops: special tokens that are known to end answers. bos: BOS as text, if there is one.
     """
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
-    last, followed = render_many([*messages, messages[0]], [RenderRequest(2), RenderRequest(3)])
+    requests = [template_process.RenderRequest(num_messages) for num_messages in (2, 3)]
+    last, followed = render_many([*messages, messages[0]], requests)
     if isinstance(last, DataError) or _ANSWER not in last:
         return TurnEnd()  # a template for other conversations than this one
     pieces_at_end = _list_pieces_after_answer(split, last)
@@ -240,8 +240,9 @@ def match_apart(
     A pattern of a stranger's file may take for ever to match. seconds: that it may take. Raises
     Stopped.
     """
-    request = {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
-    answer: list[int | None] | str = _process.ask(request)
+    answer: list[int | None] | str = _process.ask(
+        {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
+    )
     return answer
 
 
@@ -283,9 +284,9 @@ class ChatTemplate:
     def render_many(
         self,
         messages: Messages,
-        requests: Sequence[RenderRequest],
+        requests: Sequence[template_process.RenderRequest],
         tools: Messages | None = None,
-        options: Options | None = None,
+        options: template_process.Options | None = None,
     ) -> list[str | DataError]:
         """Return renderings of one conversation; where the template objects, an error of its words.
 

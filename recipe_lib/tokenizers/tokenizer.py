@@ -21,9 +21,8 @@ from recipe_lib.config.local_files import (
     find_tokenizer,
 )
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers import template_process
 from recipe_lib.tokenizers.chat_template import ChatTemplate, TurnEnd, find_turn_end
-from recipe_lib.tokenizers.template_process import RenderRequest
+from recipe_lib.tokenizers.template_process import DATE, RenderRequest
 from recipe_lib.tokenizers.vocabulary import (
     AddedToken,
     JsonVocabulary,
@@ -116,9 +115,17 @@ class Tokenizer:
         }
         self._always_ids = frozenset(token.id for token in always.values())
         specials = {content: token for content, token in self._added.items() if token.special}
+        # The special tokens as text.
+        self.special_texts = tuple(specials)
+        # The tokens beside the vocabulary's ordinary ones.
+        self.added_tokens = tuple(self._added.values())
         self._split_ordinary = (compile_alternation(always), always)
         always_or_special = always | specials
         self._split_special = (compile_alternation(always_or_special), always_or_special)
+        # Jinja source; None: the tokenizer has none.
+        self.chat_template = settings.chat_template
+        # The file the template came from; without one, the tokenizer's own.
+        self.chat_template_place = settings.chat_template_place or place
         self._template: ChatTemplate | None = None
         if settings.chat_template is not None:
             role_ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
@@ -135,36 +142,15 @@ class Tokenizer:
             )
 
     @property
-    def chat_template(self) -> str | None:
-        """The chat template's Jinja source; None: the tokenizer has none."""
-        return self._template.source if self._template else None
-
-    @property
     def dated_template(self) -> str | None:
         """The chat template with the date of training in the place of each `strftime_now(...)`.
 
         Other programs then write the text of training, whatever the day. A format that is no plain
         text stays as it is.
         """
-        source = self.chat_template
-        return source and _TODAY.sub(
-            lambda match: f'"{template_process.DATE.strftime(match[2])}"', source
+        return self.chat_template and _TODAY.sub(
+            lambda match: f'"{DATE.strftime(match[2])}"', self.chat_template
         )
-
-    @property
-    def chat_template_place(self) -> str:
-        """The file the chat template came from; without one, the tokenizer's own."""
-        return self._template.place if self._template else self.place
-
-    @property
-    def added_tokens(self) -> tuple[AddedToken, ...]:
-        """The tokens beside the vocabulary's ordinary ones."""
-        return tuple(self._added.values())
-
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The special tokens as text."""
-        return tuple(content for content, token in self._added.items() if token.special)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

@@ -132,16 +132,19 @@ class SentencePieceVocabulary(Vocabulary):
             self.model = SentencePieceProcessor(model_proto=model)  # as the file has it
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
-            message = get_first_line(error, 160)
             raise DataError(
-                f"{path}: found no sentencepiece model ({message}); copy the file again"
+                f"{path}: found no sentencepiece model ({get_first_line(error, 160)}); copy the"
+                " file again"
             ) from None
         self.size = len(self.model)
         # The library says -1 for none.
         self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
         self.eos_id = self.model.eos_id() if self.model.eos_id() >= 0 else None
-        control_ids = [i for i in range(self.size) if self.model.is_control(i)]
-        self.added = tuple(AddedToken(self.model.id_to_piece(i), i) for i in control_ids)
+        self.added = tuple(
+            AddedToken(self.model.id_to_piece(i), i)
+            for i in range(self.size)
+            if self.model.is_control(i)
+        )
         # How the model treats spaces is seen by trying it: fields of the protobuf have defaults.
         pieces = self.model.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
@@ -157,9 +160,8 @@ class SentencePieceVocabulary(Vocabulary):
         """Return the ids of a piece of ordinary text."""
         ids: list[int] = []
         for part in _break_matches(text, self._breakable):
-            is_after_special = position is TextPosition.AFTER_SPECIAL
             if position is TextPosition.START or (
-                is_after_special and self.eats_space_after_special
+                position is TextPosition.AFTER_SPECIAL and self.eats_space_after_special
             ):
                 ids += self.model.encode(part)
             else:
@@ -179,9 +181,8 @@ class SentencePieceVocabulary(Vocabulary):
         piece = self.model.id_to_piece(token)
         if self.model.is_byte(token):
             return bytes([int(piece[3:5], 16)])
-        if self.model.is_unknown(token):
-            return " ⁇ ".encode()
-        return piece.replace("▁", " ").encode()
+        text = " ⁇ " if self.model.is_unknown(token) else piece.replace("▁", " ")
+        return text.encode()
 
 
 class TiktokenVocabulary(Vocabulary):
@@ -208,10 +209,8 @@ class TiktokenVocabulary(Vocabulary):
     def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
-        ids: list[int] = []
-        for start, stop in itertools.pairwise(cuts):
-            ids += self._encoding.encode_ordinary(text[start:stop])
-        return ids
+        parts = (text[start:stop] for start, stop in itertools.pairwise(cuts))
+        return list(itertools.chain.from_iterable(map(self._encoding.encode_ordinary, parts)))
 
     def find(self, piece: str) -> int | None:
         """Return the id of a piece; None if there is none."""
@@ -302,10 +301,9 @@ class JsonVocabulary(Vocabulary):
         fields: of the file. keep_always: only without a space that is put once, at the start.
         """
         parts = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
-        changed = fields | copy.deepcopy(parts)
-        if not _drop_prefix(changed, keep_always):
-            return self._first
-        return _build_tokenizer(json.dumps(changed))
+        changed = copy.deepcopy(parts)
+        _drop_prefix(changed, keep_always)
+        return self._first if changed == parts else _build_tokenizer(json.dumps(fields | changed))
 
 
 def _build_tokenizer(text: str) -> Any:
@@ -317,12 +315,11 @@ def _build_tokenizer(text: str) -> Any:
     return built
 
 
-def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> bool:
-    """Take the leading space out of a tokenizer.json's fields, in place; return True if it had one.
+def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> None:
+    """Take the leading space out of a tokenizer.json's fields, in place.
 
     keep_always: leave a space that is put before every piece of text.
     """
-    is_changed = False
     for section, kind in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         outer = fields.get(section) or {}
         is_sequence = outer.get("type") == "Sequence"
@@ -337,14 +334,10 @@ def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> bool:
                 parts.remove(part)
             elif is_prepend:
                 fields[section] = None
-            elif part.get("prepend_scheme") == "never":
-                continue
             elif "prepend_scheme" in part:
                 part["prepend_scheme"] = "never"
             else:
                 part["add_prefix_space"] = False
-            is_changed = True
-    return is_changed
 
 
 def _drops_first_space(decoder: dict[str, Any]) -> bool:
@@ -374,10 +367,9 @@ def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
         return decode_byte_level
     patterns = [step.get("pattern") or {} for step in steps if step.get("type") == "Replace"]
     has_spaces = "Metaspace" in kinds or any(pattern.get("String") == "▁" for pattern in patterns)
-    has_byte_pieces = "ByteFallback" in kinds
 
     def decode_piece(piece: str) -> bytes:
-        if has_byte_pieces and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return (piece.replace("▁", " ") if has_spaces else piece).encode()
 
@@ -552,8 +544,7 @@ def _check_template(path: Path, step: dict[str, Any]) -> None:
         case {"single": list(pieces), "special_tokens": dict(tokens)}:
             added = [tokens.get((piece.get("SpecialToken") or {}).get("id")) for piece in pieces]
             num_ids = sum(len(token["ids"]) for token in added if token)
-            num_texts = sum("Sequence" in piece for piece in pieces)
-            if num_texts > 1 or num_ids > _MOST_ADDED_IDS:
+            if sum("Sequence" in piece for piece in pieces) > 1 or num_ids > _MOST_ADDED_IDS:
                 raise _make_growth_fault(
                     path, "a post-processor that makes a text longer without bound"
                 )

@@ -21,7 +21,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, build_spec, read_config, read_preset_config
 from recipe_lib.models.mixture import ExpertLinear
-from recipe_lib.ops.grouped import group_tokens
+from recipe_lib.ops.mlp import group_tokens
 from recipe_lib.units import GIB
 from tests.adapters.hugging_face import (
     compute_difference,

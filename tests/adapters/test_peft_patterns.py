@@ -49,7 +49,7 @@ def test_each_pattern_matches_what_peft_matches() -> None:
     for pattern in PATTERNS:
         expected = [get_pattern_key([pattern], name) == pattern for name in MODULES]
         assert [
-            match == 0 for match in find_first_matches((pattern,), tuple(MODULES))
+            match == 0 for match in find_first_matches((pattern,), tuple(MODULES), "")
         ] == expected, pattern
 
 
@@ -60,7 +60,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
         used = [pattern for pattern in order if pattern not in ("", ".*")]
         found = [
             None if match is None else used[match]
-            for match in find_first_matches(tuple(used), tuple(MODULES))
+            for match in find_first_matches(tuple(used), tuple(MODULES), "")
         ]
         keys = [get_pattern_key(used, name) for name in MODULES]
         assert found == [key if key in used and key != name or key == "lm_head" else None

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from recipe_lib.adapters import add_adapters, get_adapter_parameters, init_adapters
 from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
-from recipe_lib.checkpoint import weight_loading as weights_in
-from recipe_lib.checkpoint.weight_loading import load_weights
+from recipe_lib.checkpoint import huggingface as weights_in
+from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, build_spec, read_config

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.checkpoint.tensor_matching import EXTRA
+from recipe_lib.checkpoint.safetensors_files import EXTRA
 from recipe_lib.cli.main import main
 from tests.cli.adapter_runs import write_adapter_run
 from tests.recipes import distill_models

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from recipe_lib.checkpoint.model_export import export_config
 from recipe_lib.cli import main
-from recipe_lib.external.transformers_config import spell_config
+from recipe_lib.external.inspection import spell_config
 from recipe_lib.models import build_spec
 from tests.checkpoint.spellings import NEWER, OLDER, leave_out, write_older
 from tests.models.reference import CASES, SMALL

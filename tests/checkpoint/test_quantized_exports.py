@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib.checkpoint.adapter_files import check_adapter, check_base, read_adapter
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
-from recipe_lib.checkpoint.huggingface import export_model
-from recipe_lib.checkpoint.peft_folders import export_adapter
-from recipe_lib.checkpoint.rank_groups import SingleRank
-from recipe_lib.checkpoint.weight_loading import (
+from recipe_lib.checkpoint.huggingface import (
     check_copies,
     compute_base_fingerprint,
+    export_model,
     find_untrained_embeddings,
 )
+from recipe_lib.checkpoint.peft_folders import export_adapter
+from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError

@@ -17,10 +17,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.checkpoint import weight_loading
+from recipe_lib.checkpoint import huggingface
+from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.checkpoint.safetensors_files import Reader
 from recipe_lib.checkpoint.tensor_matching import check_weights
-from recipe_lib.checkpoint.weight_loading import load_weights
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, build_meta
 from recipe_lib.models.weight_names import Fp8Blocks, Mxfp4Blocks, OpenView
@@ -312,7 +312,7 @@ def test_large_matrices_are_read_some_rows_at_a_time(
     numbers.
     """
     folder, limit = folders("mxfp4"), 64 * 8 * 10
-    monkeypatch.setattr(weight_loading, "READ_BYTES", limit)
+    monkeypatch.setattr(huggingface, "READ_BYTES", limit)
     read: list[int] = []
     real = Mxfp4Blocks.read
 
@@ -334,7 +334,7 @@ def test_codes_take_little_more_than_a_piece(
     time at most.
     """
     shape, limit = (8, 256, 128), 8 * 64 * 128
-    monkeypatch.setattr(weight_loading, "READ_BYTES", limit)
+    monkeypatch.setattr(huggingface, "READ_BYTES", limit)
     if block is None:
         files = {
             "codes": torch.zeros(8, 256, 4, 16, dtype=torch.uint8),
@@ -346,7 +346,7 @@ def test_codes_take_little_more_than_a_piece(
         view = Fp8Blocks("codes", "scales", shape, block)
     parameter = torch.empty(shape, dtype=torch.bfloat16)
     with LiveBytes() as live:
-        weight_loading.read_part(
+        huggingface.read_part(
             OpenView(view, files.__getitem__, torch.bfloat16), parameter, (0, 0, 0)
         )
     assert limit / 8 < live.peak < 2 * limit and not parameter.any()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint import tensor_matching, weight_loading
+from recipe_lib.checkpoint import huggingface, tensor_matching
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint, load_weights
 from recipe_lib.checkpoint.safetensors_files import Reader, read_header
 from recipe_lib.errors import CheckpointError
@@ -71,7 +71,7 @@ def test_numbers_that_are_none_are_told_with_their_tensor(
     folders: dict[str, Path], tmp_path: Path, number: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(folders["llama3.1"], tmp_path / "damaged")
-    monkeypatch.setattr(weight_loading, "_CHECKED", 100)  # so that it is in one of several pieces
+    monkeypatch.setattr(huggingface, "_CHECKED", 100)  # so that it is in one of several pieces
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float(number)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -172,7 +172,7 @@ def test_host_memory_is_bounded_by_a_piece(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reader, "slice", Reader.slice)  # put back what count_reads replaces
-    monkeypatch.setattr(weight_loading, "READ_BYTES", 4096)
+    monkeypatch.setattr(huggingface, "READ_BYTES", 4096)
     folder = folders["phi3"]
     read = count_reads()
     model = empty_model(folder)

@@ -19,7 +19,7 @@ from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import build_meta, build_spec, init_weights, mixture, read_config
-from recipe_lib.ops import attention, capped_attention
+from recipe_lib.ops import attention, special_attention
 from recipe_lib.parallel import shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import build_small_spec
@@ -56,7 +56,7 @@ def test_our_models_keep_documents_apart(kind, dtype):
 def blind_mask(monkeypatch) -> None:
     """Only causality is left of the mask."""
     reach = attention.compute_reach
-    for module in (attention, capped_attention):
+    for module in (attention, special_attention):
         monkeypatch.setattr(
             module, "compute_reach", lambda documents, *arguments: reach(None, *arguments)
         )

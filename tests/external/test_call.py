@@ -248,7 +248,7 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
     """Files of mixture-of-experts models have each expert's matrices apart; the module has them
     joined.
     """
-    from recipe_lib.checkpoint.weight_loading import compute_base_fingerprint
+    from recipe_lib.checkpoint.huggingface import compute_base_fingerprint
 
     spec = read_spec(GROUPED | {"model_type": "mixtral", "num_local_experts": 4}, "here")
     other = theirs(spec, torch.float32)

@@ -31,7 +31,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "safe_open": "of a state whose files were compared with their digests"
     },
     "recipe_lib/checkpoint/adapter_base_weights.py": {"safe_open": _HEADER},
-    "recipe_lib/checkpoint/weight_loading.py": {"safe_open": _HEADER},
+    "recipe_lib/checkpoint/huggingface.py": {"safe_open": _HEADER},
     "recipe_lib/cli/doctor.py": {"read_text": _PIPE},
     "recipe_lib/checkpoint/open_exports.py": {"open": "flushes what the function has written"},
     "recipe_lib/cli/ls.py": {"read_text": _PACKAGE},
@@ -60,7 +60,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/tokenizers/chat_template.py": {"json.loads": _PIPE},
     "recipe_lib/checkpoint/side_files.py": {"json.loads": "a text of the tokenizers library"},
     "recipe_lib/tokenizers/template_process.py": {"json.loads": _PIPE},
-    "recipe_lib/training/metrics.py": {"json.loads": "a text that the function itself has written"},
+    "recipe_lib/training/records.py": {"json.loads": "a text that the function itself has written"},
 }
 
 

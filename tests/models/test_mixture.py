@@ -14,9 +14,13 @@ import transformers
 from recipe_lib.generation.sample import generate
 from recipe_lib.models import Decoder
 from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
-from recipe_lib.ops.attention import AttentionInfo, compute_document_positions, make_attention_info
+from recipe_lib.ops.attention import (
+    AttentionInfo,
+    RealTokens,
+    compute_document_positions,
+    make_attention_info,
+)
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.ops.real_tokens import RealTokens
 from tests.models.reference import CASES, build_reference_model, load_ours
 
 MIXTURES = [case for case in CASES if case.startswith(("mixtral", "qwen3-moe", "olmoe", "gpt-oss"))]

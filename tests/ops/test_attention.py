@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.ops import attention as module
-from recipe_lib.ops import capped_attention
+from recipe_lib.ops import special_attention
 from recipe_lib.ops.attention import (
     AttentionInfo,
     attention,
@@ -77,7 +77,7 @@ def test_values(
     scores_at_once: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", scores_at_once)
     q, k, v = tensors()
     info = make_attention_info(LENGTHS, S) if with_documents else None
     ready = prepared(info, window, cap is not None)
@@ -111,7 +111,7 @@ def test_queries_behind_a_cache(cap: float | None, window: int | None, queries: 
 
 @pytest.mark.parametrize("cap", [None, 0.8])
 def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 300)
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", 300)
     info = make_attention_info(LENGTHS, S)
     inputs = tensors()
     weights = torch.randn(
@@ -124,7 +124,7 @@ def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_soft_capped_scores_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 4096)
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", 4096)
     shape = (1, 4, 256, 8)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     kept: dict[int, int] = {}

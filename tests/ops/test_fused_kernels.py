@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
-from recipe_lib.ops import capped_attention, chunked_heads, fused_kernels, gated, rope
+from recipe_lib.ops import chunked_heads, fused_kernels, mlp, rope, special_attention
 from recipe_lib.ops.attention import make_attention_info
 from tests.distributed.ranks import run_in_fork
 from tests.ops.test_attention import definition
@@ -59,20 +59,20 @@ def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]
     found: list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]] = []
     for words, documents in (("", None), (", documents", DOCUMENTS)):
         for window in (None, 4):
-            reach = capped_attention.compute_reach(documents, 33 if words else 5, 33, window, CPU)[
+            reach = special_attention.compute_reach(documents, 33 if words else 5, 33, window, CPU)[
                 :, -5:
             ]
             name = words + (", window" if window else "")
             given = (scores, reach, 7.0, 0.3)
             found += [
-                ("shares" + name, capped_attention.capped_shares, OPERATORS.capped_shares, given),
-                ("score gradients" + name, capped_attention.capped_score_gradients, OPERATORS.capped_score_gradients,
+                ("shares" + name, special_attention.capped_shares, OPERATORS.capped_shares, given),
+                ("score gradients" + name, special_attention.capped_score_gradients, OPERATORS.capped_score_gradients,
                  (slopes, *given)),
             ]  # fmt: skip
     return found
 
 
-EXPERTS = {"silu": ("silu", False, 1.0, float("inf")), "clamped": (gated.CLAMPED, True, 1.702, 0.7)}
+EXPERTS = {"silu": ("silu", False, 1.0, float("inf")), "clamped": (mlp.CLAMPED, True, 1.702, 0.7)}
 
 
 def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
@@ -95,21 +95,21 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
         ("rotate some", rope._rotate, OPERATORS.rotate, (heads, cosines, sines, False)),
         ("rotate turned heads", rope._rotate, OPERATORS.rotate, (whole.transpose(1, 2).contiguous().transpose(1, 2),
                                                                  cosines, sines, False)),
-        ("turned gradients", gated.compute_gated_product_gradients, OPERATORS.gated_gradients,
+        ("turned gradients", mlp.compute_gated_product_gradients, OPERATORS.gated_gradients,
          (slope[:, :1].expand(7, 12), gate.t().contiguous().t(), up, "silu")),
         ("rotate back", rope._rotate, OPERATORS.rotate, (heads.transpose(1, 2).contiguous().transpose(1, 2), cosines,
                                                          sines, True)),
-        *((f"{name} product", gated.compute_gated_product, OPERATORS.gated_product, (gate, up, name))
-          for name in gated.ACTIVATIONS),
-        *((f"{name} gradients", gated.compute_gated_product_gradients, OPERATORS.gated_gradients,
+        *((f"{name} product", mlp.compute_gated_product, OPERATORS.gated_product, (gate, up, name))
+          for name in mlp.ACTIVATIONS),
+        *((f"{name} gradients", mlp.compute_gated_product_gradients, OPERATORS.gated_gradients,
            (slope, gate, up, name))
-          for name in gated.ACTIVATIONS),
+          for name in mlp.ACTIVATIONS),
         *((f"expert's {name} {kind}", function, operator, (*first, random(7, 12, dtype=half, seed=5), random(7).abs(),
                                                            *settings))
           for name, settings in EXPERTS.items()
           for kind, function, operator, first in (
-              ("product", gated.compute_scored_product, OPERATORS.scored_product, ()),
-              ("gradients", gated.compute_scored_product_gradients, OPERATORS.scored_product_gradients,
+              ("product", mlp.compute_scored_product, OPERATORS.scored_product, ()),
+              ("gradients", mlp.compute_scored_product_gradients, OPERATORS.scored_product_gradients,
                (random(7, 6, dtype=half, seed=6),)),
           )),
         ("log probs", chunked_heads.label_log_probs, OPERATORS.label_log_probs, (logits, labels, None)),
@@ -240,7 +240,7 @@ def test_rotation_against_complex_numbers(as_operators: None) -> None:
     assert_close(ours, gradients(turned, heads))
 
 
-@pytest.mark.parametrize("activation", list(gated.ACTIVATIONS))
+@pytest.mark.parametrize("activation", list(mlp.ACTIVATIONS))
 def test_gated_products_against_autograd(as_operators: None, activation: str) -> None:
     plain = {
         "silu": F.silu,
@@ -248,7 +248,7 @@ def test_gated_products_against_autograd(as_operators: None, activation: str) ->
         "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
     }[activation]
     leaves = [random(5, 8, dtype=torch.float64, seed=seed) for seed in (1, 2)]
-    ours = gradients(lambda gate, up: gated.gated_activation(gate, up, activation), *leaves)
+    ours = gradients(lambda gate, up: mlp.gated_activation(gate, up, activation), *leaves)
     assert_close(ours, gradients(lambda gate, up: plain(gate) * up, *leaves))
 
 
@@ -258,14 +258,14 @@ def test_capped_attention_against_its_definition(
     as_operators: None, monkeypatch: pytest.MonkeyPatch, with_documents: bool, window: int | None
 ) -> None:
     """Heads that share keys, in 16 pieces of odd lengths."""
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 33 * 3)
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 33 * 3)
     documents, leaves = (
         DOCUMENTS if with_documents else None,
         attention_leaves(6, 2, 33, torch.float64),
     )
     with Operators() as seen:
         ours = gradients(
-            lambda *of: capped_attention.capped_attention(
+            lambda *of: special_attention.capped_attention(
                 *of, documents=documents, window=window, softcap=0.8, scale=0.3
             ),
             *leaves,
@@ -291,10 +291,10 @@ def test_fused_scores_of_half_precision_are_taken_in_half_as_many_pieces(
 ) -> None:
     """They are not made in fp32. A piece takes two products forward, and five backward."""
     monkeypatch.setattr(fused_kernels._fusing, "value", fuse)
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 32 * 32 // 8)
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", 2 * 6 * 32 * 32 // 8)
     with Operators() as seen:
         gradients(
-            lambda *of: capped_attention.capped_attention(
+            lambda *of: special_attention.capped_attention(
                 *of, documents=None, window=None, softcap=0.8, scale=0.3
             ),
             *attention_leaves(6, 2, 32, dtype),
@@ -309,14 +309,14 @@ def test_gradients_of_keys_and_values_are_summed_in_fp32(
     """In 512 pieces, of equal scores: query i shares out 1 / (i + 1). In bf16 a sum of 1 does not
     see 0.002 more.
     """
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 512)
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", 512)
     queries = torch.ones(2, 1, 512, 1).bfloat16()
     keys, values = (
         torch.zeros_like(queries),
         torch.zeros_like(queries).index_fill(2, torch.tensor(0), 1.0),
     )
     leaves = [leaf.requires_grad_() for leaf in (queries, keys, values)]
-    capped_attention.capped_attention(
+    special_attention.capped_attention(
         *leaves, documents=None, window=None, softcap=50.0, scale=0.5
     ).sum().backward()
     shares = 1 / torch.arange(1, 513, dtype=torch.float64)

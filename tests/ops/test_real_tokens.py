@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipe_lib.ops.real_tokens import RealTokens
+from recipe_lib.ops.attention import RealTokens
 
 LENGTHS = [8, 0, 3, 5]
 WIDTH, CPU = 8, torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import nn
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.ops import capped_attention
+from recipe_lib.ops import special_attention
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.units import GIB
 from tests.distributed.ranks import import_compiler
@@ -71,12 +71,14 @@ def test_rows_of_many_lengths() -> None:
 
 def test_pieces_of_capped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two, the fewest that hold no more scores than allowed; a query is never divided."""
-    monkeypatch.setattr(capped_attention, "MAX_SCORES_AT_ONCE", 1000)
-    assert [capped_attention._count_pieces(10, queries) for queries in (1, 100, 101, 201, 900)] == [
+    monkeypatch.setattr(special_attention, "MAX_SCORES_AT_ONCE", 1000)
+    assert [
+        special_attention._count_pieces(10, queries) for queries in (1, 100, 101, 201, 900)
+    ] == [
         1,
         1,
         2,
         4,
         16,
     ]
-    assert capped_attention._count_pieces(5000, 3) == 3
+    assert special_attention._count_pieces(5000, 3) == 3

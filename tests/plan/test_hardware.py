@@ -72,7 +72,7 @@ def test_rows_are_sound() -> None:
         )
         assert (
             card.architecture in ("sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120")
-            and not card.generic
+            and not card.rates_of
         )
     assert len(set(HARDWARE)) == len(HARDWARE)
     repeated = {name for name in spellings if spellings.count(name) > 1}
@@ -96,7 +96,7 @@ def test_a_size_is_no_more_than_any_card_sold_with_it_has() -> None:
 
 def test_sizes() -> None:
     generic = find_hardware("24GB")
-    assert generic.generic and generic.rates_of == "rtx3090" and generic.name == "24GB"
+    assert generic.rates_of == "rtx3090" and generic.name == "24GB"
     assert generic.flops == HARDWARE["rtx3090"].flops
     assert find_hardware("24 gib").memory == 24 * GIB
     assert find_hardware("23.5GiB").memory == int(23.5 * GIB)

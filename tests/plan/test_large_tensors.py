@@ -4,7 +4,7 @@ many.
 
 import pytest
 
-from recipe_lib.plan.summary.assumptions import LIMIT, note_large_tensors
+from recipe_lib.plan.build_plan import LIMIT, note_large_tensors
 from recipe_lib.plan.tracing.trace import Trace
 from tests.plan.made_traces import Writer
 

@@ -5,8 +5,11 @@ simulated whole.
 from typing import Any
 
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY
-from recipe_lib.plan.summary.fit_verdict import estimate_not_simulated, lower_verdict
-from recipe_lib.plan.summary.rank_memory import build_rank_plan
+from recipe_lib.plan.summary.rank_memory import (
+    build_rank_plan,
+    estimate_not_simulated,
+    lower_verdict,
+)
 from recipe_lib.plan.tracing.trace import ALLOC, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import Simulated
 from recipe_lib.plan.views.report import render

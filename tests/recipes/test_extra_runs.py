@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from recipe_lib.checkpoint.tensor_matching import EXTRA
+from recipe_lib.checkpoint.safetensors_files import EXTRA
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     DPO,

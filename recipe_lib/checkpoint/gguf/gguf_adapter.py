@@ -90,8 +90,7 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
     where: the model's folder, named in errors. Raises CheckpointError if llama.cpp has no such
     architecture, or would compute something else.
     """
-    is_known = not isinstance(spec, ExternalSpec) and spec.family in ARCHITECTURES
-    if isinstance(spec, ExternalSpec) or not is_known or spec.mixture is not None:
+    if isinstance(spec, ExternalSpec) or spec.family not in ARCHITECTURES or spec.mixture:
         raise CheckpointError(
             f"{where}: model_type {spec.family!r} is not written as GGUF; expected one of"
             f" {', '.join(ARCHITECTURES)}; export it with --hf or --merge, and use llama.cpp's own"
@@ -339,7 +338,7 @@ def write_gguf_model(
     fields |= make_vocabulary_fields(vocabulary)
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
-    notes = (*architecture.notes, *vocabulary.notes)
+    notes = architecture.notes + tuple(vocabulary.notes)
     return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
 
 
@@ -360,11 +359,12 @@ def list_model_tensors(
         for entry in build_weight_map(spec, list(tensors))
     }
     gguf_names = find_gguf_names(architecture.name, spec.num_layers, list(file_names))
-    readers: dict[str, Callable[[], Tensor]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, factors in architecture.rope_tables.items():
-        readers[name] = partial(torch.tensor, factors, dtype=torch.float32)
-        shapes[name] = (len(factors),)
+    tables = architecture.rope_tables
+    readers: dict[str, Callable[[], Tensor]] = {
+        name: partial(torch.tensor, factors, dtype=torch.float32)
+        for name, factors in tables.items()
+    }
+    shapes: dict[str, tuple[int, ...]] = {name: (len(factors),) for name, factors in tables.items()}
     for usual_name, file_name in file_names.items():
         name = gguf_names[usual_name]
         tensor = tensors[file_name]
@@ -474,7 +474,7 @@ def write_gguf_adapter(
         "general.name": name,
         "adapter.type": "lora",
         "adapter.lora.alpha": float(alpha),
-        "general.file_type": {"f32": 0, "f16": 1, "bf16": 32}[kind],
+        "general.file_type": _FILE_TYPES[kind],
     }
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
@@ -484,17 +484,15 @@ def write_gguf_adapter(
 def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
     """Raise CheckpointError for an adapter that llama.cpp does not load."""
     adapts_embedding = any(module.is_embedding for module in adapter.list_modules(spec))
-    fault = None
-    if adapter.config.dora:
-        fault = "is a DoRA adapter"
-    elif adapter.extras:
-        fault = f"has the extra parameter {min(adapter.extras)}"
-    elif saved.parts:
-        fault = f"brings {min(saved.parts)} of the base along"
-    elif spec.tied and (HEAD in adapter.tensors or adapts_embedding):
-        fault = (
-            "adapts the embedding or the output projection of a model that has one matrix for both"
-        )
+    faults = {
+        "is a DoRA adapter": adapter.config.dora,
+        f"has the extra parameter {min(adapter.extras, default=None)}": bool(adapter.extras),
+        f"brings {min(saved.parts, default=None)} of the base along": bool(saved.parts),
+        "adapts the embedding or the output projection of a model that has one matrix for both": (
+            spec.tied and (HEAD in adapter.tensors or adapts_embedding)
+        ),
+    }
+    fault = next((fault for fault, is_found in faults.items() if is_found), None)
     if fault:
         raise CheckpointError(
             f"{adapter.folder}: {fault}, which llama.cpp does not load; merge it (tune export"

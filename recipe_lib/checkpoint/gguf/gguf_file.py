@@ -171,12 +171,10 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
         int: writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,
+        list: writer.add_array,
     }
     for key, value in fields.items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            add_by_type[type(value)](key, value)  # by `type`, since a bool is an int too
+        add_by_type[type(value)](key, value)  # by `type`, since a bool is an int too
 
 
 def _write_all(

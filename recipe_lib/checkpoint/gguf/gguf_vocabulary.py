@@ -19,8 +19,7 @@ from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import CheckpointError, DataError
-from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.tokenizer import read_json
+from recipe_lib.tokenizers.tokenizer import Tokenizer, load_tokenizer, read_json
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
 
 _PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}  # by which llama.cpp knows Phi 3's vocabulary
@@ -122,11 +121,9 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
 
 def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
     """Set the added tokens, the ids of those with a role, and the chat template."""
-    num_left_out = 0
-    for token in tokenizer.added_tokens:
-        if token.id >= size:
-            num_left_out += 1
-            continue
+    tokens = [token for token in tokenizer.added_tokens if token.id < size]
+    num_left_out = len(tokenizer.added_tokens) - len(tokens)
+    for token in tokens:
         if vocabulary.kinds[token.id] == PieceKind.UNKNOWN:
             continue  # llama.cpp looks for it by its kind
         text = token.content
@@ -161,8 +158,12 @@ def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: 
 
 def _make_empty(model: str, pre: str, size: int) -> GgufVocabulary:
     """Return a vocabulary of unused ids, under names that no text has, to be filled."""
-    tokens = [f"[PAD{at}]".encode() for at in range(size)]
-    return GgufVocabulary(model, pre, tokens=tokens, kinds=[PieceKind.UNUSED] * size)
+    return GgufVocabulary(
+        model,
+        pre,
+        tokens=[f"[PAD{at}]".encode() for at in range(size)],
+        kinds=[PieceKind.UNUSED] * size,
+    )
 
 
 def _convert_sentencepiece(

@@ -100,13 +100,12 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
             if need % first.size == 0:
                 taken.append(queue.pop(0))
                 need //= first.size
-                continue
-            if first.size % need or not _refine(first, need, reason):
+            elif first.size % need or not _refine(first, need, reason):
                 need = 0
-                break
-            queue[:1] = list_factors(first)
-            if queue[0].size > need:  # its own factors do not line up
-                need = 0
+            else:
+                queue[:1] = list_factors(first)
+                if queue[0].size > need:  # its own factors do not line up
+                    need = 0
         if need != 1:
             return _make_opaque(nodes, sizes, reason)
         regrouped.append(make_product(taken))
@@ -156,7 +155,7 @@ def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[Axis
 
 def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
     """Make both nodes one from now on: an operator brings their elements together one by one."""
-    left, right = find(left), find(right)
+    left, right = map(find, (left, right))
     if left is right or left.size == 1:
         return
     assert left.size == right.size, (
@@ -171,8 +170,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
             left.parent = right
     else:
         product, parts = (left, right) if left.kind == "product" else (right, left)
-        inner = list_factors(product)[-1].size
-        if _refine(parts, parts.size // inner, reason):
+        if _refine(parts, parts.size // list_factors(product)[-1].size, reason):
             unify(product, parts, reason)
         else:
             block(product, reason)
@@ -189,8 +187,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
     if that fails.
     """
     is_product = left.kind == "product"
-    split = list_factors if is_product else list_parts
-    ours, theirs = split(left), split(right)
+    ours, theirs = map(list_factors if is_product else list_parts, (left, right))
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
         length = smaller[0].size
@@ -254,6 +251,11 @@ def has_axis(node: AxisNode, axis: AxisNode) -> bool:
     return any(leaf is axis for leaf in list_leaves(node))
 
 
+def have_axis(nodes: Iterable[AxisNode], axis: AxisNode) -> bool:
+    """Return True if the axis (a leaf) is under one of the nodes."""
+    return any(has_axis(node, axis) for node in nodes)
+
+
 def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
     """Return the segments of a dimension as (length, whole): cut evenly along the axis, or without
     it, and so whole on each rank.
@@ -261,7 +263,7 @@ def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | No
     None where the dimension, or a part of it, carries the axis twice or not as one of the factors
     of a product.
     """
-    root, axis = find(node), find(axis)
+    root, axis = map(find, (node, axis))
     if root is axis:
         return [(root.size, False)]
     if root.kind == "parts":

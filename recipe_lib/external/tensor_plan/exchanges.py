@@ -1,12 +1,12 @@
 """Make calls with boundaries as one rank does: the same for ranks that train (`plan_executor`) and
-for the threads of a proof (`plan_proof`), which give `Ranks` other functions.
+for the threads of a proof (`proven_plan`), which give `Ranks` other functions.
 """
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Division
 from recipe_lib.models.language_model import Entry, replace_entries
-from recipe_lib.ops.fused_kernels import GradientNode
+from recipe_lib.ops.fused_kernels import call_with_gradient
 
 Change = Callable[[Tensor], Tensor]
 Rank: TypeAlias = int | Tensor
@@ -101,18 +101,21 @@ class Exchanges:
         tokens = by_kind.get("slice") or by_kind.get("gather") if self.length() else None
         if tokens is not None and tokens.kind == "slice":
             gather, slice_ = self._make_token_exchange(tokens, summed=False)
-            sliced = partial(self._exchange_linear, tensor, slice_, gather)
-            return self._pass_once("slice", tokens, tensor, sliced)
+            return self._pass_once(
+                "slice", tokens, tensor, partial(self._exchange_linear, tensor, slice_, gather)
+            )
         entering = by_kind.get("enter") or by_kind.get("cut")
         needs_sum = entering is not None and tensor.requires_grad
         if tokens is not None:
             kind = "gather and enter" if needs_sum else "gather"
             gather, slice_ = self._make_token_exchange(tokens, needs_sum)
-            gathered = partial(self._exchange_linear, tensor, gather, slice_)
-            tensor = self._pass_once(kind, tokens, tensor, gathered)
+            tensor = self._pass_once(
+                kind, tokens, tensor, partial(self._exchange_linear, tensor, gather, slice_)
+            )
         elif entering is not None and needs_sum and torch.is_grad_enabled():
-            entered = partial(enter, tensor, self.ranks.total)
-            tensor = self._pass_once("enter", entering, tensor, entered)
+            tensor = self._pass_once(
+                "enter", entering, tensor, partial(enter, tensor, self.ranks.total)
+            )
         cut = by_kind.get("cut")
         if cut is None:
             return tensor
@@ -127,9 +130,11 @@ class Exchanges:
         Each rank uses those segments for its heads alone, so that its gradient of them is a part of
         a sum.
         """
-        forward = partial(_assemble_parameter, parts=parts, ranks=self.ranks)
-        backward = partial(_scatter_gradient, parts=parts, ranks=self.ranks)
-        return self._exchange_linear(tensor, forward, backward)
+        return self._exchange_linear(
+            tensor,
+            partial(_assemble_parameter, parts=parts, ranks=self.ranks),
+            partial(_scatter_gradient, parts=parts, ranks=self.ranks),
+        )
 
     def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
         """Return what makes all ranks' tokens of a rank's, and the other way round. summed: of the
@@ -206,8 +211,9 @@ class Exchanges:
                 f"compile: {boundary.module} embeds tokens within a layer, which is not compiled"
                 " where ranks share the vocabulary; set compile=false"
             )
-        segments = self.plan.parameter(boundary.parameters[0]).segments
-        ((start, stop),) = compute_bounds(segments, rank, self.ranks.size)
+        ((start, stop),) = compute_bounds(
+            self.plan.parameter(boundary.parameters[0]).segments, rank, self.ranks.size
+        )
         arguments = dict(list_places(args, kwargs))
         place, tokens = next(
             (place, value)
@@ -215,15 +221,13 @@ class Exchanges:
             if torch.is_tensor(value) and not value.is_floating_point()
         )
         is_own = (tokens >= start) & (tokens < stop)
-        own_tokens = torch.where(is_own, tokens - start, 0)
-        args, kwargs = replace_argument(args, kwargs, place, own_tokens)
+        args, kwargs = replace_argument(args, kwargs, place, torch.where(is_own, tokens - start, 0))
         for place in ("2", "padding_idx"):
             padding = arguments.get(place)
             if padding is not None:
                 own_padding = padding - start if start <= padding < stop else None
                 args, kwargs = replace_argument(args, kwargs, place, own_padding)
-        rows = function(*args, **kwargs).masked_fill(~is_own.unsqueeze(-1), 0)
-        return self._sum(rows, cut)
+        return self._sum(function(*args, **kwargs).masked_fill(~is_own.unsqueeze(-1), 0), cut)
 
 
 def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
@@ -232,7 +236,7 @@ def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
 
     forward must be linear in the tensor, and give new memory or a view.
     """
-    return cast(Tensor, GradientNode.apply(forward, backward, (), tensor))
+    return call_with_gradient(forward, tensor, differentiate=backward, kept=())
 
 
 def enter(tensor: Tensor, total: Change) -> Tensor:
@@ -250,8 +254,8 @@ def _list_lengths(
 
 def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
     pieces = list(tensor.split(_list_lengths(parts, ranks.size), parts.dim))
-    own = torch.cat([pieces[at] for at in parts.whole], parts.dim)
-    gathered = ranks.gather(own.unsqueeze(0).contiguous())
+    own_whole = torch.cat([pieces[at] for at in parts.whole], parts.dim)
+    gathered = ranks.gather(own_whole.unsqueeze(0).contiguous())
     lengths = [parts.segments[at] // ranks.size for at in parts.whole]
     for at, piece in zip(parts.whole, gathered.split(lengths, parts.dim + 1), strict=True):
         pieces[at] = piece.movedim(0, parts.dim).flatten(parts.dim, parts.dim + 1)
@@ -266,16 +270,18 @@ def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: 
     pieces = list(gradient.split(_list_lengths(parts, ranks.size, parts.whole), dim))
     by_rank = [pieces[at].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for at in parts.whole]
     summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
-    own = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
-    for at, piece in zip(parts.whole, own, strict=True):
+    own_pieces = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
+    for at, piece in zip(parts.whole, own_pieces, strict=True):
         pieces[at] = piece
     return torch.cat(pieces, dim)
 
 
 def _gather_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
-    moved, place = _move_tokens_to_front(tensor, where, length // ranks.size)
-    whole = ranks.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
-    return whole.contiguous()  # a view of a contiguous one is no copy
+    moved, token_dim = _move_tokens_to_front(tensor, where, length // ranks.size)
+    gathered = (
+        ranks.gather(moved.contiguous()).movedim(0, token_dim).flatten(where.dim, where.dim + 1)
+    )
+    return gathered.contiguous()  # a view of a contiguous one is no copy
 
 
 def _take_own_tokens(
@@ -284,15 +290,15 @@ def _take_own_tokens(
     """Return a rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over
     ranks.
     """
-    moved, place = _move_tokens_to_front(tensor, where, length)
+    moved, token_dim = _move_tokens_to_front(tensor, where, length)
     part = length // ranks.size
     if summed:
-        own = ranks.scatter(moved.contiguous())
+        own_tokens = ranks.scatter(moved.contiguous())
     elif isinstance(rank, int):
-        own = moved.narrow(0, rank * part, part)
+        own_tokens = moved.narrow(0, rank * part, part)
     else:
-        own = moved.index_select(0, rank * part + torch.arange(part, device=moved.device))
-    return own.movedim(0, place).flatten(where.dim, where.dim + 1).contiguous()
+        own_tokens = moved.index_select(0, rank * part + torch.arange(part, device=moved.device))
+    return own_tokens.movedim(0, token_dim).flatten(where.dim, where.dim + 1).contiguous()
 
 
 def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
@@ -300,8 +306,8 @@ def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple
     where they were.
     """
     wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
-    place = where.dim if where.tokens_first else where.dim + 1
-    return wide.movedim(place, 0), place
+    token_dim = where.dim if where.tokens_first else where.dim + 1
+    return wide.movedim(token_dim, 0), token_dim
 
 
 def get_trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
@@ -338,11 +344,20 @@ def take_own_part(
     repeated = segments * (tensor.shape[dim] // sum(segments))
     if not isinstance(rank, int):
         return tensor.index_select(dim, _make_row_numbers(repeated, rank, size, whole))
-    pieces = [
-        tensor.narrow(dim, start, stop - start)
-        for start, stop in compute_bounds(repeated, rank, size, whole)
-    ]
-    return torch.cat(pieces, dim)
+    return torch.cat(
+        [
+            tensor.narrow(dim, start, stop - start)
+            for start, stop in compute_bounds(repeated, rank, size, whole)
+        ],
+        dim,
+    )
+
+
+def take_parameter_part(tensor: Tensor, plan: ParameterPlan, rank: int, size: int) -> Tensor:
+    """Return a rank's part of a parameter, or of a tensor like it; all of one that is not cut."""
+    if plan.dim < 0:
+        return tensor
+    return take_own_part(tensor, plan.dim, plan.segments, rank=rank, size=size)
 
 
 def _make_row_numbers(
@@ -356,11 +371,12 @@ def _make_row_numbers(
             " is not compiled; set compile=false"
         )
     first, second = of_ranks[:2]
-    pieces = [
-        torch.arange(start, stop, device=rank.device) + rank * (later - start)
-        for (start, stop), (later, _) in zip(first, second, strict=True)
-    ]
-    return torch.cat(pieces)
+    return torch.cat(
+        [
+            torch.arange(start, stop, device=rank.device) + rank * (later - start)
+            for (start, stop), (later, _) in zip(first, second, strict=True)
+        ]
+    )
 
 
 def divide_attributes(
@@ -373,6 +389,5 @@ def divide_attributes(
         *path, name = rewrite.attribute.split(".")
         for step in path:
             owner = getattr(owner, step)
-        value = Division(size, rewrite.kept).divide(rewrite.value)
-        entries.append((owner.__dict__, name, value))
+        entries.append((owner.__dict__, name, Division(size, rewrite.kept).divide(rewrite.value)))
     return replace_entries(entries)

@@ -1,8 +1,9 @@
 """A forward as data: its tensors, operators and calls; an axis that ranks share; sizes on a rank.
 
 `tracing` writes a trace, and everything else reads it: `propagation` follows an axis through it
-(`ShardedAxis`); `attribute_rewrites` and `token_sharing` compute what the integers of its calls
-have to be on a rank (`LocalSizes`, `list_demands`).
+(`ShardedAxis`); `find_rewrites` and `token_sharing` compute what the integers of its calls have to
+be on a rank (`LocalSizes`, `list_demands`). A forward says `view(b, s, self.num_heads,
+self.head_dim)`: on a rank `num_heads` has to be divided (`AttributeDivision`).
 """
 
 import dataclasses
@@ -20,12 +21,20 @@ from recipe_lib.external.tensor_plan.axes import (
     unify,
 )
 from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
-from recipe_lib.external.tensor_plan.sourced_integers import Decision, Size
+from recipe_lib.external.tensor_plan.sourced_integers import (
+    Attribute,
+    Decision,
+    Division,
+    Size,
+    evaluate,
+    is_decided_alike,
+    list_sources,
+)
 
 Dims = list[AxisNode]
 Rule = Callable[["OperatorCall"], list[Dims] | None]
 # Functions whose integers are the sizes of what comes out.
-_SHAPES = frozenset(
+SHAPES = frozenset(
     "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand"
     " randn".split()
 )
@@ -100,7 +109,10 @@ class OperatorCall:
         self.picked: dict[str, Any] = {}
         # The rule that said all this; None for an operator without one.
         self.rule: Rule | None = None
-        self._schema = function._schema.arguments
+        schema = function._schema.arguments
+        defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+        given = zip([each.name for each in schema], args, strict=False)
+        self._arguments: dict[str, Any] = defaults | dict(given) | kwargs
 
     def get_dims(self, tensor: torch.Tensor) -> Dims:
         """Return the dimensions of a tensor."""
@@ -108,14 +120,7 @@ class OperatorCall:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an argument by the name that the operator's schema gives it."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for number, argument in enumerate(self._schema):
-            if argument.name == name:
-                if number < len(self.args):
-                    return self.args[number]
-                return argument.default_value if argument.has_default_value() else default
-        return default
+        return self._arguments.get(name, default)
 
     def get_first_tensor(self) -> torch.Tensor:
         """Return the first tensor argument."""
@@ -284,8 +289,9 @@ class LocalSizes:
 
     def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:
         """Return the size of a dimension of a tensor, or of a part of one."""
-        shares = {axis.node: self.shares[axis] for axis in self.list_axes(tensor)}
-        return compute_local_size(node, shares)
+        return compute_local_size(
+            node, {axis.node: self.shares[axis] for axis in self.list_axes(tensor)}
+        )
 
     def read_size(self, size: Size) -> int:
         """Return what the model reads as the size of a dimension."""
@@ -336,25 +342,25 @@ def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
         return
     output = call.outputs[0]
     for place, dimension in _list_size_places(call):
-        value = call.numbers.get(place)
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
-        if value < 0 or dimension >= len(output.dims):
+        value: Any = call.numbers.get(place)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not is_size or dimension >= len(output.dims):
             continue
         if call.function.startswith("split") and "." in place:
             output = call.outputs[min(int(place.split(".")[1]), len(call.outputs) - 1)]
         # Else it is not the size that comes out: broadcast, or rounded.
         if int(value) == output.dims[dimension].size:
             expected = ranks.compute_size(output, output.dims[dimension])
-            axes = ranks.list_axes(output) if expected != int(value) else []
-            yield SizeDemand(call, value, expected, axes)
+            yield SizeDemand(
+                call, value, expected, ranks.list_axes(output) if expected != int(value) else []
+            )
 
 
 def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     """Yield places of integers that are sizes of what comes out, with the dimension."""
     dims = call.outputs[0].dims
     numbers = call.numbers
-    if call.function in _SHAPES:
+    if call.function in SHAPES:
         # `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`, `size=(2,
         # 3)`
         is_method = bool(call.arguments) and call.arguments[0][0] == "0"
@@ -375,8 +381,7 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     elif call.function in ("split", "split_with_sizes", "narrow"):
         is_narrow = call.function == "narrow"
         names = {"3", "length"} if is_narrow else {"1", "split_size_or_sections", "split_size"}
-        default = numbers.get("1" if is_narrow else "2", 0)
-        dimension = int(numbers.get("dim", default)) % len(dims)
+        dimension = int(numbers.get("dim", numbers.get("1" if is_narrow else "2", 0))) % len(dims)
         for place in numbers:
             if place.split(".")[0] in names and place != "1.dim":
                 yield place, dimension
@@ -387,13 +392,13 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
 
 def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
     """Yield what starts and stops of slices have to be."""
-    if not call.arguments or call.arguments[0][0] != "0":
-        return
-    if len(call.arguments) > 1:  # picked by number: those dimensions are blocked
+    # With more arguments it is picked by number: those dimensions are blocked.
+    if len(call.arguments) != 1 or call.arguments[0][0] != "0":
         return
     tensor = call.arguments[0][1]
-    places = sorted(call.numbers, key=_split_place)
-    items = [call.numbers[place] for place in places if place != "0"]
+    items = [
+        call.numbers[place] for place in sorted(call.numbers, key=_split_place) if place != "0"
+    ]
     num_picked = sum(item is not None and item is not ... for item in items)
     dimension = 0
     for item in items:
@@ -403,14 +408,18 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
         if isinstance(item, slice):
             node = tensor.dims[dimension]
             for value in (item.start, item.stop):
-                if not isinstance(value, int) or not 0 < value <= node.size:
-                    continue
-                expected: int | None = ranks.compute_size(tensor, node)
-                if value < node.size:
+                expected = None
+                if isinstance(value, int) and 0 < value < node.size:
                     expected = ranks.compute_offset(tensor, node, int(value))
+                elif isinstance(value, int) and value == node.size:
+                    expected = ranks.compute_size(tensor, node)
                 if expected is not None:
-                    axes = ranks.list_axes(tensor) if expected != int(value) else []
-                    yield SizeDemand(call, value, expected, axes)
+                    yield SizeDemand(
+                        call,
+                        value,
+                        expected,
+                        ranks.list_axes(tensor) if expected != int(value) else [],
+                    )
         dimension += item is not None  # None is a new dimension of what comes out
 
 
@@ -420,5 +429,102 @@ def _split_place(place: str) -> list[int]:
 
 def find_smallest_factor(number: int) -> int:
     """Return the smallest prime that divides a number above 1."""
-    factors = (factor for factor in range(2, int(number**0.5) + 1) if number % factor == 0)
-    return next(factors, number)
+    return next(
+        (factor for factor in range(2, int(number**0.5) + 1) if number % factor == 0), number
+    )
+
+
+# The integers in a forward that are right for whole tensors only, and the attributes that make them
+# right for a rank's.
+
+
+def find_rewrites(
+    trace: ForwardTrace, sharded_axes: list[ShardedAxis]
+) -> tuple[dict[Attribute, AttributeDivision], dict[ShardedAxis, str]]:
+    """Return the attributes that have to be divided, with the axes that ask for it; and axes that
+    cannot be cut, with the reason.
+    """
+    ranks = LocalSizes(sharded_axes)
+    demands = [demand for call in trace.calls for demand in list_demands(call, ranks)]
+    # What some call gets right as it is must not be divided for another one.
+    kept: set[Attribute] = set()
+    for demand in demands:
+        is_same = demand.expected == int(demand.value) and not demand.sharded_axes
+        if is_same and _is_right(demand, ranks, {}):
+            kept.update(list_sources(demand.value, Attribute))
+    divisions: dict[Attribute, Division] = {}
+    rewrites: dict[Attribute, AttributeDivision] = {}
+    for demand in demands:
+        attributes = dict.fromkeys(list_sources(demand.value, Attribute))
+        if _is_right(demand, ranks, divisions):
+            for attribute in divisions.keys() & attributes.keys():
+                rewrites[attribute].sharded_axes.update(demand.sharded_axes)
+            continue
+        shares = {ranks.shares[axis] for axis in demand.sharded_axes}
+        if len(shares) != 1 or int(demand.value) < 2:
+            continue
+        for attribute in [each for each in attributes if each not in kept | divisions.keys()]:
+            division = next(
+                (
+                    division
+                    for division in _list_divisions(demand, *shares)
+                    if _is_right(demand, ranks, {**divisions, attribute: division})
+                ),
+                None,
+            )
+            if division is not None:
+                divisions[attribute] = division
+                rewrites[attribute] = AttributeDivision(set(demand.sharded_axes), division.kept)
+                break
+    refused: dict[ShardedAxis, str] = {}
+    for demand in [each for each in demands if not _is_right(each, ranks, divisions)]:
+        guilty = list(demand.sharded_axes)
+        if not guilty:  # a whole tensor, whose size an attribute gave that others have divided
+            for attribute in list_sources(demand.value, Attribute):
+                guilty += rewrites[attribute].sharded_axes if attribute in rewrites else ()
+        reason = (
+            f"{demand.call.function} at {demand.call.source} in"
+            f" {demand.call.key.module or 'the model itself'} takes the size"
+            f" {int(demand.value)}, which no attribute of its own gives for a part"
+        )
+        refused |= dict.fromkeys(guilty, reason)
+    return rewrites, refused
+
+
+def _list_divisions(demand: SizeDemand, ranks: int) -> Iterator[Division]:
+    """Yield how an attribute may be divided: all of it, or as much of one that is the very size as
+    is needed.
+    """
+    yield Division(ranks)
+    value = int(demand.value)
+    kept = (ranks * demand.expected - value) // (ranks - 1)
+    if isinstance(getattr(demand.value, "source", None), Attribute) and 0 < kept < value:
+        yield Division(ranks, kept)
+
+
+def is_control_flow_same(
+    trace: ForwardTrace,
+    sharded_axes: list[ShardedAxis],
+    rewrites: dict[Attribute, AttributeDivision],
+    *,
+    size: int,
+    last: dict[str, int],
+) -> bool:
+    """Return True if the forward goes as far as its last boundaries on each of `size` ranks as it
+    does on the whole.
+
+    last: by module, the number of the last call that has a boundary. A comparison of sizes that
+    comes after it may come out otherwise: `if groups == 1: return keys`.
+    """
+    # The vocabulary is cut unevenly, and no size in a layer depends on it.
+    ranks = LocalSizes([axis for axis in sharded_axes if not axis.vocabulary], size)
+    divisions = {attribute: Division(size, rewrite.kept) for attribute, rewrite in rewrites.items()}
+    return all(
+        is_decided_alike(decision, ranks.read_size, divisions)
+        for decision in trace.decisions
+        if decision.call <= last.get(decision.module, -1)
+    )
+
+
+def _is_right(demand: SizeDemand, ranks: LocalSizes, divisions: dict[Attribute, Division]) -> bool:
+    return evaluate(demand.value, ranks.read_size, divisions) == demand.expected

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.attribute_rewrites import find_rewrites, is_control_flow_same
 from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
     find,
     find_segments,
-    has_axis,
+    have_axis,
     list_leaves,
 )
 from recipe_lib.external.tensor_plan.forward_trace import (
@@ -30,6 +29,8 @@ from recipe_lib.external.tensor_plan.forward_trace import (
     PendingBoundary,
     ShardedAxis,
     TracedTensor,
+    find_rewrites,
+    is_control_flow_same,
 )
 from recipe_lib.external.tensor_plan.operator_rules import find_rule
 from recipe_lib.external.tensor_plan.propagation import MOVES, Refusal, follow_axis
@@ -92,14 +93,13 @@ def infer_plan(
         # An axis that is gone may make room for one that cuts the same parameters: once more.
         reasons.update({candidate.node: reason for candidate, reason in refused.items()})
         candidates = [candidate for candidate in candidates if candidate not in refused]
-    for candidate in candidates:
-        if candidate not in chosen:
-            reasons[candidate.node] = "its parameters are cut along a larger axis"
+    passed_over = [candidate.node for candidate in candidates if candidate not in chosen]
+    reasons |= dict.fromkeys(passed_over, "its parameters are cut along a larger axis")
     order = {name: number for number, name in enumerate(shapes)}
     chosen.sort(key=lambda axis: min(order[name] for name in axis.parameter_dims))
-    shared = SharedTokens()
-    if tokens and chosen:
-        shared = share_tokens(forward, chosen, divisions, unsteady)
+    shared = (
+        share_tokens(forward, chosen, divisions, unsteady) if tokens and chosen else SharedTokens()
+    )
     return _build_plan(forward, shapes, chosen, divisions=divisions, reasons=reasons, shared=shared)
 
 
@@ -124,11 +124,10 @@ def _follow_axes(
         for number, node in enumerate(forward.parameters[name].dims):
             for leaf in dict.fromkeys(list_leaves(node)):
                 dims_by_axis.setdefault(leaf, {}).setdefault(name, []).append(number)
-    records = _group_records(forward, {axis for axis in dims_by_axis if not axis.blocked})
+    unblocked = {axis: dims for axis, dims in dims_by_axis.items() if not axis.blocked}
+    records = _group_records(forward, set(unblocked))
     followed = []
-    for axis, dims_by_name in dims_by_axis.items():
-        if axis.blocked:
-            continue
+    for axis, dims_by_name in unblocked.items():
         try:
             parameter_dims = _find_parameter_dims(forward, axis, dims_by_name, size)
             followed.append(follow_axis(forward, axis, parameter_dims, records.get(axis, [])))
@@ -202,43 +201,25 @@ def _build_plan(
         for number, sharded in enumerate(chosen)
     )
     partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
-    pending: list[tuple[int, PendingBoundary]] = []
-    for number, sharded in enumerate(chosen):
-        pending += [(number, boundary) for boundary in sharded.boundaries]
-    for number, sharded in enumerate(chosen):
-        uses = sharded.replicated_uses
-        pending += [(number, boundary) for boundary in uses if boundary.parameters & mixed]
-    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
-    for number, argument in sorted(shared.uses):
-        for place, tensor, _ in forward.calls[number].arguments:
-            if place == argument and tensor.parameters & mixed:
-                entering = PendingBoundary("enter", number, argument, tensor, tensor.parameters)
-                pending.append((-1, entering))
+    pending = _list_pending(forward, chosen, shared.uses, mixed)
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
-    used = {
-        name
-        for call in forward.calls
-        for _, tensor, _ in call.arguments
-        for name in tensor.parameters
-    }
+    used: set[str] = set()
+    for call in forward.calls:
+        used = used.union(*(tensor.parameters for _, tensor, _ in call.arguments))
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
-    parameters = []
-    for name, shape in shapes.items():
-        if name in sharded_plans:
-            parameters.append(sharded_plans[name])
-            continue
-        reason = "the forward does not use it"
-        if name in used:
-            reason = _explain_replicated(forward.parameters[name], reasons)
-        replicated = ParameterPlan(
+    unused = dict.fromkeys(shapes.keys() - used, "the forward does not use it")
+    parameters = [
+        sharded_plans.get(name)
+        or ParameterPlan(
             name,
             shape,
             "replicated",
             gradient="partial" if name in partial else "full",
-            reason=reason,
+            reason=unused.get(name) or _explain_replicated(forward.parameters[name], reasons),
             after_reduction=name in late_biases,
         )
-        parameters.append(replicated)
+        for name, shape in shapes.items()
+    ]
     axis_numbers = {sharded: number for number, sharded in enumerate(chosen)}
     rewrites = tuple(
         Rewrite(
@@ -258,14 +239,7 @@ def _build_plan(
         *_build_boundaries(forward, pending, shared),
         *_build_token_boundaries(forward, shared),
     )
-    last_calls: dict[str, int] = {}
-    for boundary in boundaries:
-        last_calls[boundary.module] = max(boundary.call, last_calls.get(boundary.module, 0))
-    legal = tuple(
-        size
-        for size in sizes
-        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
-    )
+    legal = _find_legal_sizes(forward, chosen, divisions, sizes=sizes, boundaries=boundaries)
     replicated_matrices = [
         name
         for name, shape in shapes.items()
@@ -289,6 +263,24 @@ def _build_plan(
     )
 
 
+def _find_legal_sizes(
+    forward: ForwardTrace,
+    chosen: list[ShardedAxis],
+    divisions: dict[Attribute, AttributeDivision],
+    *,
+    sizes: list[int],
+    boundaries: tuple[Boundary, ...],
+) -> tuple[int, ...]:
+    """Return those of the sizes with which the forward goes the same way on a rank."""
+    # Of each module the last one stays.
+    last_calls = {each.module: each.call for each in sorted(boundaries, key=lambda each: each.call)}
+    return tuple(
+        size
+        for size in sizes
+        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
+    )
+
+
 def _plan_sharded_parameters(
     forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], chosen: list[ShardedAxis]
 ) -> dict[str, ParameterPlan]:
@@ -301,12 +293,11 @@ def _plan_sharded_parameters(
     for number, sharded in enumerate(chosen):
         for name, dim in sharded.parameter_dims.items():
             segments = find_segments(forward.parameters[name].dims[dim], sharded.node) or []
+            role = "column" if name in multiplied else "sharded"
             if sharded.vocabulary:
                 role = "vocabulary"
             elif name in sharded.row_parameters:
                 role = "row"
-            else:
-                role = "column" if name in multiplied else "sharded"
             evenly_cut = sum(length for length, is_whole in segments if not is_whole)
             plans[name] = ParameterPlan(
                 name,
@@ -345,6 +336,32 @@ def _find_partial_parameters(
     return partial - full, partial & full
 
 
+def _list_pending(
+    forward: ForwardTrace, chosen: list[ShardedAxis], token_uses: set[Place], mixed: set[str]
+) -> list[tuple[int, PendingBoundary]]:
+    """Return the boundaries of the axes, each with the number of its axis, -1 for none.
+
+    token_uses, mixed: see `_find_partial_parameters`.
+    """
+    pending: list[tuple[int, PendingBoundary]] = []
+    for number, sharded in enumerate(chosen):
+        pending += [(number, boundary) for boundary in sharded.boundaries]
+    for number, sharded in enumerate(chosen):
+        pending += [
+            (number, boundary)
+            for boundary in sharded.replicated_uses
+            if boundary.parameters & mixed
+        ]
+    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
+    for number, argument in sorted(token_uses):
+        for place, tensor, _ in forward.calls[number].arguments:
+            if place == argument and tensor.parameters & mixed:
+                pending.append(
+                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
+                )
+    return pending
+
+
 def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
     """Return where tokens are gathered and sliced, in the order of the forward."""
     activations: dict[TracedTensor, int] = {}
@@ -353,21 +370,22 @@ def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tupl
     exchanges += [("gather", item) for item in shared.gathers.items()]
     for kind, ((number, place), (tensor, layout)) in sorted(exchanges, key=lambda it: it[1][0]):
         call = forward.calls[number]
-        activation = activations.setdefault(tensor, len(activations))
-        boundary = Boundary(
-            kind,
-            call.key.module,
-            call.key.number,
-            place,
-            axes=(),
-            activation=activation,
-            dim=layout.dim,
-            tokens_first=layout.first,
-            function=call.function,
-            source=call.source,
-            width=math.prod(node.size for node in tensor.dims) // forward.tokens,
+        boundaries.setdefault(
+            (kind, *call.key, place),
+            Boundary(
+                kind,
+                call.key.module,
+                call.key.number,
+                place,
+                axes=(),
+                activation=activations.setdefault(tensor, len(activations)),
+                dim=layout.dim,
+                tokens_first=layout.first,
+                function=call.function,
+                source=call.source,
+                width=math.prod(node.size for node in tensor.dims) // forward.tokens,
+            ),
         )
-        boundaries.setdefault((kind, *call.key, place), boundary)
     return tuple(boundaries.values())
 
 
@@ -379,9 +397,8 @@ def _build_boundaries(
 
     pending: with the number of their axis, -1 for none.
     """
-    exchanged: set[TracedTensor | int] = set()
-    for (number, _), (tensor, _) in (*shared.gathers.items(), *shared.slices.items()):
-        exchanged |= {number, tensor}
+    exchanges = {**shared.gathers, **shared.slices}
+    exchanged = {number for number, _ in exchanges} | {tensor for tensor, _ in exchanges.values()}
     entering: Uses = {}
     for _, boundary in pending:
         if boundary.kind == "enter":
@@ -407,8 +424,8 @@ def _build_boundaries(
                 giving = _find_giving_call(forward, tensor, users, entering)
                 if giving is None or runs[forward.calls[giving].key] != 1:
                     break
-                here = forward.calls[number].key.module
-                if number != boundary.call and forward.calls[giving].key.module != here:
+                module = forward.calls[number].key.module
+                if number != boundary.call and forward.calls[giving].key.module != module:
                     break
                 number = giving
                 place = name_output(forward.calls[number], tensor)
@@ -417,8 +434,9 @@ def _build_boundaries(
                     break
                 tensor = moved
                 entering = entering | {moved: users[moved]}
-        key = (boundary.kind, number, place)
-        axes, parameters, _ = merged.setdefault(key, (set(), set(), boundary))
+        axes, parameters, _ = merged.setdefault(
+            (boundary.kind, number, place), (set(), set(), boundary)
+        )
         axes.update((axis,) if axis >= 0 else ())
         parameters.update(names)
     boundaries: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
@@ -488,11 +506,8 @@ def _explain_replicated(tensor: TracedTensor, reasons: dict[AxisNode, str]) -> s
     """Return what keeps a parameter whole: dimension by dimension, the first reason of each."""
     explained = []
     for number, node in enumerate(tensor.dims):
-        for leaf in list_leaves(node):
-            reason = leaf.blocked or reasons.get(leaf)
-            if reason:
-                explained.append(f"dimension {number}: {reason}")
-                break
+        of_leaves = [leaf.blocked or reasons.get(leaf) for leaf in list_leaves(node)]
+        explained += [f"dimension {number}: {reason}" for reason in of_leaves if reason][:1]
     return "; ".join(explained) or "no dimension of more than one element"
 
 
@@ -507,11 +522,7 @@ def _list_refusals(
             f"values were made up for {note}: a branch that depends on them may not have been seen"
         )
     for axis, reason in reasons.items():
-        names = [
-            name
-            for name in matrices
-            if any(has_axis(node, axis) for node in forward.parameters[name].dims)
-        ]
+        names = [name for name in matrices if have_axis(forward.parameters[name].dims, axis)]
         if names:
             shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
             yield f"an axis of {axis.size} in {shown}: {reason}"

@@ -46,10 +46,11 @@ def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequen
         for number, node in enumerate(dims):
             if shape[offset + number] == node.size:
                 joined[offset + number] = step.join(joined[offset + number], node)
-    for number, size in enumerate(shape):
-        if joined[number].size != size:  # no input has it
-            joined[number] = AxisNode(size)
-    return joined
+    # A dimension that no input has is new.
+    return [
+        node if node.size == size else AxisNode(size)
+        for node, size in zip(joined, shape, strict=True)
+    ]
 
 
 def find_rule(function: Any) -> Rule | None:
@@ -80,8 +81,7 @@ def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
     if step.name in ("prelu", "_prelu_kernel"):
         # One weight per channel, which is the second dimension.
         tensors = tensors[:1] if tensors[1].numel() == 1 else tensors
-    shape = step.get_shape()
-    dims = broadcast(step, tensors, shape)
+    dims = broadcast(step, tensors, step.get_shape())
     return [dims for _ in step.results]
 
 
@@ -127,11 +127,7 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
     step.ordered = True
     tensor = step.get_first_tensor()
     dims = step.get_dims(tensor)
-    over = step.get("dim")
-    if over is None or over == []:
-        over = range(len(dims))
-    numbers = [over] if isinstance(over, int) else over
-    gone = {number % max(len(dims), 1) for number in numbers}
+    gone = _list_given_dims(step, len(dims))
     linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
     for number in gone if dims else ():
         if linear:
@@ -145,6 +141,13 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
         if kept or number not in gone
     ]
     return [list(kept_dims) for _ in step.results]
+
+
+def _list_given_dims(step: OperatorCall, count: int) -> set[int]:
+    """Return the numbers of the dimensions that an operator is told, of `count`; none: all."""
+    over = step.get("dim")
+    numbers = [over] if isinstance(over, int) else over or range(count)
+    return {number % max(count, 1) for number in numbers}
 
 
 @register_rule(
@@ -208,7 +211,7 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
     if len(tensors) < 2 or step.name == "addbmm":
         return None
     left, right = tensors[:2]
-    ours, theirs = list(step.get_dims(left)), list(step.get_dims(right))
+    ours, theirs = map(step.get_dims, (left, right))
     if step.name == "linear":
         theirs = theirs[::-1]
         added = tensors[2] if len(tensors) > 2 else None
@@ -235,7 +238,7 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
 def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
     """Trace rows sorted by group times the matrix of their group: [rows, k] x [groups, k, n]."""
     rows, matrices = list(list_tensors(step.args))[:2]
-    ours, theirs = step.get_dims(rows), step.get_dims(matrices)
+    ours, theirs = map(step.get_dims, (rows, matrices))
     if len(ours) != 2 or len(theirs) != 3:
         return None
     block(theirs[0], step.reason)
@@ -246,9 +249,8 @@ def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
 @register_rule("embedding")
 def trace_embedding(step: OperatorCall) -> list[Dims]:
     """Trace the rows of a matrix that are picked by number."""
-    weight, numbers = step.get("weight"), step.get("indices")
     step.lookup = True
-    return [[*step.get_dims(numbers), step.get_dims(weight)[1]]]
+    return [[*step.get_dims(step.get("indices")), step.get_dims(step.get("weight"))[1]]]
 
 
 @register_rule("convolution")
@@ -256,8 +258,8 @@ def trace_convolution(step: OperatorCall) -> list[Dims] | None:
     """Trace a convolution: it mixes channels unless each has its own kernel (depthwise); places are
     blocked.
     """
-    data, weight, bias = step.get("input"), step.get("weight"), step.get("bias")
-    ours, kernel = step.get_dims(data), step.get_dims(weight)
+    data, weight, bias = map(step.get, ("input", "weight", "bias"))
+    ours, kernel = map(step.get_dims, (data, weight))
     for node in (*ours[2:], *kernel[2:]):
         block(node, step.reason)
     if step.get("transposed"):
@@ -308,9 +310,9 @@ def trace_permutation(step: OperatorCall) -> list[Dims]:
     """Trace dimensions in another order."""
     dims = list(step.get_dims(step.get_first_tensor()))
     if step.name in ("transpose", "transpose_"):
-        one, other = step.get("dim0"), step.get("dim1")
+        first, second = map(step.get, ("dim0", "dim1"))
         if dims:
-            dims[one], dims[other] = dims[other], dims[one]
+            dims[first], dims[second] = dims[second], dims[first]
         return [dims]
     if step.name == "permute":
         return [[dims[number] for number in step.get("dims")]]
@@ -320,7 +322,8 @@ def trace_permutation(step: OperatorCall) -> list[Dims]:
 @register_rule("expand", "expand_copy")
 def trace_expand(step: OperatorCall) -> list[Dims]:
     """Trace repeated dimensions of one element, and new ones in front."""
-    dims, shape = step.get_dims(step.get_first_tensor()), step.get_shape()
+    shape = step.get_shape()
+    dims = step.get_dims(step.get_first_tensor())
     dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
     return [
         [
@@ -337,25 +340,22 @@ def trace_squeeze(step: OperatorCall) -> list[Dims]:
     if step.name.startswith("unsqueeze"):
         dims.insert(step.get("dim") % (len(dims) + 1), AxisNode(1))
         return [dims]
-    over = step.get("dim")
-    if over is None:
-        over = range(len(dims))
-    numbers = [over] if isinstance(over, int) else over
-    gone = {number % len(dims) for number in numbers if dims}
+    gone = set() if step.get("dim") == [] else _list_given_dims(step, len(dims))
     return [[node for number, node in enumerate(dims) if number not in gone or node.size != 1]]
 
 
 @register_rule("slice", "narrow")
 def trace_slice(step: OperatorCall) -> list[Dims]:
     """Trace one stretch of a dimension."""
-    tensor = step.get_first_tensor()
-    dims = list(step.get_dims(tensor))
+    dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim", 0) % len(dims)
-    size, length = dims[number].size, step.get_shape()[number]
+    size = dims[number].size
+    length = step.get_shape()[number]
     if length == size:
         return [dims]
-    stride, first = step.get("step", 1), step.get("start") or 0
-    if stride > 1 and size % stride == 0 and 0 <= first < stride and length == size // stride:
+    stride = step.get("step", 1)
+    start = step.get("start") or 0
+    if stride > 1 and size % stride == 0 and 0 <= start < stride and length == size // stride:
         # Every other one, as of gate and up.
         dims[number], within = regroup([dims[number]], [length, stride], step.reason)
         block(within, step.reason)
@@ -364,7 +364,6 @@ def trace_slice(step: OperatorCall) -> list[Dims]:
         block(dims[number], step.reason)
         dims[number] = step.make_dims([length], True)[0]
         return [dims]
-    start = step.get("start") or 0
     start = max(start + size, 0) if start < 0 else start
     pieces = cut(dims[number], [start, length, size - start - length], step.reason)
     dims[number] = pieces[1 if start else 0]
@@ -389,8 +388,10 @@ def trace_split(step: OperatorCall) -> list[Dims]:
             [*dims[:number], *step.make_dims([length], True), *dims[number + 1 :]]
             for length in lengths
         ]
-    pieces = cut(dims[number], lengths, step.reason)
-    return [[*dims[:number], piece, *dims[number + 1 :]] for piece in pieces]
+    return [
+        [*dims[:number], piece, *dims[number + 1 :]]
+        for piece in cut(dims[number], lengths, step.reason)
+    ]
 
 
 @register_rule("cat", "stack", "concat")
@@ -401,15 +402,15 @@ def trace_cat(step: OperatorCall) -> list[Dims]:
     ]
     shape = step.get_shape()
     number = step.get("dim", 0) % len(shape)
-    held = [list(step.get_dims(tensor)) for tensor in tensors]
+    dims_by_tensor = [list(step.get_dims(tensor)) for tensor in tensors]
     if step.name == "stack":
         joined = AxisNode(shape[number], blocked=step.reason)
-        for dims in held:
+        for dims in dims_by_tensor:
             dims.insert(number, joined)
     else:
-        joined = make_concatenation(dims[number] for dims in held)
-    dims_of_all = held[0]
-    for dims in held[1:]:
+        joined = make_concatenation(dims[number] for dims in dims_by_tensor)
+    dims_of_all = dims_by_tensor[0]
+    for dims in dims_by_tensor[1:]:
         for place, node in enumerate(dims):
             if place != number:
                 unify(dims_of_all[place], node, step.reason)
@@ -437,7 +438,8 @@ def trace_repeat(step: OperatorCall) -> list[Dims]:
 )
 def trace_opaque(step: OperatorCall) -> list[Dims]:
     """Keep dimensions of a view whose sizes stay in front; block all others."""
-    dims, shape = list(step.get_dims(step.get_first_tensor())), step.get_shape()
+    shape = step.get_shape()
+    dims = list(step.get_dims(step.get_first_tensor()))
     keeps = step.name in ("view_as_real", "view_as_complex", "unfold")
     same = 0
     while keeps and same < min(len(dims), len(shape)) and dims[same].size == shape[same]:
@@ -456,8 +458,7 @@ def trace_index(step: OperatorCall) -> list[Dims]:
     """Trace elements that are picked, or put, by numbers along some dimensions, which are
     blocked.
     """
-    tensor = step.get_first_tensor()
-    dims = list(step.get_dims(tensor))
+    dims = list(step.get_dims(step.get_first_tensor()))
     picks = list(step.get("indices"))
     single = _find_negative_pick(step, picks)
     if single is not None:
@@ -484,11 +485,11 @@ def trace_index(step: OperatorCall) -> list[Dims]:
     target = step.get("values") if "put" in step.name else step.results[0]
     count = len(torch.broadcast_shapes(*shapes)) if given and not masks else 1
     if "put" in step.name:
-        whole = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
-        offset = len(whole) - target.dim()
+        put_dims = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
+        offset = len(put_dims) - target.dim()
         for place, node in enumerate(step.get_dims(target)):
-            if place + offset >= 0 and node.size == whole[place + offset].size:
-                step.join(whole[place + offset], node)
+            if place + offset >= 0 and node.size == put_dims[place + offset].size:
+                step.join(put_dims[place + offset], node)
         return [dims]
     picked = list(target.shape[front : front + count])
     spent = step.make_dims(picked) if masks else broadcast(step, given, picked)
@@ -541,12 +542,12 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
     dims = list(step.get_dims(step.get_first_tensor()))
     number = step.get("dim") % max(len(dims), 1)
     block(dims[number], step.reason)
-    others = [
+    other_dims = [
         step.get_dims(tensor)
         for tensor in (step.get("index"), step.get("src"))
         if isinstance(tensor, torch.Tensor)
     ]
-    for other in others:
+    for other in other_dims:
         for place, node in enumerate(other):
             if place == number:
                 block(node, step.reason)
@@ -555,7 +556,7 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
             else:
                 block(dims[place], step.reason)
                 block(node, step.reason)
-    return [others[0] if step.name == "gather" else dims]
+    return [other_dims[0] if step.name == "gather" else dims]
 
 
 @register_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
@@ -571,14 +572,14 @@ def trace_attention(step: OperatorCall) -> list[Dims]:
     """Trace softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries
     stand for groups.
     """
-    query, key, value = (step.get(name) for name in ("query", "key", "value"))
-    ours, keys, held = step.get_dims(query), step.get_dims(key), step.get_dims(value)
+    query, key, value = map(step.get, ("query", "key", "value"))
+    ours, keys, values = map(step.get_dims, (query, key, value))
     groups = query.shape[-3] // key.shape[-3]
-    for theirs in (keys, held):
+    for theirs in (keys, values):
         for one, other in zip(ours[:-3], theirs[:-3], strict=True):
             step.join(one, other)
         unify(ours[-3], make_product([theirs[-3], AxisNode(groups)]), step.reason)
-    unify(keys[-2], held[-2], step.reason)
+    unify(keys[-2], values[-2], step.reason)
     for node in (ours[-1], keys[-1], keys[-2], ours[-2]):
         block(node, step.reason)
     unify(ours[-1], keys[-1], step.reason)
@@ -588,12 +589,9 @@ def trace_attention(step: OperatorCall) -> list[Dims]:
         offset = len(ours) - mask.dim()
         for place, node in enumerate(step.get_dims(mask)[:-2]):
             step.join(ours[offset + place], node)
-    output_dims: list[Dims] = [[*ours[:-1], held[-1]]]
+    output_dims: list[Dims] = [[*ours[:-1], values[-1]]]
     for out in step.results[1:]:
-        same = out.dim() == 3 and out.shape[:2] == query.shape[:2]
-        output_dims.append(
-            [*ours[:2], *step.make_dims(out.shape[2:], True)]
-            if same
-            else step.make_dims(out.shape, True)
-        )
+        # Rows of the queries' heads, such as log-sum-exps.
+        kept = ours[:2] if out.dim() == 3 and out.shape[:2] == query.shape[:2] else []
+        output_dims.append([*kept, *step.make_dims(out.shape[len(kept) :], True)])
     return output_dims

@@ -7,7 +7,7 @@ that it needs, or raises `Refusal`, whose text says why ranks cannot share it.
 
 from collections.abc import Iterable
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis
+from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis, have_axis
 from recipe_lib.external.tensor_plan.forward_trace import (
     CallKey,
     ForwardTrace,
@@ -44,8 +44,12 @@ def follow_axis(
     node: a leaf that nothing blocks. parameter_dims: the dimension of each parameter that has it.
     Raises Refusal where a rank could not compute its part.
     """
-    parameters = {trace.parameters[name] for name in parameter_dims}
-    follower = _AxisFollower(trace, ShardedAxis(node, parameter_dims, sharded=parameters))
+    follower = _AxisFollower(
+        trace,
+        ShardedAxis(
+            node, parameter_dims, sharded={trace.parameters[name] for name in parameter_dims}
+        ),
+    )
     follower.follow(records)
     return follower.axis
 
@@ -95,12 +99,12 @@ class _AxisFollower:
         if axis.is_reduced:
             # An axis of embeddings: every norm would cost a sum over ranks.
             for record in self.trace.records:
-                if record.lookup and _have_axis(record.inputs[0].dims[1:], axis.node):
+                if record.lookup and have_axis(record.inputs[0].dims[1:], axis.node):
                     raise Refusal("hidden states have it, and norms take means over it")
         self._check_runs_alike()
 
     def _is_in(self, tensor: TracedTensor) -> bool:
-        return _have_axis(tensor.dims, self.axis.node)
+        return have_axis(tensor.dims, self.axis.node)
 
     def _gather_whole_segments(self) -> None:
         """Note the parameters of which some segments have the axis and others not: these are
@@ -109,17 +113,17 @@ class _AxisFollower:
         for name, dim in self.axis.parameter_dims.items():
             parameter = self.trace.parameters[name]
             segments = find_segments(parameter.dims[dim], self.axis.node) or []
-            whole = tuple(number for number, (_, is_whole) in enumerate(segments) if is_whole)
-            if not whole:
+            whole_numbers = tuple(
+                number for number, (_, is_whole) in enumerate(segments) if is_whole
+            )
+            if not whole_numbers:
                 continue
             self.axis.has_whole_segments = True
-            if 2 * sum(segments[number][0] for number in whole) > parameter.dims[dim].size:
+            if 2 * sum(segments[number][0] for number in whole_numbers) > parameter.dims[dim].size:
                 raise Refusal(f"most of {name} does not have the axis")
             views = self._find_stored_views(parameter)
             for number, call in enumerate(self.trace.calls):
-                for place, tensor, _ in call.arguments:
-                    if tensor not in views:
-                        continue
+                for place, tensor in [each[:2] for each in call.arguments if each[1] in views]:
                     dims = [
                         at for at, node in enumerate(tensor.dims) if has_axis(node, self.axis.node)
                     ]
@@ -131,7 +135,7 @@ class _AxisFollower:
                         parameters=frozenset([name]),
                         dim=dims[0],
                         segments=tuple(length for length, _ in segments),
-                        whole=whole,
+                        whole=whole_numbers,
                     )
                     if find_segments(tensor.dims[dims[0]], self.axis.node) != segments:
                         raise Refusal(
@@ -178,8 +182,8 @@ class _AxisFollower:
         sharded_inputs = [tensor for tensor in record.inputs if tensor in sharded]
         sharded_outputs = [tensor for tensor in record.outputs if self._is_in(tensor)]
         if sharded_inputs and self.axis.has_whole_segments and not record.uniform:
-            in_call = self.trace.calls[record.call].function if record.call >= 0 else ""
-            is_even = in_call in ("chunk", "tensor_split")
+            calls = self.trace.calls
+            is_even = record.call >= 0 and calls[record.call].function in ("chunk", "tensor_split")
             # What every rank uses in part, or is taken from it.
             if not any(map(self._is_in, sharded_inputs)) or (record.name in _TAKES and not is_even):
                 sharded_outputs = record.outputs
@@ -223,11 +227,18 @@ class _AxisFollower:
                         "a whole tensor that is to be cut does not have the axis in"
                         f" {self._describe(record)}"
                     )
-                lengths = tuple(length for length, _ in segments)
-                numbers = tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole)
-                cutting = PendingBoundary("cut", record.call, place, tensor, dim=dim, whole=numbers)
-                # Segments with whole ones among them are named one by one.
-                cutting.segments = lengths if numbers else find_period(list(lengths))
+                lengths = [length for length, _ in segments]
+                whole_numbers = tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole)
+                cutting = PendingBoundary(
+                    "cut",
+                    record.call,
+                    place,
+                    tensor,
+                    dim=dim,
+                    whole=whole_numbers,
+                    # Segments with whole ones among them are named one by one.
+                    segments=tuple(lengths) if whole_numbers else find_period(lengths),
+                )
                 self.axis.boundaries.append(cutting)
             elif needs_gradient and tensor not in self.axis.sharded:
                 uses = self.axis.replicated_uses if tensor.parameters else self.axis.boundaries
@@ -276,8 +287,9 @@ class _AxisFollower:
         if not any(tensor.identifiers for tensor in record.inputs[1:]):
             raise Refusal(f"rows are picked by number, not by token, in {self._describe(record)}")
         self.axis.vocabulary = True
-        leaving = self._make_leaving("lookup", record, record.inputs[0].parameters)
-        self.axis.boundaries.append(leaving)
+        self.axis.boundaries.append(
+            self._make_leaving("lookup", record, record.inputs[0].parameters)
+        )
 
     def _note_taken(
         self, record: OperatorCall, leaving: PendingBoundary, taken: TracedTensor
@@ -372,10 +384,6 @@ class _AxisFollower:
         return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
 
 
-def _have_axis(dims: Iterable[AxisNode], node: AxisNode) -> bool:
-    return any(has_axis(dim, node) for dim in dims)
-
-
 def _find_arguments(
     call: FunctionCall, tensor: TracedTensor
 ) -> list[tuple[str, TracedTensor, bool]]:
@@ -389,9 +397,9 @@ def _find_arguments(
     seen = {tensor}
     queue = [tensor]
     while queue:
-        made = queue.pop()
+        made_tensor = queue.pop()
         for record in call.records:
-            for source in record.inputs if made in record.outputs else ():
+            for source in record.inputs if made_tensor in record.outputs else ():
                 if source not in seen:
                     seen.add(source)
                     queue.append(source)

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -162,8 +162,7 @@ class ShardingPlan:
         """Return the plan as plain dicts, lists, strings, integers and booleans, for YAML or
         JSON.
         """
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
+        return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
 
     def hash(self) -> str:
         """Return 16 hexadecimal digits that are the same for equal plans, on any machine; texts for
@@ -192,10 +191,10 @@ def compute_bounds(
     offset = 0
     for number, length in enumerate(segments):
         part = -(-length // size)
-        first, last = rank * part, (rank + 1) * part
-        if number in whole:
-            first, last = 0, length
-        starts_and_stops.append((offset + min(first, length), offset + min(last, length)))
+        is_whole = number in whole
+        first = 0 if is_whole else min(rank * part, length)
+        last = length if is_whole else min((rank + 1) * part, length)
+        starts_and_stops.append((offset + first, offset + last))
         offset += length
     return starts_and_stops
 
@@ -295,9 +294,8 @@ def count_boundaries(plan: ShardingPlan) -> dict[Boundary, int]:
     counts: Counter[Boundary] = Counter()
     for boundary in plan.boundaries:
         names = tuple(dict.fromkeys(map(make_pattern, boundary.parameters)))
-        module = make_pattern(boundary.module)
         alike = dataclasses.replace(
-            boundary, module=module, axes=(), parameters=names, activation=-1
+            boundary, module=make_pattern(boundary.module), axes=(), parameters=names, activation=-1
         )
         counts[alike] += 1
     return counts
@@ -314,20 +312,19 @@ def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
     seen: set[tuple[str, int]] = set()
     by_place: dict[tuple[str, int, str], list[Boundary]] = {}
     for boundary in plan.boundaries:
-        key = (boundary.module, boundary.call, boundary.place)
-        by_place.setdefault(key, []).append(boundary)
+        by_place.setdefault((boundary.module, boundary.call, boundary.place), []).append(boundary)
     for boundaries in by_place.values():
-        tokens = (each for each in boundaries if each.kind in ("gather", "slice"))
-        first = next(tokens, boundaries[0])
+        first = next(
+            (each for each in boundaries if each.kind in ("gather", "slice")), boundaries[0]
+        )
         exchange = (" ".join(sorted(each.kind for each in boundaries)), first.activation)
-        if not any(each.width for each in boundaries):
-            continue
-        if first.activation >= 0 and exchange in seen:
+        is_repeated = first.activation >= 0 and exchange in seen
+        width = first.width or max(each.width for each in boundaries)
+        if is_repeated or not width:
             continue
         seen.add(exchange)
-        width = first.width or max(each.width for each in boundaries)
-        for phase, name in _list_phases({each.kind for each in boundaries if each.width}):
-            exchanges.append((phase, name, width))
+        phases = _list_phases({each.kind for each in boundaries if each.width})
+        exchanges += [(phase, name, width) for phase, name in phases]
     return exchanges
 
 
@@ -379,10 +376,8 @@ def count_step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, in
 
 def count_whole_elements(parameter: ParameterPlan) -> int:
     """Return the elements of a cut parameter that every rank computes with."""
-    if not parameter.whole:
-        return 0
-    across = prod(parameter.shape) // parameter.shape[parameter.dim]
-    return across * sum(parameter.segments[number] for number in parameter.whole)
+    length = sum(parameter.segments[number] for number in parameter.whole)
+    return prod(parameter.shape) // parameter.shape[parameter.dim] * length if length else 0
 
 
 def count_held_elements(plan: ShardingPlan, size: int) -> int:
@@ -391,8 +386,7 @@ def count_held_elements(plan: ShardingPlan, size: int) -> int:
     for parameter in plan.parameters:
         elements = prod(parameter.shape)
         if parameter.dim >= 0:
-            bounds = compute_bounds(parameter.segments, 0, size)
-            part = sum(stop - start for start, stop in bounds)
+            part = sum(stop - start for start, stop in compute_bounds(parameter.segments, 0, size))
             elements = elements // parameter.shape[parameter.dim] * part
         total += elements
     return total

@@ -88,43 +88,43 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
     become small ones.
     """
     small = copy.deepcopy(config)
-    held = vars(small)
-    count = _cut_layer_lists(held, layers)
-    for name, value in list(held.items()):
+    settings = vars(small)
+    count = _cut_layer_lists(settings, layers)
+    for name, value in list(settings.items()):
         if hasattr(value, "to_dict") and not isinstance(value, type):
-            held[name] = shrink(value, layers, keys)
+            settings[name] = shrink(value, layers, keys)
         elif name in _LAYERS and isinstance(value, int):
-            held[name] = count
+            settings[name] = count
         elif name in _KEYS and isinstance(value, int):
-            held[name] = _choose_key_heads(value, vars(config), keys)
+            settings[name] = _choose_key_heads(value, vars(config), keys)
         elif name.endswith("token_id") and isinstance(value, int):
-            held[name] = min(value, 2)
+            settings[name] = min(value, 2)
         elif name in _NEEDED and value is None:
-            held[name] = _SIZE_OF.get(name, _HEADS)
+            settings[name] = _SIZE_OF.get(name, _HEADS)
         elif (
             name in _SIZE_OF
             and isinstance(value, int)
             and not isinstance(value, bool)
             and value > 0
         ):
-            held[name] = (
+            settings[name] = (
                 min(_SIZE_OF[name], value)
                 if _SIZE_OF[name] < 8 or name == "vocab_size"
                 else _SIZE_OF[name]
             )
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(held.get(name), dict):
-            held[name] = _reset_rope(held[name])
+        if isinstance(settings.get(name), dict):
+            settings[name] = _reset_rope(settings[name])
     if (
-        isinstance(held.get("expand"), int)
-        and isinstance(held.get("num_heads"), int)
-        and "head_dim" in held
+        isinstance(settings.get("expand"), int)
+        and isinstance(settings.get("num_heads"), int)
+        and "head_dim" in settings
     ):
-        held["head_dim"] = (
-            held["expand"] * _WIDTH // held["num_heads"]
+        settings["head_dim"] = (
+            settings["expand"] * _WIDTH // settings["num_heads"]
         )  # heads of a state space share what is expanded
-    if isinstance(held.get("pad_token_id"), int):
-        held["pad_token_id"] = 0
+    if isinstance(settings.get("pad_token_id"), int):
+        settings["pad_token_id"] = 0
     return small
 
 
@@ -149,11 +149,11 @@ def _reset_rope(held: dict[str, Any]) -> dict[str, Any]:
 
 def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
     """Cut lists with an entry per layer to one layer of each kind. Returns the number of layers."""
-    whole = next((held[name] for name in _LAYERS if isinstance(held.get(name), int)), layers)
+    num_layers = next((held[name] for name in _LAYERS if isinstance(held.get(name), int)), layers)
     lists = {
         name: value
         for name, value in held.items()
-        if isinstance(value, (list, tuple)) and len(value) == whole
+        if isinstance(value, (list, tuple)) and len(value) == num_layers
     }
     periods = [
         value
@@ -165,8 +165,8 @@ def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
         return max(layers, min(longest + 1 if longest > 1 else layers, 9))
     kinds = list(zip(*(map(repr, value) for value in lists.values()), strict=True))
     kept = sorted({kinds.index(kind) for kind in kinds})
-    while len(kept) < min(layers, whole):
-        kept = sorted([*kept, next(number for number in range(whole) if number not in kept)])
+    while len(kept) < min(layers, num_layers):
+        kept = sorted([*kept, next(number for number in range(num_layers) if number not in kept)])
     for name, value in lists.items():
         held[name] = type(value)(value[number] for number in kept)
     return len(kept)

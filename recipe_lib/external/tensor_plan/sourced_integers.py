@@ -10,7 +10,7 @@ with an attribute divided or without.
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +32,9 @@ class Size(NamedTuple):
 
     tensor: Any
     dimension: int
+
+
+_Source = TypeVar("_Source", Attribute, Size)
 
 
 class Arithmetic(NamedTuple):
@@ -86,7 +89,8 @@ def _make_comparison(sign: str) -> Callable[[Any, Any], Any]:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
         if self.note is not None and (
-            isinstance(self.source, Size) or list_attributes(self) + list_attributes(other)
+            isinstance(self.source, Size)
+            or list_sources(self, Attribute) + list_sources(other, Attribute)
         ):
             self.note(Decision(sign, self, other))
         return _COMPARE[sign](int(self), int(other))
@@ -103,10 +107,10 @@ class Sourced(int):
     note: Any
 
     def __new__(cls, value: int, source: Any = None, note: Any = None) -> "Sourced":
-        made = super().__new__(cls, value)
-        made.source = source
-        made.note = note
-        return made
+        sourced = super().__new__(cls, value)
+        sourced.source = source
+        sourced.note = note
+        return sourced
 
     __add__ = _make_operator("+", False)  # type: ignore[assignment]
     __radd__ = _make_operator("+", True)  # type: ignore[assignment]
@@ -161,25 +165,15 @@ def is_decided_alike(
     return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
 
 
-def list_attributes(value: int) -> list[Attribute]:
-    """Return the attributes that an integer was computed from."""
-    source = getattr(value, "source", None)
-    if isinstance(source, Attribute):
-        return [source]
-    if isinstance(source, Arithmetic):
-        return list_attributes(source.left) + list_attributes(source.right)
-    return []
-
-
-def list_sizes(value: object) -> list[Size]:
-    """Return the sizes of tensors that an integer, or the bounds of a slice, were computed from."""
+def list_sources(value: object, kind: type[_Source]) -> list[_Source]:
+    """Return the attributes, or sizes, that an integer or a slice was computed from."""
     if isinstance(value, slice):
-        return list_sizes(value.start) + list_sizes(value.stop)
+        return list_sources(value.start, kind) + list_sources(value.stop, kind)
     source = getattr(value, "source", None)
-    if isinstance(source, Size):
+    if isinstance(source, kind):
         return [source]
     if isinstance(source, Arithmetic):
-        return list_sizes(source.left) + list_sizes(source.right)
+        return list_sources(source.left, kind) + list_sources(source.right, kind)
     return []
 
 

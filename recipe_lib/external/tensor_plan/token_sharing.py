@@ -18,11 +18,13 @@ from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
     find,
     has_axis,
+    have_axis,
     list_factors,
     list_leaves,
     make_product,
 )
 from recipe_lib.external.tensor_plan.forward_trace import (
+    SHAPES,
     AttributeDivision,
     ForwardTrace,
     FunctionCall,
@@ -39,7 +41,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     Size,
     evaluate,
     is_decided_alike,
-    list_sizes,
+    list_sources,
 )
 
 
@@ -96,12 +98,13 @@ def run_call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> Tok
         token_wise = _run_record_on_tokens(record, local, length)
         if token_wise is None:
             return None
-        for tensor, layout in token_wise.demands.items():
-            if tensor not in arguments or demands.get(tensor, layout) != layout:
-                return None
-            demands[tensor] = layout
-            local[tensor] = layout
-        local.update(token_wise.outputs)
+        if any(
+            tensor not in arguments or demands.get(tensor, layout) != layout
+            for tensor, layout in token_wise.demands.items()
+        ):
+            return None
+        demands |= token_wise.demands
+        local |= token_wise.demands | token_wise.outputs
     return TokenWise({each: local[each] for each in call.outputs if each in local}, demands)
 
 
@@ -136,14 +139,14 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
     if output_dims is None or find(tokens).kind != "leaf" or find(tokens).blocked:
         return None
     summed = [node for node, _, _ in again.contractions] + [node for node, _ in again.reductions]
-    if _have_tokens(summed, tokens):
+    if have_axis(summed, tokens):
         return None
     outputs: Layouts = {}
     for tensor, dims in zip(record.outputs, output_dims, strict=True):
         layout = _find_token_dim(dims, tokens)
         if layout is not None:
             outputs[tensor] = layout
-        elif _have_tokens(dims, tokens) or not record.uniform:
+        elif have_axis(dims, tokens) or not record.uniform:
             return None
     demands: Layouts = {}
     for tensor in record.inputs:
@@ -153,19 +156,13 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
                 return None
         elif layout is not None:
             demands[tensor] = layout
-        elif _have_tokens(marked[tensor].dims, tokens):
+        elif have_axis(marked[tensor].dims, tokens):
             return None
     return TokenWise(outputs, demands)
 
 
-def _have_tokens(dims: list[AxisNode], tokens: AxisNode) -> bool:
-    return any(has_axis(node, tokens) for node in dims)
-
-
 def _find_token_dim(dims: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
-    """Return where the tokens lie, if they do so once and at the end or the beginning of a
-    dimension.
-    """
+    """Return where the tokens lie, if once and at the end or the beginning of a dimension."""
     root = find(tokens)
     if sum(leaf is root for node in dims for leaf in list_leaves(node)) != 1:
         return None
@@ -299,9 +296,7 @@ class TokenFlow:
         return tensor in self.made and tensor not in self.early
 
     def _find_giver(self, tensor: TracedTensor) -> int:
-        """Return the last call that makes a tensor or hands it on, one right after the other in one
-        module.
-        """
+        """Return the last of the calls in a row, in one module, that make or hand on a tensor."""
         number = tensor.call
         module = self.trace.calls[number].key.module
         handed = self._handed.get(tensor, ())
@@ -320,16 +315,15 @@ class TokenFlow:
                 if needs_gradient and tensor in aligned and tensor.activation:
                     layouts = aligned
                     cuts = aligned
-        token_wise = None
-        if layouts and number not in self.stopped:
-            token_wise = self._try_on_tokens(number, layouts)
+        can_try = layouts and number not in self.stopped
+        token_wise = self._try_on_tokens(number, layouts) if can_try else None
         if token_wise is not None:
             self._note_local_call(number, token_wise, {**cuts, **token_wise.demands})
             return
         self._gather_arguments(number, call)
-        whole = self._try_on_tokens(number, aligned) if aligned else None
-        if whole is not None:
-            self.aligned.update(whole.outputs)
+        aligned_call = self._try_on_tokens(number, aligned) if aligned else None
+        if aligned_call is not None:
+            self.aligned.update(aligned_call.outputs)
 
     def _note_local_call(self, number: int, token_wise: TokenWise, cuts: Layouts) -> None:
         """Note a call that works on a rank's tokens. cuts: arguments that are whole till then."""
@@ -377,13 +371,14 @@ class TokenFlow:
             return False
         if any(self.is_local(tensor) for _, tensor, _ in call.arguments):
             return False
-        whole = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
-        for tensor in whole[:1]:
+        activations = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
+        for tensor in activations[:1]:
             for candidate in list_candidates(tensor, self.length):
                 token_wise = self._try_on_tokens(number, {tensor: candidate})
                 if token_wise is not None and token_wise.outputs.get(output) == layout:
-                    cuts = {tensor: candidate, **token_wise.demands}
-                    self._note_local_call(number, token_wise, cuts)
+                    self._note_local_call(
+                        number, token_wise, {tensor: candidate, **token_wise.demands}
+                    )
                     return True
         return False
 
@@ -391,9 +386,8 @@ class TokenFlow:
         """Gather a tensor that is gathered wherever it is used where it is made."""
         for tensor, layout in list(self.made.items()):
             uses = self._users.get(tensor, [])
-            if tensor in self.early or tensor.call < 0 or not uses:
-                continue
-            if not self.gathers.keys() >= set(uses):
+            is_gathered = bool(uses) and self.gathers.keys() >= set(uses)
+            if tensor in self.early or tensor.call < 0 or not is_gathered:
                 continue
             for use in uses:
                 self.gathers.pop(use)
@@ -402,8 +396,7 @@ class TokenFlow:
                 del self.made[tensor]
             else:
                 giver = self._find_giver(tensor)
-                output = name_output(self.trace.calls[giver], tensor)
-                self.gathers[giver, output] = (tensor, layout)
+                self.gathers[giver, name_output(self.trace.calls[giver], tensor)] = (tensor, layout)
                 self.early.add(tensor)
 
     def is_seen_cut(self, tensor: TracedTensor, dimension: int) -> bool:
@@ -487,8 +480,10 @@ def _make_wrong_whole(flow: TokenFlow) -> bool:
         if record.call < 0:  # of no call that could be given other tensors
             flow.whole.update(filter(flow.is_local, (*record.inputs, *record.outputs)))
     for (number, _), (tensor, _) in [*flow.slices.items(), *flow.gathers.items()]:
-        records = flow.trace.calls[number].records
-        is_written = any(tensor in each.inputs and tensor in each.outputs for each in records)
+        is_written = any(
+            tensor in each.inputs and tensor in each.outputs
+            for each in flow.trace.calls[number].records
+        )
         if tensor.call != number and is_written:  # which a copy would not show
             flow.whole.add(tensor)
             flow.stopped.add(number)
@@ -517,8 +512,11 @@ def _make_wrong_whole(flow: TokenFlow) -> bool:
 
 def _list_cut_tensors(flow: TokenFlow, value: object) -> list[TracedTensor]:
     """Return the tensors of whose rank's tokens a value was computed from the size."""
-    sizes = list_sizes(value)
-    return [size.tensor for size in sizes if flow.is_seen_cut(size.tensor, size.dimension)]
+    return [
+        size.tensor
+        for size in list_sources(value, Size)
+        if flow.is_seen_cut(size.tensor, size.dimension)
+    ]
 
 
 def _keep_runs_alike(flow: TokenFlow) -> None:
@@ -532,9 +530,8 @@ def _keep_runs_alike(flow: TokenFlow) -> None:
         runs.setdefault(call.key, []).append(number)
     for numbers in runs.values():
         first = exchanges.get(numbers[0], set())
-        if all(exchanges.get(number, set()) == first for number in numbers):
-            continue
-        for number in numbers:
+        is_alike = all(exchanges.get(number, set()) == first for number in numbers)
+        for number in () if is_alike else numbers:
             call = flow.trace.calls[number]
             flow.whole.update(call.outputs)
             if number in flow.stopped:
@@ -560,8 +557,13 @@ def _collect_shared(flow: TokenFlow) -> SharedTokens:
                 sizes[output] = prod(get_shape(output))
     shared = sum(size for tensor, size in sizes.items() if tensor in flow.made)
     share = shared / max(sum(sizes.values()), 1) if flow.gathers or flow.slices else 0.0
-    local = tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor))
-    return SharedTokens(flow.gathers, flow.slices, uses=uses, share=share, local=local)
+    return SharedTokens(
+        flow.gathers,
+        flow.slices,
+        uses=uses,
+        share=share,
+        local=tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor)),
+    )
 
 
 class _SharedSizes(LocalSizes):
@@ -588,12 +590,8 @@ class _SharedSizes(LocalSizes):
     def read_size(self, size: Size) -> int:
         """Return what the model reads as the size of a dimension."""
         axis_size = super().compute_size(size.tensor, size.tensor.dims[size.dimension])
-        is_cut = self.flow.is_seen_cut(size.tensor, size.dimension)
-        return axis_size // _RANKS if is_cut else axis_size
+        return axis_size // (_RANKS if self.flow.is_seen_cut(size.tensor, size.dimension) else 1)
 
 
 # Functions of whose numbers `list_demands` says what they have to be.
-_CHECKED = frozenset(
-    "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand randn"
-    " unflatten split split_with_sizes narrow __getitem__".split()
-)
+_CHECKED = SHAPES.union("unflatten split split_with_sizes narrow __getitem__".split())

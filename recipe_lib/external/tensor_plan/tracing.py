@@ -130,9 +130,12 @@ class _Watch(TorchFunctionMode):
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
-            note = self.trace.size_decisions.append
-            sizes = [Sourced(size, Size(traced, at), note) for at, size in enumerate(value)]
-            return torch.Size(sizes)
+            return torch.Size(
+                [
+                    Sourced(size, Size(traced, at), self.trace.size_decisions.append)
+                    for at, size in enumerate(value)
+                ]
+            )
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
             size = Size(self.known(args[0]), dimension % args[0].dim())
@@ -200,9 +203,8 @@ class _Operators(TorchDispatchMode):
 
     def _record(self, step: OperatorCall, dims: list[Any]) -> None:
         activation = any(each.root.activation for each in step.inputs)
-        names = frozenset[str]()
-        if not activation:
-            names = names.union(*(each.parameters for each in step.inputs))
+        sources = () if activation else step.inputs
+        names = frozenset[str]().union(*(each.parameters for each in sources))
         views = any(each.alias_info is not None for each in step.function._schema.returns)
         for tensor, sizes in zip(step.results, dims, strict=True):
             if id(tensor) in step.held:
@@ -212,17 +214,22 @@ class _Operators(TorchDispatchMode):
                 traced.activation |= activation
                 traced.parameters = traced.parameters | names
             else:
-                is_integer = tensor.dtype in (torch.int64, torch.int32)
-                is_by_one = is_integer and not step.values and not step.ordered
-                fresh = TracedTensor(
-                    sizes,
-                    names,
-                    activation,
-                    identifiers=is_by_one and any(each.identifiers for each in step.inputs),
-                    base=step.inputs[0] if views and step.inputs else None,
-                    call=step.call,
+                is_by_one = (
+                    tensor.dtype in (torch.int64, torch.int32)
+                    and not step.values
+                    and not step.ordered
                 )
-                traced = self.remember(tensor, fresh)
+                traced = self.remember(
+                    tensor,
+                    TracedTensor(
+                        sizes,
+                        names,
+                        activation,
+                        identifiers=is_by_one and any(each.identifiers for each in step.inputs),
+                        base=step.inputs[0] if views and step.inputs else None,
+                        call=step.call,
+                    ),
+                )
             step.outputs.append(traced)
         self.trace.records.append(step)
         if step.call >= 0:
@@ -241,14 +248,12 @@ def trace(
     forward = ForwardTrace()
     operators = _Operators(forward, find_rule)
     watch = operators.watch = _Watch(model, forward, operators.known)
-    frozen = [
+    frozen = torch.nn.ParameterList(
         each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
-    ]
+    )
     for name, parameter in model.named_parameters():
-        sizes = [AxisNode(size) for size in parameter.shape]
-        forward.parameters[name] = operators.remember(
-            parameter, TracedTensor(sizes, frozenset([name]))
-        )
+        traced = TracedTensor([AxisNode(size) for size in parameter.shape], frozenset([name]))
+        forward.parameters[name] = operators.remember(parameter, traced)
     for number, tensor in enumerate(list_tensors(inputs)):
         first = not number and not tensor.is_floating_point()
         forward.tokens = tensor.numel() if first else forward.tokens
@@ -257,8 +262,7 @@ def trace(
         forward.ids = known if first and tensor.dim() == 2 else forward.ids
     training = model.training
     try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        frozen.requires_grad_(True)
         model.eval()
         with torch.enable_grad(), make_attributes_sourced(model, watch.note), watch, operators:
             output = model(**inputs)
@@ -271,8 +275,7 @@ def trace(
         ) from error
     finally:
         model.train(training)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        frozen.requires_grad_(False)
     forward.outputs = [
         operators.known(tensor) for tensor in list_tensors(get_output_values(output))
     ]

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
+from recipe_lib.external.inspection import require_transformers
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.external.transformers_config import require_transformers
 
 # The form of the attention mask: of four dimensions, because one of two makes some models read its
 # values, which meta tensors do not have; some models take no other, and some none at all.
@@ -52,12 +52,8 @@ def build_example_inputs(
     )
     inputs: dict[str, Any] = {"input_ids": ids.to(device), "use_cache": False}
     if mask == "square":
-        square = (
-            torch.full((length, length), torch.finfo(torch.float32).min)
-            .triu(1)
-            .expand(batch, 1, -1, -1)
-        )
-        inputs["attention_mask"] = square.contiguous().to(device)
+        square = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
+        inputs["attention_mask"] = square.expand(batch, 1, -1, -1).contiguous().to(device)
     elif mask == "row":
         inputs["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=device)
     return inputs
@@ -79,15 +75,17 @@ def infer_plan_and_mask(
     too.
     """
     model = build_transformers_model(config)
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    first: SetupError | None = None
-    for device in ("meta", "cpu") if held <= _SMALL else ("meta",):
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters()
+    )
+    errors: list[SetupError] = []
+    for device in ("meta", "cpu") if num_bytes <= _SMALL else ("meta",):
         model = model if device == "meta" else build_transformers_model(config, device)
         for mask in MASKS:
             try:
-                inputs = build_example_inputs(config, device=device, mask=mask)
-                return infer_plan(model, inputs, size, tokens), mask
+                return infer_plan(
+                    model, build_example_inputs(config, device=device, mask=mask), size, tokens
+                ), mask
             except SetupError as error:
-                first = first or error
-    assert first is not None
-    raise first
+                errors.append(error)
+    raise errors[0]

@@ -34,9 +34,11 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     bandwidth = _measure_bandwidth(device)
-    matmul = {name: _measure_matmuls(dtype, device) for name, dtype in dtypes.items()}
+    matmul = {
+        "bf16": _measure_matmuls(torch.bfloat16, device),
+        "fp32": _measure_matmuls(torch.float32, device),
+    }
     result: dict[str, Any] = {
         "version": VERSION,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -162,9 +164,9 @@ def measure_optimizer_rate(device: str) -> float:
     weights = [torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(tensors)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.AdamW(weights, fused=True)
+    seconds = _measure_seconds(torch.optim.AdamW(weights, fused=True).step, device)
     # Weights, gradients and two states are read, all but gradients written.
-    return 7 * 2 * tensors * elements / _measure_seconds(optimizer.step, device)
+    return 7 * 2 * tensors * elements / seconds
 
 
 def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
@@ -256,10 +258,9 @@ def list_collective_steps(
         if on_gpu:
             torch.get_device_module(device).set_device(device)
         backend = "nccl" if on_gpu else "gloo"
-        store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group(
             backend,
-            store=store,
+            store=dist.FileStore(str(folder / "store"), ranks),
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=max(1.0, seconds)),
@@ -270,8 +271,10 @@ def list_collective_steps(
     yield "meet", meet
     for size in sizes:
         for operation in OPERATIONS:
-            work = partial(measure_collective, operation, size, rank, ranks, device)
-            yield f"{operation} of {format_bytes(size)}", work
+            yield (
+                f"{operation} of {format_bytes(size)}",
+                partial(measure_collective, operation, size, rank=rank, ranks=ranks, device=device),
+            )
 
 
 def measure_collective(

@@ -57,8 +57,7 @@ def add_links(
     points: dict[str, list[dict[str, Any]]] = {operation: [] for operation in OPERATIONS}
     for point in links["points"]:
         if point["operation"] in points:
-            times = {"bytes": point["bytes"], "seconds": point["seconds"]}
-            points[point["operation"]].append(times)
+            points[point["operation"]].append({name: point[name] for name in ("bytes", "seconds")})
     largest = max(points["all_gather"], key=lambda point: point["bytes"])
     return result | {
         "link_bandwidth": (
@@ -117,8 +116,7 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(values, dict) or values.get("version") != VERSION:
         raise ConfigError(f"{place} is no calibration of version {VERSION}; {remedy}")
     values = {**dict.fromkeys(_OPTIONAL), **values}
-    missing = [field.name for field in fields(Calibration) if field.name not in values]
-    if missing:
+    if missing := [field.name for field in fields(Calibration) if field.name not in values]:
         raise ConfigError(f"{place} lacks {', '.join(missing)}; {remedy}")
     for name in ("device", "torch", "date"):
         if not isinstance(values[name], str):
@@ -141,13 +139,12 @@ def _read_links(place: str, values: Any) -> Links | None:
         ranks = values["ranks"]
         backend = str(values["backend"])
         for operation in OPERATIONS:
-            sent = [
+            sent = sorted(
                 (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
-            ]
+            )
             if not sent or not all(map(_is_positive, chain.from_iterable(sent))):
                 raise ValueError(operation)
-            sent.sort()
             # Where one does by noise: no message takes less than a smaller one.
             slowest = accumulate((seconds for _, seconds in sent), max)
             points[operation] = tuple(zip((size for size, _ in sent), slowest, strict=True))
@@ -167,14 +164,14 @@ def _read_matmuls(
     try:
         for dtype, points in matmul.items():
             pairs = [(tuple(point["shape"]), point["rate"]) for point in points]
-            pairs.sort(key=lambda pair: math.prod(pair[0]))
-            rates[dtype] = tuple(pairs)
+            rates[dtype] = tuple(sorted(pairs, key=lambda pair: math.prod(pair[0])))
     except (AttributeError, KeyError, TypeError):
         rates = {}
-    is_complete = bool(rates) and all(rates.values())
-    for shape, rate in chain.from_iterable(rates.values()):
-        is_complete &= len(shape) == 3 and all(map(_is_positive, (*shape, rate)))
-    if not is_complete:
+    are_positive = all(
+        len(shape) == 3 and all(map(_is_positive, (*shape, rate)))
+        for shape, rate in chain.from_iterable(rates.values())
+    )
+    if not rates or not all(rates.values()) or not are_positive:
         raise ConfigError(
             f"{place}: matmul is no list of shapes and rates by dtype; measure again with"
             " --calibrate"
@@ -202,7 +199,7 @@ def _check_device(place: str, device: str, memory: float | None, hardware: Hardw
         pass  # a card that the table lacks: its rates serve for a size of memory only
     # A size is that of cards without error correction; with it they report 6 % less.
     of_its_size = memory is None or 0.9 < hardware.memory / memory < 1.1
-    if name != hardware.name and not (hardware.generic and name != "cpu" and of_its_size):
+    if name != hardware.name and not (hardware.rates_of and name != "cpu" and of_its_size):
         raise ConfigError(
             f"{place} was measured on {quote(device)}, the plan is for {hardware.name}; "
             "leave --device out to plan for what was measured, or leave the file out"

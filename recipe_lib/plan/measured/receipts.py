@@ -69,11 +69,10 @@ class Receipt:
 
     def __post_init__(self) -> None:
         """Compute the errors, which are always those of the figures."""
-        measured = {name: value for name, value in self.measured.items() if value > 0}
         self.errors = {
-            name: self.planned[name] / measured[name] - 1
-            for name in self.planned
-            if name in measured
+            name: planned / self.measured[name] - 1
+            for name, planned in self.planned.items()
+            if self.measured.get(name, 0) > 0
         }
 
 
@@ -106,8 +105,7 @@ def make_receipt(
     # The first step makes optimizer states and compiles kernels.
     later_steps = [line for line in steps if "loss" in line][1:]
     for name in _TIMES:
-        values = [line[name] for line in later_steps if line.get(name)]
-        if values:
+        if values := [line[name] for line in later_steps if line.get(name)]:
             measured[name] = median(values)
     return Receipt(
         format=FORMAT,
@@ -198,9 +196,9 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
     """
 
     def count_differences(receipt: Receipt) -> int:
-        before = receipt.run.settings
-        now = planned.settings
-        return sum(before.get(name) != now.get(name) for name in before | now)
+        settings = receipt.run.settings
+        names = settings | planned.settings
+        return sum(settings.get(name) != planned.settings.get(name) for name in names)
 
     alike = [
         receipt
@@ -217,13 +215,14 @@ def quote_line(receipt: Receipt) -> str:
     `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved,
     measured 15.43 GiB (-1.4%); ...`, with the speed where it is known.
     """
-    planned, measured = receipt.planned, receipt.measured
     line = (
         f"{receipt.time[:10]}, {receipt.run.card}, {receipt.run.recipe} {receipt.run.config}:"
-        f" planned {format_bytes(planned['reserved'])} reserved, measured"
-        f" {format_bytes(measured['reserved'])} ({receipt.errors['reserved']:+.1%})"
+        f" planned {format_bytes(receipt.planned['reserved'])} reserved, measured"
+        f" {format_bytes(receipt.measured['reserved'])} ({receipt.errors['reserved']:+.1%})"
     )
     if "tokens_per_second" in receipt.errors:
-        rates = [format_count(figures["tokens_per_second"]) for figures in (planned, measured)]
-        line += f"; {rates[0]} tokens/s planned, {rates[1]} measured"
+        line += (
+            f"; {format_count(receipt.planned['tokens_per_second'])} tokens/s planned,"
+            f" {format_count(receipt.measured['tokens_per_second'])} measured"
+        )
     return line

@@ -38,8 +38,7 @@ from recipe_lib.plan.search.trials import (
     run_in_processes,
     try_estimate,
 )
-from recipe_lib.plan.summary.fit_verdict import has_room
-from recipe_lib.plan.summary.rank_memory import build_rank_plan
+from recipe_lib.plan.summary.rank_memory import build_rank_plan, has_room
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.plan.views.verdict_text import compute_planned_reserved
 from recipe_lib.report.phases import phase
@@ -72,13 +71,14 @@ def try_levers(
         changes = {key: value for key, value in lever.changes.items() if key != RANKS_KEY}
         changed_cfg = apply_changes(cfg, changes)
         if changed_cfg is not None:
-            changed_settings = _apply_to_settings(settings, lever.changes, changed_cfg)
-            jobs.append((lever, changed_cfg, changed_settings))
+            jobs.append(
+                (lever, changed_cfg, _apply_to_settings(settings, lever.changes, changed_cfg))
+            )
     base, *estimates = run_in_processes(
         lambda job: try_estimate(recipe_class, job[1], job[2]), jobs, "trying levers"
     )
-    levers = [lever for lever, _, _ in jobs[1:]]
-    return base, [(lever, one) for lever, one in zip(levers, estimates, strict=True) if one]
+    tried = zip(jobs[1:], estimates, strict=True)
+    return base, [(lever, estimate) for (lever, _, _), estimate in tried if estimate]
 
 
 def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
@@ -87,12 +87,13 @@ def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> Pl
     if RANKS_KEY in changes:
         settings = replace(settings, ranks=changes[RANKS_KEY], traced_ranks=())
     if LENGTH_KEY in changes:
-        pack = max(1.0, sequence.pack * cfg.max_seq_len / sequence.tokens)
-        settings = replace(settings, sequence=replace(sequence, tokens=cfg.max_seq_len, pack=pack))
-    if PACKING_KEY in changes and sequence.histogram:
-        pack = max(1.0, cfg.max_seq_len / sequence.histogram["p50"])
-        settings = replace(settings, sequence=replace(sequence, tokens=cfg.max_seq_len, pack=pack))
-    return settings
+        pack = sequence.pack * cfg.max_seq_len / sequence.tokens
+    elif PACKING_KEY in changes and sequence.histogram:
+        pack = cfg.max_seq_len / sequence.histogram["p50"]
+    else:
+        return settings
+    sequence = replace(sequence, tokens=cfg.max_seq_len, pack=max(1.0, pack))
+    return replace(settings, sequence=sequence)
 
 
 def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
@@ -137,14 +138,12 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
         )
         if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
             continue
-        texts = [lever.note, *_describe_traffic(lever, estimate, base)]
-        override = format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} ")
         row = Advice(
-            override=override,
+            override=format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} "),
             bytes=gained,
             seconds=seconds if is_timed else None,
             fits=fits,
-            note="; ".join(filter(None, texts)),
+            note="; ".join(filter(None, [lever.note, *_describe_traffic(lever, estimate, base)])),
         )
         by_time = is_faster or (lever.sends and fits)
         ranked.append(((not fits, not by_time, seconds if by_time else gained), row))
@@ -172,12 +171,12 @@ def _is_fitting(plan: Plan, base: Estimate, estimate: Estimate) -> bool:
     """
     peaks = plan.heaviest.peaks
     of_steps = [peak.reserved_expandable for peak in peaks if peak.phase in (FIRST, STEADY)]
-    of_others = [peak.active for peak in peaks if peak.phase not in (FIRST, STEADY)]
+    of_others = [peak for peak in peaks if peak.phase not in (FIRST, STEADY)]
     # Estimates lack what loading and the first step leave, so that only their difference counts.
     planned = max(of_steps, default=0) + estimate.reserved_expandable - base.reserved_expandable
     # Other phases take as much beyond what is alive between steps, which the lever may change.
-    beyond = max((active - base.held for active in of_others), default=0)
-    return max(planned, estimate.held + max(beyond, 0)) <= estimate.usable
+    beyond = max([0, *(peak.active - base.held for peak in of_others)])
+    return max(planned, estimate.held + beyond) <= estimate.usable
 
 
 def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
@@ -192,8 +191,10 @@ def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
             plan, cfg, settings=settings, effect="would make more room"
         )
     if plan.margin < 0 and plan.heaviest.reserved_expandable <= plan.device.usable:
-        reserved = format_bytes(plan.heaviest.reserved_expandable)
-        return f"{EXPANDABLE} in the environment: {reserved} are reserved then, which fit"
+        return (
+            f"{EXPANDABLE} in the environment: {format_bytes(plan.heaviest.reserved_expandable)}"
+            " are reserved then, which fit"
+        )
     return _name_lever(plan, cfg, settings=settings, effect="lowers what takes the most")
 
 
@@ -341,9 +342,13 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
         pipeline_microbatches=None,
         **sizes,
     )
-    alone_settings = replace(settings, ranks=1, traced_ranks=(), phases=())
     with phase("simulating the full model on one device", leaves_line=False):
-        simulated = simulate_rank(recipe_class, alone_cfg, alone_settings, rank=0)
+        simulated = simulate_rank(
+            recipe_class,
+            alone_cfg,
+            settings=replace(settings, ranks=1, traced_ranks=(), phases=()),
+            rank=0,
+        )
     plan.alone = build_rank_plan(0, simulated)
 
 
@@ -385,21 +390,21 @@ def decide_strategy(
     copied_fits = copied_bytes <= limit
     share = f"of the {format_bytes(copied.usable)} that {where} can give each rank"
     if not sharded_fits and not copied_fits:
-        reason = f"it takes least, about {format_bytes(sharded_bytes)} {share}, which is tight"
-        return SHARDS, reason
+        return (
+            SHARDS,
+            f"it takes least, about {format_bytes(sharded_bytes)} {share}, which is tight",
+        )
     if not copied_fits:
         return SHARDS, f"{COPIES} would take about {format_bytes(copied_bytes)} {share}"
     sharded_step = format_duration(sharded.seconds)
     copied_step = format_duration(copied.seconds)
     # Copies gather nothing, and sum the trained gradients once a step: they are often the faster.
     if sharded_fits and sharded.seconds <= copied.seconds:
-        reason = (
+        return SHARDS, (
             f"a step is estimated at {sharded_step}, with {COPIES} at {copied_step}; about"
             f" {format_bytes(sharded_bytes)} {share}"
         )
-        return SHARDS, reason
-    reason = (
+    return COPIES, (
         f"a step is estimated at {copied_step}, with {SHARDS} at {sharded_step}; about"
         f" {format_bytes(copied_bytes)} {share}"
     )
-    return COPIES, reason

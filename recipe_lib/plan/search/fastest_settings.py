@@ -7,7 +7,7 @@ needs no trial; `trials` makes one.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -52,7 +52,7 @@ from recipe_lib.report.terminal import (
     put_table,
     read_console,
 )
-from recipe_lib.units import format_bytes, format_count, format_duration
+from recipe_lib.units import Bytes, Count, Seconds, format_bytes
 
 MAX_PLANS = 10  # whole plans of a group of settings
 
@@ -114,8 +114,10 @@ def search(
             return _plan_candidate(recipe_class, cfg, settings=settings, candidate=job)
         return try_settings(recipe_class, cfg, settings=settings, changes=job, fixed=fixed)
 
-    trying = phase("trying settings", unit="settings", leaves_line=False)
-    with open_workers(work, processes) as (submit, workers), trying as progress:
+    with (
+        open_workers(work, processes) as (submit, workers),
+        phase("trying settings", unit="settings", leaves_line=False) as progress,
+    ):
         state = SearchState(
             cfg=cfg,
             settings=settings,
@@ -129,19 +131,14 @@ def search(
             _confirm_fastest(state, group, splits=splits, want=want)
             if state.list_confirmed():
                 break
-        estimates = filter(None, state.tried.values())
-        nearest = min(estimates, key=lambda candidate: candidate.shortfall, default=None)
+        nearest = _find_closest(filter(None, state.tried.values()))
         # What lacks the least is shown with the figures of its whole plan.
         if not state.list_confirmed() and nearest is not None and not nearest.may_fit:
             state.plan_in_full([nearest])
     fitting = state.list_confirmed()
-    closest = None
-    if not fitting:
-        plans = state.plans.values()
-        closest = min(plans, key=lambda candidate: candidate.shortfall, default=None)
     return SearchResult(
         fitting=fitting,
-        closest=closest,
+        closest=None if fitting else _find_closest(state.plans.values()),
         device=settings.hardware.name,
         ranks=settings.ranks,
         global_batch_size=count_sequences(cfg) * count_data_ranks(cfg, settings.ranks),
@@ -152,15 +149,21 @@ def search(
     )
 
 
+def _find_closest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the candidate that lacks the fewest bytes."""
+    return min(candidates, key=lambda candidate: candidate.shortfall, default=None)
+
+
 def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
     """Try a group of variants, each with every way of sharing that could fit and be the fastest.
 
     A group that was tried before goes on where what was the fastest has turned out not to fit.
     """
-    cfg, settings, fixed = state.cfg, state.settings, state.fixed
+    cfg = state.cfg
+    ranks = state.settings.ranks
     # The least memory of each variant comes first: all lower bounds are taken from it.
     least_sharing = [
-        make_leanest(state, variant | next(list_sharings(cfg, settings.ranks, fixed)))
+        make_leanest(state, variant | next(list_sharings(cfg, ranks, state.fixed)))
         for variant in group
     ]
     run_trials(state, map(yield_one, least_sharing))
@@ -171,13 +174,13 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
             possible_variants.append((variant, changes))
             state.leanest_by_variant[make_variant_key(cfg, changes)] = candidate
     # What each other kind of checkpointing keeps and computes bounds what follows.
-    if possible_variants and CHECKPOINTING_KEY not in fixed:
+    if possible_variants and CHECKPOINTING_KEY not in state.fixed:
         _, changes = possible_variants[0]
         kinds = [changes | set_checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
         run_trials(state, map(yield_one, kinds))
     sharings = [
-        *list_sharings(cfg, settings.ranks, fixed),
-        *list_pipelines(cfg, settings, fixed, splits=splits),
+        *list_sharings(cfg, ranks, state.fixed),
+        *list_pipelines(cfg, state.settings, state.fixed, splits=splits),
     ]
     sequences = []
     for (variant, _), sharing in product(possible_variants, sharings):
@@ -192,8 +195,11 @@ def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, wan
     """Plan the fastest estimates in full until there are enough that fit."""
     limit = len(state.plans) + MAX_PLANS
     while len(state.list_confirmed()) < want and len(state.plans) < limit:
-        fitting = state.list_fitting()
-        waiting = [one for one in fitting if make_key(one.changes) not in state.plans]
+        waiting = [
+            candidate
+            for candidate in state.list_fitting()
+            if make_key(candidate.changes) not in state.plans
+        ]
         if not waiting:
             break
         state.progress.what = "planning the fastest in full"
@@ -212,20 +218,21 @@ def _plan_candidate(
     plan, _ = make_plan(recipe_class, changed_cfg, replace(settings, timed=False))
     rank = plan.heaviest
     changes = find_differing(cfg, candidate.changes)
-    implementation = changes.get("optimizer.implementation")
-    if implementation == "auto" and cfg.optimizer.implementation == "fused":
+    if (
+        changes.get("optimizer.implementation") == "auto"
+        and cfg.optimizer.implementation == "fused"
+    ):
         del changes["optimizer.implementation"]
-    exact = replace(
-        candidate.estimate,
-        active=rank.peak.active,
-        reserved=rank.reserved,
-        reserved_expandable=rank.reserved_expandable,
-        host=rank.host,
-        usable=plan.device.usable,
-    )
     return Candidate(
         changes=changes,
-        estimate=exact,
+        estimate=replace(
+            candidate.estimate,
+            active=rank.peak.active,
+            reserved=rank.reserved,
+            reserved_expandable=rank.reserved_expandable,
+            host=rank.host,
+            usable=plan.device.usable,
+        ),
         may_fit=plan.verdict != DOES_NOT_FIT,
         verdict=plan.verdict,
     )
@@ -240,23 +247,12 @@ def render_search(result: SearchResult) -> str:
         title = f"FOUND  settings that fit {where}, {batch}, fastest first"
     else:
         shown = [result.closest] if result.closest else []
-        lacking = ""
-        if shown:
-            lacking = f"; closest, short of {format_bytes(shown[0].shortfall)}:"
+        lacking = f"; closest, short of {format_bytes(shown[0].shortfall)}:" if shown else ""
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
-    header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
     console = open_console(get_terminal_width(WIDEST))
     put(console, title)
     for number, candidate in enumerate(shown, 1):
         estimate = candidate.estimate
-        cells = [
-            format_bytes(estimate.active),
-            format_bytes(estimate.reserved),
-            format_bytes(estimate.reserved_expandable),
-            format_duration(estimate.seconds),
-            format_count(candidate.speed),
-            candidate.verdict,
-        ]
         overrides = format_overrides(candidate.changes) or "as the config has it"
         console.print()
         put(console, f"{number}. {overrides}", indent=2, wrap=False)
@@ -264,19 +260,31 @@ def render_search(result: SearchResult) -> str:
             console,
             Table(
                 title="",
-                header=header,
-                rows=[cells],
+                header=["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"],
+                rows=[
+                    [
+                        Bytes(estimate.active),
+                        Bytes(estimate.reserved),
+                        Bytes(estimate.reserved_expandable),
+                        Seconds(estimate.seconds),
+                        Count(candidate.speed),
+                        candidate.verdict,
+                    ]
+                ],
                 left=("verdict",),
                 optional=("expandable", "step"),
             ),
         )
-    how = (
-        f"{result.tried} settings estimated, {result.planned} planned in full,"
-        f" {result.seconds:.0f} s"
+    others = (
+        "; after the first: the fastest of those that were estimated"
+        if len(result.fitting) > 1
+        else ""
     )
-    others = ""
-    if len(result.fitting) > 1:
-        others = "; after the first: the fastest of those that were estimated"
     console.print()
-    put(console, f"tokens/s are for ranking{others}; {how}", indent=2)
+    put(
+        console,
+        f"tokens/s are for ranking{others}; {result.tried} settings estimated, {result.planned}"
+        f" planned in full, {result.seconds:.0f} s",
+        indent=2,
+    )
     return read_console(console).rstrip("\n")

@@ -33,7 +33,6 @@ from recipe_lib.plan.summary.step_time import get_mixture
 RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
 LENGTH_KEY = "max_seq_len"
 PACKING_KEY = "data.packing"
-TARGETS_KEY = "lora.target_modules"
 TURNS_KEY = "gradient_accumulation_steps"
 RESHARD_KEY = "parallel.reshard_after_forward"
 # The order in which a search takes levers, each only if nothing fits with those before.
@@ -105,12 +104,7 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     smaller = next((divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0), size)
     sequence = settings.sequence
     half = sequence.tokens // 2
-    shorter = f"data.truncation={cfg.data.truncation} for longer sequences"
     median = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
-    packed = (
-        f"about {cfg.max_seq_len / median:.0f} documents in a sequence of {cfg.max_seq_len} tokens"
-    )
-    keeps_all = cfg.memory.activation_checkpointing == "none"
     return [
         Lever(
             {"batch_size": smaller, TURNS_KEY: turns * size // smaller},
@@ -124,7 +118,7 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
         # Against `full` it lowers nothing.
         Lever(
             set_checkpointing(cfg, "selective"),
-            lowers=("activations",) if keeps_all else (),
+            lowers=("activations",) if cfg.memory.activation_checkpointing == "none" else (),
         ),
         Lever(set_checkpointing(cfg, "none")),
         Lever(
@@ -145,12 +139,15 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
         ),
         Lever(
             {LENGTH_KEY: half},
-            "shorter packs: more of them" if cfg.data.packing else shorter,
+            "shorter packs: more of them"
+            if cfg.data.packing
+            else f"data.truncation={cfg.data.truncation} for longer sequences",
             when=half > 0,
         ),
         Lever(
             {PACKING_KEY: True},
-            f"{packed}, in place of one and padding",
+            f"about {cfg.max_seq_len / median:.0f} documents in a sequence of"
+            f" {cfg.max_seq_len} tokens, in place of one and padding",
             when=2 * median <= cfg.max_seq_len and sequence.group == 1,
         ),
     ]
@@ -163,7 +160,6 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
     several = ranks > 1
     free = parallel.data_shard == -1  # the mesh takes any number of ranks
     copies = 2 * parallel.data_replicate
-    wraps_layers = parallel.fsdp_wrap_policy in ("auto", "layers")
     more_ranks: Changes = {RANKS_KEY: 2 * ranks}
     return [
         *_list_ways_to_share(cfg, ranks),
@@ -171,7 +167,7 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
         Lever({RESHARD_KEY: False}, when=several),
         Lever(
             {"parallel.fsdp_wrap_policy": "memory_efficient"},
-            when=several and wraps_layers,
+            when=several and parallel.fsdp_wrap_policy in ("auto", "layers"),
             lowers=_GATHERED,
         ),
         Lever(
@@ -213,20 +209,27 @@ def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
     turns = cfg.gradient_accumulation_steps
     long = is_long(cfg)
     sizes = list_contexts(cfg, ranks)
-    levers = []
     # A step has the same sequences: fewer ranks have batches of their own, and take more turns.
-    for size in sizes if long else sizes[:1]:
-        changes = {CONTEXT_KEY: size, TURNS_KEY: turns * size // cfg.parallel.context}
-        note = f"each rank has 1/{size} of every sequence; {_SAME_SEQUENCES}"
-        levers.append(Lever(changes, note, weighed=long, sends=long))
-    for size in sizes:
-        parts = cfg.parallel.tensor * size
-        changes = {"parallel.tensor": parts, TURNS_KEY: turns * size}
-        note = f"each rank has 1/{parts} of every matrix and sequence"
-        levers.append(
-            Lever(changes, note, when=long and cfg.parallel.context == 1, weighed=True, sends=True)
+    context_levers = [
+        Lever(
+            {CONTEXT_KEY: size, TURNS_KEY: turns * size // cfg.parallel.context},
+            f"each rank has 1/{size} of every sequence; {_SAME_SEQUENCES}",
+            weighed=long,
+            sends=long,
         )
-    return levers
+        for size in (sizes if long else sizes[:1])
+    ]
+    tensor_levers = [
+        Lever(
+            {"parallel.tensor": cfg.parallel.tensor * size, TURNS_KEY: turns * size},
+            f"each rank has 1/{cfg.parallel.tensor * size} of every matrix and sequence",
+            when=long and cfg.parallel.context == 1,
+            weighed=True,
+            sends=True,
+        )
+        for size in sizes
+    ]
+    return context_levers + tensor_levers
 
 
 def list_contexts(cfg: Any, ranks: int) -> list[int]:
@@ -254,7 +257,7 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
             when=adapters.rank > 1 and adapters.adapter_path is None,
         ),
         Lever(
-            {TARGETS_KEY: targets},
+            {"lora.target_modules": targets},
             f"adapters {'without' if has_experts else 'with'} those of all experts",
             when=bool(targets) and adapters.adapter_path is None and get_mixture(cfg) is not None,
             weighed=True,
@@ -345,5 +348,5 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
 
 def _describe_not_done_in_backward(cfg: Any) -> str:
     """Return what a step loses where parameters are stepped in backward."""
-    accumulates = cfg.gradient_accumulation_steps > 1
-    return "gradients are not clipped" + (", and a step has fewer sequences" if accumulates else "")
+    fewer = ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
+    return f"gradients are not clipped{fewer}"

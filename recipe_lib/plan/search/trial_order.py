@@ -65,7 +65,6 @@ HOST_KEY = "memory.cpu_offload"
 SIZE_KEYS = {"batch_size", TURNS_KEY}
 PIPELINE_KEY = "parallel.pipeline"
 SCHEDULE_KEY = "parallel.pipeline_schedule"
-COUNT_KEY = "parallel.pipeline_microbatches"
 COPIES_KEY = "parallel.data_replicate"
 # The schedule with the least memory, and the one with the least waiting that takes as much
 # activation memory.
@@ -145,13 +144,16 @@ class SearchState:
         """Make the whole plans of candidates, all at a time."""
         # All are submitted before the first is waited for.
         submitted = [(candidate, self.submit(candidate)) for candidate in candidates]
-        for candidate, future in submitted:
-            self.plans[make_key(candidate.changes)] = future.result()
+        self.plans |= {
+            make_key(candidate.changes): future.result() for candidate, future in submitted
+        }
 
     def list_confirmed(self) -> list[Candidate]:
         """Return the candidates that fit by their whole plan, fastest first."""
-        fitting = [candidate for candidate in self.plans.values() if candidate.may_fit]
-        return sorted(fitting, key=lambda candidate: -candidate.speed)
+        return sorted(
+            (candidate for candidate in self.plans.values() if candidate.may_fit),
+            key=lambda candidate: -candidate.speed,
+        )
 
     def format_changes(self, changes: Changes) -> str:
         """Return what to type for the changes."""
@@ -199,22 +201,19 @@ def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | N
     if candidate is None:
         get_logger().info(f"refused: {state.format_changes(changes)}")
         return
+    outcome = "fits" if candidate.shortfall <= 0 else "may fit"
     if not candidate.may_fit:
         outcome = "too large"
-    elif candidate.shortfall <= 0:
-        outcome = "fits"
-    else:
-        outcome = "may fit"
-    size = format_bytes(candidate.estimate.reserved_expandable)
     speed = f", {format_count(candidate.speed)} tokens/s" if candidate.speed else ""
     get_logger().info(
-        f"estimated: {state.format_changes(candidate.changes)}: {size}, {outcome}{speed}"
+        f"estimated: {state.format_changes(candidate.changes)}:"
+        f" {format_bytes(candidate.estimate.reserved_expandable)}, {outcome}{speed}"
     )
     best = next(iter(state.list_fitting()), None)
     if best is not None and best.speed > state.best_reported:
         state.best_reported = best.speed
-        speed = f"{format_count(best.speed)} tokens/s"
-        line = f"best so far: {speed}: {state.format_changes(best.changes)}"
+        changes_typed = state.format_changes(best.changes)
+        line = f"best so far: {format_count(best.speed)} tokens/s: {changes_typed}"
         state.progress.say(line)
         get_logger().info(line)
 
@@ -260,9 +259,9 @@ def compute_least_bytes(
     once = reduces_once(cfg.parallel)
     if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
         gradients = known.trained / (mesh["pipeline"] if once else parts)
-    activations = 0.0
-    if alike is not None:  # each rank of a pipeline keeps its part of the layers
-        activations = alike.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
+    kept = alike.kept if alike is not None else 0.0
+    # Each rank of a pipeline keeps its part of the layers.
+    activations = kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
     # A backward finds the gradients of the one before it, but for a schedule that may defer those
     # of all weights.
     defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
@@ -330,11 +329,9 @@ def explain_too_large(state: SearchState, changes: Changes) -> str:
 
 def make_leanest(state: SearchState, base: Changes) -> Changes:
     """Return the changes with the least memory: one sequence at a time, all computed again."""
-    kind: Changes = {}
-    if CHECKPOINTING_KEY not in state.fixed:
-        kind = set_checkpointing(state.cfg, CHECKPOINTING[0])
-    smallest = min(list_micro_batch_sizes(state.cfg, base), default=1)
-    return state.resize(base | kind, smallest)
+    is_fixed = CHECKPOINTING_KEY in state.fixed
+    kind = {} if is_fixed else set_checkpointing(state.cfg, CHECKPOINTING[0])
+    return state.resize(base | kind, min(list_micro_batch_sizes(state.cfg, base), default=1))
 
 
 def yield_one(changes: Changes) -> TrialSequence:
@@ -349,11 +346,10 @@ def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
     goes on with the size that the one before it had no room for.
     """
     cfg = state.cfg
-    is_fixed = SIZE_KEYS & set(state.fixed)
-    sizes = [cfg.batch_size] if is_fixed else list_micro_batch_sizes(cfg, base)
-    kinds: Iterable[str] = reversed(CHECKPOINTING)
-    if CHECKPOINTING_KEY in state.fixed:
-        kinds = (cfg.memory.activation_checkpointing,)
+    has_fixed_size = SIZE_KEYS & set(state.fixed)
+    sizes = [cfg.batch_size] if has_fixed_size else list_micro_batch_sizes(cfg, base)
+    has_fixed_kind = CHECKPOINTING_KEY in state.fixed
+    kinds = [cfg.memory.activation_checkpointing] if has_fixed_kind else CHECKPOINTING[::-1]
     for kind in kinds:
         changes = base | set_checkpointing(cfg, kind)
         if sizes[-1:] == [count_changed_sequences(cfg, base)]:
@@ -385,8 +381,8 @@ def count_changed_sequences(cfg: Any, changes: Changes) -> int:
 
 def set_micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
     """Return micro-batches of that size, as many as make up the global batch."""
-    count = count_changed_sequences(cfg, changes) // batch_size
-    return {"batch_size": batch_size, TURNS_KEY: count}
+    sequences = count_changed_sequences(cfg, changes)
+    return {"batch_size": batch_size, TURNS_KEY: sequences // batch_size}
 
 
 def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
@@ -499,8 +495,8 @@ def _list_copies(cfg: Any, data_ranks: int) -> list[int]:
     """
     if cfg.parallel.data_shard != -1:
         return [cfg.parallel.data_replicate]
-    candidates = (1, 2, data_ranks // 8, data_ranks)
-    return sorted({copies for copies in candidates if copies and data_ranks % copies == 0})
+    candidates = {1, 2, data_ranks // 8, data_ranks} - {0}
+    return sorted(copies for copies in candidates if data_ranks % copies == 0)
 
 
 def list_pipelines(
@@ -528,7 +524,7 @@ def list_pipelines(
         if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:
             base[STRATEGY_KEY] = "fsdp"
         if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
-            base[COUNT_KEY] = None
+            base["parallel.pipeline_microbatches"] = None
         ranks_left = groups // size
         copies = [1, ranks_left] if ranks_left > 1 and cfg.parallel.data_shard == -1 else [1]
         if COPIES_KEY in fixed:
@@ -546,9 +542,8 @@ def list_pipelines(
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     """Check whether ranks, layers and the batch of a step can be divided so."""
-    if count_sequences(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline:
-        return False
-    if not list_micro_batch_sizes(cfg, changes):
+    is_uneven = count_sequences(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline != 0
+    if is_uneven or not list_micro_batch_sizes(cfg, changes):
         return False
     changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
     if changed_cfg is None or count_stages(changed_cfg.parallel) > count_layers(changed_cfg):

@@ -24,12 +24,13 @@ from recipe_lib.config.mesh import compute_micro_batches, count_same_batch_ranks
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.tokenize_dataset import count_workers, start_forks
 from recipe_lib.errors import SetupError, UserError
-from recipe_lib.parallel.world import communicators
+from recipe_lib.parallel.world import count_communicator_ranks
 from recipe_lib.plan.allocation.caching_allocator import round_size
 from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.simulated_world.simulated_device import NAME
 from recipe_lib.plan.summary.module_paths import list_outermost
+from recipe_lib.plan.summary.step_time import find_rank_of_each_place
 from recipe_lib.plan.timing.cost import compute_least_op_seconds, count_wire_bytes
 from recipe_lib.plan.tracing.simulated_micro_batches import list_peers
 from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
@@ -97,10 +98,10 @@ def estimate_run(
     rank = planned.heaviest
     simulation = planned.simulated[rank.rank]
     trace = simulation.trace
-    held, kept = _list_alive(trace)
+    held_storages, kept_storages = _list_alive(trace)
     activations = sum(
         storage.bytes
-        for storage in kept
+        for storage in kept_storages
         if storage.kind == "activations" and IN_LAYERS in storage.label + storage.module
     )
     # However they are divided into micro-batches, and among the ranks, the operations are the same.
@@ -112,11 +113,12 @@ def estimate_run(
     is_whole = cfg.parallel.pipeline == 1
     sent, copied = sum_transfers(trace)
     # One rank of each place in the pipeline: together they have each module once.
-    rows_by_place = {
-        simulated.coordinates.get("pipeline", 0): simulated.modules
-        for simulated in planned.simulated.values()
-    }
-    modules = list(chain.from_iterable(map(list_outermost, rows_by_place.values())))
+    first_ranks = find_rank_of_each_place(planned.simulated).values()
+    modules = list(
+        chain.from_iterable(
+            list_outermost(planned.simulated[first].modules) for first in first_ranks
+        )
+    )
     return Estimate(
         active=rank.peak.active,
         reserved=rank.reserved,
@@ -124,7 +126,7 @@ def estimate_run(
         host=max(plan.host for plan in planned.plans),
         seconds=planned.step.seconds or 0.0,
         tokens=simulation.tokens,
-        held=sum(round_size(storage.bytes) for storage in held),
+        held=sum(round_size(storage.bytes) for storage in held_storages),
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
@@ -141,17 +143,18 @@ def estimate_run(
 
 def sum_transfers(trace: Trace) -> tuple[int, int]:
     """Return the bytes of a step that a rank sends, and those copied to and from its host."""
-    sent = 0
-    copied = 0
-    for op in trace.iterate_ops(STEADY):
-        collective = op.collective
-        if collective is not None and collective.operation != "recv":
-            sent += op.repeats * count_wire_bytes(
-                collective.operation, collective.bytes, len(collective.ranks)
-            )
-        if op.transfer:  # its bytes are counted where they are read and where they are written
-            copied += op.repeats * op.bytes // 2
-    return sent, copied
+    ops = list(trace.iterate_ops(STEADY))
+    sends = [
+        (op.repeats, op.collective)
+        for op in ops
+        if op.collective is not None and op.collective.operation != "recv"
+    ]
+    sent = sum(
+        times * count_wire_bytes(send.operation, send.bytes, len(send.ranks))
+        for times, send in sends
+    )
+    # The bytes of a copy are counted where they are read and where they are written.
+    return sent, sum(op.repeats * op.bytes // 2 for op in ops if op.transfer)
 
 
 def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
@@ -186,11 +189,6 @@ OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_
 OUTSIDE_SHARE = 0.1  # of the device's memory: what these settings may make up for
 RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
 ACTIVE_TOLERANCE = 0.01  # of active memory, which estimates say within 0.5 %
-
-_KILLED = (
-    "tune plan: one of the processes that try settings was killed (out of memory?); free some"
-    " memory"
-)
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -250,8 +248,7 @@ def apply_changes(cfg: Any, changes: Changes) -> Any | None:
     It is None where the config's class lacks a key, or the values do not go together.
     """
     schema: type = type(cfg)
-    keys = read_schema(schema).keys
-    if any(key not in keys for key in changes):
+    if not changes.keys() <= read_schema(schema).keys.keys():
         return None
     changed_cfg = copy.deepcopy(cfg)
     for key, value in changes.items():
@@ -259,8 +256,7 @@ def apply_changes(cfg: Any, changes: Changes) -> Any | None:
         owner = functools.reduce(getattr, section.split(".") if section else [], changed_cfg)
         setattr(owner, name, value)
     # What the config itself breaks is none of the changes' doing.
-    is_refused = _list_refusals(changed_cfg) - _list_refusals(cfg)
-    return None if is_refused else changed_cfg
+    return None if _list_refusals(changed_cfg) - _list_refusals(cfg) else changed_cfg
 
 
 def _list_refusals(cfg: Any) -> set[Any]:
@@ -286,13 +282,15 @@ def set_checkpointing(cfg: Any, kind: str) -> Changes:
 
 def step_in_backward(cfg: Any) -> Changes:
     """Return what steps parameters in backward."""
-    changes = {
-        "memory.optimizer_in_backward": True,
-        # Nothing is clipped there, and nothing accumulated.
-        "clip_grad_norm": None,
-        "gradient_accumulation_steps": 1,
-    }
-    return find_differing(cfg, changes)
+    return find_differing(
+        cfg,
+        {
+            "memory.optimizer_in_backward": True,
+            # Nothing is clipped there, and nothing accumulated.
+            "clip_grad_norm": None,
+            "gradient_accumulation_steps": 1,
+        },
+    )
 
 
 def stream_layers(cfg: Any) -> Changes:
@@ -322,7 +320,7 @@ def list_communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     # NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
     # communicator of their own.
     pairs = max(len(list_peers(parallel, place)) for place in range(parallel.pipeline))
-    return [*communicators(parallel, ranks), *[2] * pairs]
+    return [*count_communicator_ranks(parallel, ranks), *[2] * pairs]
 
 
 def compute_tolerance(settings: PlanSettings) -> int:
@@ -336,10 +334,9 @@ def try_estimate(
     """Return `estimate_run`, or None for what the recipe or the simulation refuses."""
     try:
         return estimate_run(recipe_class, cfg, settings=settings, limit=limit)
-    except UserError:
-        return None
-    # An operator without a simulation raises these. It is one change of many, which is left out.
-    except (AssertionError, NotImplementedError, AttributeError, RuntimeError):
+    # An operator without a simulation raises the others. It is one change of many, which is left
+    # out.
+    except (UserError, AssertionError, NotImplementedError, AttributeError, RuntimeError):
         return None
 
 
@@ -394,11 +391,13 @@ def run_in_processes(
     """
 
     # A fork has the pieces already: only their numbers and the results go through pipes.
-    def work_at(index: int) -> Result:
+    def work_on_piece(index: int) -> Result:
         return work(pieces[index])
 
-    waiting = phase(what, len(pieces), unit, leaves_line=False)
-    with open_workers(work_at) as (submit, _), waiting as progress:
+    with (
+        open_workers(work_on_piece) as (submit, _),
+        phase(what, len(pieces), unit, leaves_line=False) as progress,
+    ):
         results = []
         for future in [submit(index) for index in range(len(pieces))]:
             results.append(future.result())
@@ -425,7 +424,10 @@ def open_workers(
         with start_forks(work, workers) as submit:
             yield submit, workers
     except BrokenProcessPool as error:
-        raise SetupError(_KILLED) from error
+        raise SetupError(
+            "tune plan: one of the processes that try settings was killed (out of memory?); free"
+            " some memory"
+        ) from error
 
 
 def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:

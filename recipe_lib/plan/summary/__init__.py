@@ -1,1 +1,1 @@
-"""Sums of simulated ranks' traces: memory, verdict, time, communication, assumptions."""
+"""Sums of simulated ranks' traces: memory, verdict, time, communication."""

@@ -10,9 +10,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipe_lib.config.mesh import DATA_DIMS
+from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.plan_schema import (
     CommunicationRow,
     DimensionPlan,
@@ -20,12 +21,9 @@ from recipe_lib.plan.plan_schema import (
     list_rank_groups,
 )
 from recipe_lib.plan.summary.module_paths import split_number
-from recipe_lib.plan.timing.cost import compute_collective_seconds, count_wire_bytes
+from recipe_lib.plan.timing.cost import Calibration, compute_collective_seconds, count_wire_bytes
 from recipe_lib.plan.tracing.trace import Collective, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY
-
-if TYPE_CHECKING:
-    from recipe_lib.plan.build_plan import PlanSettings
 
 # Parts of a step that each micro-batch has; the others are once a step.
 _MICRO_BATCH_PARTS = ("forward", "backward", "recompute")
@@ -35,13 +33,18 @@ _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _DimensionKey = tuple[str, tuple[str, ...]]
 
 
-def build_communication_rows(trace: Trace, settings: "PlanSettings") -> list[CommunicationRow]:
-    """Return the collectives of the steady step; alike ones are one row, layers' numbers a `*`."""
+def build_communication_rows(
+    trace: Trace, hardware: Hardware, calibration: Calibration | None, *, timed: bool
+) -> list[CommunicationRow]:
+    """Return the collectives of the steady step; alike ones are one row, layers' numbers a `*`.
+
+    timed: with their seconds.
+    """
     rows: dict[tuple[Any, ...], CommunicationRow] = {}
     for op in trace.iterate_ops(STEADY):
-        if op.collective is None:
-            continue
         collective = op.collective
+        if collective is None:
+            continue
         module = _LAYER_NUMBER.sub("*", op.module)
         key = (
             collective.operation,
@@ -55,11 +58,6 @@ def build_communication_rows(trace: Trace, settings: "PlanSettings") -> list[Com
         if key in rows:
             rows[key].count += op.repeats
             continue
-        seconds = 0.0
-        if settings.timed:
-            seconds = compute_collective_seconds(
-                collective, settings.hardware, settings.calibration
-            )
         rows[key] = CommunicationRow(
             operation=collective.operation,
             dim=collective.dim,
@@ -73,7 +71,7 @@ def build_communication_rows(trace: Trace, settings: "PlanSettings") -> list[Com
                 collective.operation, collective.bytes, len(collective.ranks)
             ),
             count=op.repeats,
-            seconds=seconds,
+            seconds=compute_collective_seconds(collective, hardware, calibration) if timed else 0.0,
         )
     return [row for row in rows.values() if len(row.ranks) > 1]
 
@@ -111,10 +109,11 @@ def build_dimension_plans(
         if size > 1 and not any(name in along for _, along in dimension_keys)
     ]
     order = {name: index for index, name in enumerate(mesh)}
-    keys = [*dimension_keys, *((name, (name,)) for name in silent)]
-    keys.sort(key=lambda key: order.get(key[0], len(mesh)))
+    keys = sorted(
+        [*dimension_keys, *((name, (name,)) for name in silent)],
+        key=lambda key: order.get(key[0], len(mesh)),
+    )
     layers = sum(len(place.layers) for place in counted)
-    has_all_places = len(traces) == mesh.get("pipeline", 1)
     plans = []
     for dim, along in keys:
         key = (dim, along)
@@ -127,7 +126,7 @@ def build_dimension_plans(
             rank_step=steps,
             rank_micro_batch=per_micro_batch,
         )
-        if has_all_places:
+        if len(traces) == mesh.get("pipeline", 1):  # each place was simulated
             ranks_of_place = math.prod(mesh.values()) // len(traces)
             plan.cluster_step = sum(steps, Volume()).multiply(ranks_of_place)
             plan.cluster_micro_batch = sum(per_micro_batch, Volume()).multiply(ranks_of_place)
@@ -159,9 +158,9 @@ class _CountedStep:
             if collective is None or len(collective.ranks) < 2:
                 continue
             operation = collective.operation
-            wire_bytes = 0  # a message is sent once, by the rank that sends it
-            if operation != "recv":
-                wire_bytes = count_wire_bytes(operation, collective.bytes, len(collective.ranks))
+            sent = count_wire_bytes(operation, collective.bytes, len(collective.ranks))
+            # A message is sent once, by the rank that sends it.
+            wire_bytes = 0 if operation == "recv" else sent
             key = _make_dimension_key(collective, mesh)
             volume = Volume(1, collective.bytes, wire_bytes)
             self.step[key] += volume.multiply(op.repeats)

@@ -1,17 +1,20 @@
 """The time of a steady step: of one rank, or of a pipeline whose ranks wait for each other.
 
-`build_simulated_step` puts the ranks' timings together, `build_time_plan` sums them up for a plan,
-and `add_router_choices` says how much longer a mixture of experts may take.
+`build_simulated_step` puts the ranks' timings together (`compute_pipeline_time` those of a
+pipeline), `build_time_plan` sums them up for a plan, and `add_router_choices` says how much longer
+a mixture of experts may take.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 from recipe_lib.config.mesh import compute_micro_batches, count_stages_per_rank
+from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.models.spec import MixtureSpec
-from recipe_lib.parallel.pipeline.schedules import UNITS
-from recipe_lib.parallel.pipeline.simulation import count_in_flight, simulate
+from recipe_lib.parallel.pipeline.schedules import UNITS, Action
+from recipe_lib.parallel.pipeline.simulation import Timeline, count_in_flight, simulate
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.plan_schema import (
     ActionSpan,
@@ -19,33 +22,33 @@ from recipe_lib.plan.plan_schema import (
     Plan,
     StagePlan,
     TimePlan,
-    list_stage_ranks,
+    list_rank_groups,
 )
 from recipe_lib.plan.simulated_world.shape_only_model import read_spec
 from recipe_lib.plan.summary.module_paths import list_outermost
 from recipe_lib.plan.timing.cost import (
     Calibration,
+    compute_collective_seconds,
+    compute_launch_seconds,
     compute_model_flops_utilization,
     count_model_flops,
     describe_error,
 )
-from recipe_lib.plan.timing.pipeline_time import compute_pipeline_time, scale_to_step
 from recipe_lib.plan.timing.stream_schedule import (
     ATTENTION,
     MATMULS,
     MEMORY_BOUND,
     StepTime,
     count_launched_operators,
+    is_kernel,
+    is_transfer,
     schedule,
     sum_time_by_kind,
 )
-from recipe_lib.plan.tracing.simulated_micro_batches import get_orders
+from recipe_lib.plan.tracing.simulated_micro_batches import find_stand_ins, get_orders
 from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, Simulated
 from recipe_lib.units import format_duration
-
-if TYPE_CHECKING:
-    from recipe_lib.plan.build_plan import PlanSettings
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,16 @@ def list_first_ranks(parallel: Any, ranks: int) -> tuple[int, ...]:
     return tuple(place * (ranks // parallel.pipeline) for place in range(parallel.pipeline))
 
 
+def find_rank_of_each_place(simulated: Mapping[int, Simulated]) -> dict[int, int]:
+    """Return the first simulated rank of each place in the pipeline, in the order of places.
+
+    simulated: by rank. Without a pipeline there is one place, 0.
+    """
+    # Reversed, so that of a place's ranks the first one stays.
+    runs = reversed(list(simulated.items()))
+    return dict(sorted({run.coordinates.get("pipeline", 0): rank for rank, run in runs}.items()))
+
+
 def build_simulated_step(
     cfg: Any,
     simulated: Mapping[int, Simulated],
@@ -90,10 +103,7 @@ def build_simulated_step(
             pipeline=None, sums=timing, trace=simulated[rank].trace, seconds=timing.step
         )
     size, count = compute_micro_batches(cfg)
-    first_ranks: dict[int, int] = {}  # by place
-    for rank, simulation in simulated.items():
-        first_ranks.setdefault(simulation.coordinates["pipeline"], rank)
-    first_ranks = dict(sorted(first_ranks.items()))
+    first_ranks = find_rank_of_each_place(simulated)
     places = [
         _build_stage_plan(cfg, place, rank=rank, simulated=simulated[rank], count=count)
         for place, rank in first_ranks.items()
@@ -125,19 +135,19 @@ def build_simulated_step(
     plan.seconds = float(timeline.total)
     plan.bubble = float(timeline.bubble)
     for place in plan.places:
-        place.compute = float(timeline.busy(place.place))
-        place.idle = float(timeline.idle_share(place.place))
-    for span in timeline.spans:
-        plan.spans.append(
-            ActionSpan(
-                place=span.rank,
-                stage=span.action.stage,
-                kind=span.action.kind,
-                micro_batch=span.action.micro_batch,
-                start=float(span.start),
-                end=float(span.end),
-            )
+        place.compute = float(timeline.sum_busy_seconds(place.place))
+        place.idle = float(timeline.compute_idle_share(place.place))
+    plan.spans = [
+        ActionSpan(
+            place=span.rank,
+            stage=span.action.stage,
+            kind=span.action.kind,
+            micro_batch=span.action.micro_batch,
+            start=float(span.start),
+            end=float(span.end),
         )
+        for span in timeline.spans
+    ]
     busiest = max(first_ranks, key=lambda place: places[place].compute)
     sums = scale_to_step(
         traces[busiest],
@@ -155,12 +165,11 @@ def _build_stage_plan(
     """Return the stages of a place in a pipeline of `count` micro-batches, times left at 0."""
     in_flight, deferred = count_in_flight(get_orders(cfg.parallel, count)[place])
     modules = list_outermost(simulated.modules)
-    sends = 0
-    sent = 0
-    for action, _, op in simulated.trace.iterate_action_ops(STEADY):
-        if action.kind and op.collective is not None and op.collective.operation == "send":
-            sends += op.repeats
-            sent += op.repeats * op.collective.bytes
+    sends = [
+        (op.repeats, op.collective.bytes)
+        for action, _, op in simulated.trace.iterate_action_ops(STEADY)
+        if action.kind and op.collective is not None and op.collective.operation == "send"
+    ]
     return StagePlan(
         place=place,
         rank=rank,
@@ -172,31 +181,36 @@ def _build_stage_plan(
         deferred=deferred,
         compute=0.0,
         idle=0.0,
-        sends=sends,
-        sent=sent,
-        ranks=list_stage_ranks(simulated.mesh, place),
+        sends=sum(times for times, _ in sends),
+        sent=sum(times * num_bytes for times, num_bytes in sends),
+        ranks=list_rank_groups(
+            simulated.mesh, along=[dim for dim in simulated.mesh if dim != "pipeline"]
+        )[place],
     )
 
 
 def build_time_plan(
-    step: SimulatedStep, simulated: Mapping[int, Simulated], settings: "PlanSettings", dtype: str
+    step: SimulatedStep,
+    simulated: Mapping[int, Simulated],
+    *,
+    steps: int | None,
+    hardware: Hardware,
+    calibration: Calibration | None,
+    dtype: str,
 ) -> TimePlan | None:
     """Return the times of the heaviest rank, in a pipeline of the one that computes the longest.
 
     It is None where no time is planned, or the places of a pipeline are not all known. simulated:
-    by rank. dtype: of the run, whose dense rate the MFU is a share of.
+    by rank. steps: of the run, if known. dtype: of the run, whose dense rate the MFU is a share of.
     """
     sums = step.sums
     seconds = step.seconds
     if sums is None or step.trace is None or seconds is None:
         return None
-    steps = settings.steps or settings.sequence.steps
     # A mean over places is one over ranks: each place has as many.
     flops = [count_model_flops(simulation.trace, STEADY) for simulation in simulated.values()]
     tokens = next(iter(simulated.values())).tokens
-    kinds = sum_time_by_kind(
-        step.trace, STEADY, hardware=settings.hardware, calibration=settings.calibration
-    )
+    kinds = sum_time_by_kind(step.trace, STEADY, hardware=hardware, calibration=calibration)
     return TimePlan(
         compute=sums.compute,
         communication=sums.communication,
@@ -206,12 +220,12 @@ def build_time_plan(
         tokens_per_step=tokens,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         mfu=compute_model_flops_utilization(
-            sum(flops) / len(flops), seconds, hardware=settings.hardware, dtype=dtype
+            sum(flops) / len(flops), seconds, hardware=hardware, dtype=dtype
         ),
         steps=steps,
         total=steps * seconds if steps else None,
-        calibrated=settings.calibration is not None,
-        error=describe_error(settings.hardware, settings.calibration),
+        calibrated=calibration is not None,
+        error=describe_error(hardware, calibration),
         copies=sums.copies,
         copies_exposed=sums.copies_exposed,
         on_host=sums.on_host,
@@ -220,6 +234,143 @@ def build_time_plan(
         memory_bound=kinds[MEMORY_BOUND],
         idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed - sums.on_host),
         operators=count_launched_operators(step.trace, STEADY),
+    )
+
+
+# The ranks of a pipeline on one time line. What a rank computes in an action takes what the
+# schedule of its own trace says; when it can begin, and when a tensor has arrived, is simulated
+# over all ranks. Before, between and after what goes through the pipeline (making batches, norms,
+# the optimizer) each rank waits for the slowest.
+
+_Seconds = dict[Action, float]
+
+
+def compute_pipeline_time(
+    parallel: ParallelConfig,
+    count: int,
+    traces: Mapping[int, Trace],
+    timings: Mapping[int, StepTime],
+    phase: str,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
+) -> tuple[Timeline, float]:
+    """Return the forwards and backwards, and the seconds of a step of `count` micro-batches.
+
+    traces, timings: of a rank for each place in the pipeline, of one phase. The time line has
+    places as its ranks.
+    """
+    parts = [split_actions(traces[place], timing) for place, timing in timings.items()]
+    runs = {place: place_runs for place, (_, place_runs) in zip(timings, parts, strict=True)}
+    messages: dict[tuple[int, str], float] = {}
+    for trace in traces.values():
+        messages |= time_messages(trace, phase, hardware=hardware, calibration=calibration)
+    step = sum(max(waits) for waits in zip(*(gaps for gaps, _ in parts), strict=True))
+    trained: Timeline | None = None
+    # All places have as many runs; one without a backward trains nothing.
+    for index, run in enumerate(next(iter(runs.values()))):
+        training = any(action.kind in ("B", "I") for action in run)
+        seconds: _Seconds = {}
+        for place, place_runs in runs.items():
+            seconds |= extend_to_all(
+                place_runs[index], parallel, place, count=count, training=training
+            )
+        timeline = simulate(
+            get_orders(parallel, count, training=training),
+            parallel,
+            seconds.__getitem__,
+            lambda send: messages.get((send.stage, send.kind), 0.0),
+        )
+        step += timeline.total
+        if trained is None or training:
+            trained = timeline
+    assert trained is not None
+    return trained, step
+
+
+def split_actions(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
+    """Return (gaps, runs): the seconds of each action of each run, and those outside of runs.
+
+    Gaps are before the first run of actions, between runs, and after the last.
+    """
+    gaps = [0.0]
+    runs: list[_Seconds] = []
+    ended = 0.0
+    running = False
+    # An action lasts until the next one begins; the last mark is the end of a run.
+    for (number, begin), (_, end) in pairwise([*timing.actions, (-1, 0.0)]):
+        mark = trace.actions[number]
+        if not mark.kind:  # the end of a run
+            ended = begin
+            running = False
+            gaps.append(0.0)
+            continue
+        if not running:
+            gaps[-1] = begin - ended
+            runs.append({})
+            running = True
+        runs[-1][Action(mark.stage, mark.kind, mark.micro_batch)] = end - begin
+    gaps[-1] = timing.step - ended
+    return gaps, runs
+
+
+def extend_to_all(
+    run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool
+) -> _Seconds:
+    """Return the seconds of a rank's actions with all micro-batches, from those traced."""
+    traced = len({action.micro_batch for action in run})
+    stands = find_stand_ins(parallel, place, traced, count, training=training)
+    if stands is None:
+        raise ValueError(f"{traced} micro-batches cannot stand for {count}")
+    return {action: run[known] for action, known in stands.items()}
+
+
+def time_messages(
+    trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
+) -> dict[tuple[int, str], float]:
+    """Return the seconds of each message by (stage, kind of sending)."""
+    return {
+        (action.stage, action.kind): compute_collective_seconds(
+            op.collective, hardware, calibration
+        )
+        for action, _, op in trace.iterate_action_ops(phase)
+        if action.kind in ("SF", "SB") and op.collective and op.collective.operation == "send"
+    }
+
+
+def scale_to_step(
+    trace: Trace,
+    timing: StepTime,
+    phase: str,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
+) -> StepTime:
+    """Return the time of a rank's own step with the sums of all micro-batches.
+
+    A trace has some of them, each of which may stand for more.
+    """
+    repeats: dict[int, int] = {}
+    transfers = launch = 0.0
+    for action, number, op in trace.iterate_action_ops(phase):
+        repeats[number] = action.repeats
+        launch += op.repeats * compute_launch_seconds(op, calibration, hardware.architecture)
+        if op.collective is not None and is_transfer(op):
+            transfers += op.repeats * compute_collective_seconds(
+                op.collective, hardware, calibration
+            )
+    kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
+    alone = sum(end - start for _, start, end in kernels)
+    # What runs at the same time is scaled as a whole, by how often its kernels run.
+    repeated = sum((end - start) * repeats[number] for number, start, end in kernels)
+    scale = repeated / alone if alone else 1.0
+    moved = sum(seconds * repeats[number] for number, seconds in timing.collectives.items())
+    return replace(
+        timing,
+        compute=timing.compute * scale,
+        communication=moved + transfers,
+        exposed=timing.exposed * scale,
+        launch=launch,
+        copies=timing.copies * scale,
+        copies_exposed=timing.copies_exposed * scale,
     )
 
 

@@ -1,1 +1,1 @@
-"""The time that a traced program takes: kernels, links, streams and pipelines."""
+"""The time that a traced program takes: kernels, links and streams."""

@@ -28,7 +28,7 @@ KERNEL_SECONDS = 3e-6
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
 # For the host to call one of ours that is compiled: docs/measurements/fused_kernels.md.
 COMPILED_SECONDS = 40e-6
-# Calls of Python that issue a product: one as long as `measure_host_seconds`, and the module's around it.
+# Calls of Python that issue a product: one as long as `host_seconds`, and the module's around it.
 _HOST_BOUND = 2
 # Before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple.
 COLLECTIVE_SECONDS = 8.4e-6
@@ -141,10 +141,8 @@ def compute_collective_seconds(
         bandwidth = min(bandwidth, min(by_node.values()) * hardware.inter_node_bandwidth)
     steps = _count_steps(collective.operation, ranks)
     # Of the steps, those that wait for the network: NCCL's src/graph/tuning.cc.
-    crossings = len(by_node) - 1
-    if collective.operation == "all_reduce":
-        crossings *= 2
-    crossings = min(crossings, steps)
+    rounds = 2 if collective.operation == "all_reduce" else 1
+    crossings = min(rounds * (len(by_node) - 1), steps)
     if calibration and calibration.links and len(by_node) == 1:
         # What was measured among some ranks takes more steps among more.
         more_steps = max(0, steps - _count_steps(collective.operation, calibration.links.ranks))
@@ -175,8 +173,9 @@ def compute_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | No
     if is_wait(op) or not (op.flops or op.bytes):
         return 0.0
     if op.transfer:  # its bytes are counted where they are read and where they are written
-        rate = _get_copy_rate(op.transfer, hardware, calibration)
-        return max(op.bytes / 2 / rate, KERNEL_SECONDS)
+        return max(
+            op.bytes / 2 / _get_copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS
+        )
     if op.on_host:
         return op.bytes / hardware.host_memory_bandwidth
     if matmuls := count_issued_matmuls(op, hardware.architecture):
@@ -193,8 +192,9 @@ def _compute_kernel_seconds(
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
     bandwidth = calibration.bandwidth if calibration else compute_bandwidth(hardware, op.bytes)
     if "_fused_adam" in op.name:
-        measured = calibration.optimizer if calibration else None
-        bandwidth = measured or min(bandwidth, compute_adam_bandwidth(hardware, op.bytes))
+        bandwidth = (calibration and calibration.optimizer) or min(
+            bandwidth, compute_adam_bandwidth(hardware, op.bytes)
+        )
     return max(
         _compute_arithmetic_seconds(op, hardware, calibration=calibration, splits=splits),
         op.bytes / bandwidth,
@@ -246,10 +246,9 @@ def is_attention(op: Op) -> bool:
 
 def _get_copy_rate(direction: str, hardware: Hardware, calibration: Calibration | None) -> float:
     """Return the bytes a second between host and device."""
-    measured = None
-    if calibration is not None:
-        to_host = direction == "to_host"
-        measured = calibration.copy_to_host if to_host else calibration.copy_to_device
+    if calibration is None:
+        return hardware.host_bandwidth
+    measured = calibration.copy_to_host if direction == "to_host" else calibration.copy_to_device
     return measured or hardware.host_bandwidth
 
 
@@ -358,7 +357,7 @@ def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:
             "not calibrated: of published speeds of such cards, nine in ten were planned within"
             " 25 %"
         )
-    rates = f"rates of {hardware.rates_of}; " if hardware.generic else ""
+    rates = f"rates of {hardware.rates_of}; " if hardware.rates_of else ""
     return (
         f"{rates}not calibrated, no published speed to compare with: tens of percent, good for"
         " ranking only"
@@ -373,7 +372,7 @@ def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:
 # these; else _grouped_mm_fallback of ATen/native/GroupedMMUtils.h, by which the host reads the
 # numbers of rows and issues a matmul for each expert.
 _ONE_KERNEL = ("sm90", "sm100")
-_OURS = "tune_recipes::"  # those of `recipe_lib.ops.grouped`, a loop everywhere
+_OURS = "tune_recipes::"  # those of `recipe_lib.ops.mlp`, a loop everywhere
 _FIELDS = 5  # of a grouped matmul's shape; attention has as many
 
 

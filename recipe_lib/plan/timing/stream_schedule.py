@@ -3,8 +3,8 @@
 The host issues operators one after the other; an operator starts when it has been issued, when its
 stream is free and, for a collective, when its link is. Kernels on different streams do not slow
 each other, and the other ranks are taken to be as fast as this one: a stage of a pipeline never
-waits for its neighbor here, and what they exchange is left out (`pipeline_time.py` puts the ranks
-together). No torch in here.
+waits for its neighbor here, and what they exchange is left out (`summary/step_time.py`
+puts the ranks together). No torch in here.
 """
 
 from collections import defaultdict, deque
@@ -105,11 +105,10 @@ def schedule(
                 continue
             # Matmuls that are issued one by one: the first starts while the others are issued.
             issued = host - issuing * matmuls / (1 + matmuls) if matmuls else host
-            start = max(issued, streams[op.stream])
+            occupied = _list_links(op, hardware)
+            start = max([issued, streams[op.stream], *(links[link] for link in occupied)])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
-            occupied = _list_links(op, hardware)
-            start = max([start, *(links[link] for link in occupied)])
             end = start + seconds
             timeline.append((number, start, end))
             links.update(dict.fromkeys(occupied, end))

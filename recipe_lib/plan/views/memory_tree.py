@@ -4,7 +4,8 @@ Layers that hold the same are one branch (`model.layers.0-31`). A node is the su
 to the byte. No torch in here.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from recipe_lib.plan.plan_schema import Alive, RankPlan
@@ -43,8 +44,7 @@ def build_alive_tree(rank: RankPlan) -> Node:
     kinds = [_build_node(kind, inside, join=False) for kind, inside in entries.items() if inside]
     # Storages are as large as they were asked for. What the allocator's blocks take beyond them is
     # a branch of its own, so that the sum is the peak.
-    missing = rank.peak.active - sum(kind.bytes for kind in kinds)
-    if missing:
+    if missing := rank.peak.active - sum(kind.bytes for kind in kinds):
         kinds.append(Node("rounded up to blocks", missing, 0))
     return Node("active", rank.peak.active, count=sum(kind.count for kind in kinds), children=kinds)
 
@@ -82,9 +82,12 @@ def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[T
             return
         children = node.children
         if level:  # the root's are the kinds, which all have a line
-            # A branch of less than half of the last digit has none.
-            least = max(node.bytes * smallest, unit[0] / 200 if smallest else 0)
-            children = fold_small(children, smallest=least, most=most)
+            children = fold_small(
+                children,
+                # A branch of less than half of the last digit has none.
+                smallest=max(node.bytes * smallest, unit[0] / 200 if smallest else 0),
+                most=most,
+            )
         parts = share_out(hundredths, [child.bytes for child in children])
         for child, part in zip(children, parts, strict=True):
             grow(child, part, level + 1)
@@ -103,19 +106,22 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
     small = [child for child in children if not any(child is shown for shown in large)]
     if len(small) < 2:
         return children
-    rest = Node(
-        f"{len(small)} smaller",
-        sum(node.bytes for node in small),
-        sum(node.count for node in small),
-    )
-    return [*large, rest]
+    return [
+        *large,
+        Node(
+            f"{len(small)} smaller",
+            bytes=sum(node.bytes for node in small),
+            count=sum(node.count for node in small),
+        ),
+    ]
 
 
 def _split_path(alive: Alive) -> tuple[str, ...]:
     """Return the layer as one name, then what is inside it; outside of layers all as one name."""
-    name = alive.label  # a parameter's full name says where it belongs
-    if "." not in name:
-        name = ".".join(filter(None, (alive.module, alive.label)))
+    # A parameter's full name says where it belongs.
+    name = (
+        alive.label if "." in alive.label else ".".join(filter(None, (alive.module, alive.label)))
+    )
     inside_layer = split_number(name)[2]
     return (name.removesuffix(inside_layer) or "outside of modules", *inside_layer.split(".")[1:])
 
@@ -134,17 +140,18 @@ def _build_node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
     if own_entries and children:
         children.append(_sum_entries("itself", own_entries))
     if join and len(children) == 1:
-        only = children[0]
-        return Node(f"{name}.{only.name}", only.bytes, count=only.count, children=only.children)
-    children.sort(key=lambda child: -child.bytes)
-    node = _sum_entries(name, entries)
-    node.children = children
-    return node
+        return replace(children[0], name=f"{name}.{children[0].name}")
+    return _sum_entries(name, entries, sorted(children, key=lambda child: -child.bytes))
 
 
-def _sum_entries(name: str, entries: list[_Entry]) -> Node:
-    """Return a leaf with the sums of entries."""
-    return Node(name, sum(entry[1] for entry in entries), sum(entry[2] for entry in entries))
+def _sum_entries(name: str, entries: list[_Entry], children: Sequence[Node] = ()) -> Node:
+    """Return a branch with the sums of entries."""
+    return Node(
+        name,
+        bytes=sum(num_bytes for _, num_bytes, _ in entries),
+        count=sum(count for _, _, count in entries),
+        children=list(children),
+    )
 
 
 def _join_alike(branches: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:

@@ -42,7 +42,6 @@ from recipe_lib.plan.views.verdict_text import (
     list_step_facts,
     list_time_facts,
 )
-from recipe_lib.report import terminal
 from recipe_lib.report.chart import (
     Chart,
     Scale,
@@ -51,7 +50,19 @@ from recipe_lib.report.chart import (
     render_page,
     render_svg,
 )
-from recipe_lib.report.terminal import HEADING, open_console, put, put_section, read_console
+from recipe_lib.report.terminal import (
+    BAD,
+    GOOD,
+    HEADING,
+    SOFT,
+    WARNING,
+    get_terminal_width,
+    open_console,
+    put,
+    put_pairs,
+    put_section,
+    read_console,
+)
 from recipe_lib.report.view import Figure, Section, Table, show_table
 from recipe_lib.units import (
     Bytes,
@@ -94,13 +105,14 @@ def render(
         width: columns; by default those of the terminal, between 80 and 120.
         color: styles of a terminal; `wants_color` says whether a stream should get them.
     """
-    console = terminal.open_console(width or terminal.get_terminal_width(), color)
-    style = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING)
+    console = open_console(width or get_terminal_width(), color)
+    style = {FITS: GOOD, DOES_NOT_FIT: BAD}.get(plan.verdict, WARNING)
     put(console, format_verdict(plan), style)
     console.print()
     facts = list_run_facts(plan)
     if full:
         sections = _describe_all(plan, _build_tree(plan, max(depth or 2, 1)))
+        footer = format_versions(plan)
     else:
         facts = facts + list_step_facts(plan)
         sections = [
@@ -109,22 +121,19 @@ def render(
             show_table(build_advice_table(plan)),
             Section("notes", items=plan.notes),
         ]
-    terminal.put_pairs(console, facts)
+        more = "--full shows the other tables, times, and what was assumed"
+        footer = f"{format_planning_time(plan)}; {more}"
+    put_pairs(console, facts)
     for section in sections:
-        terminal.put_section(console, section)
+        put_section(console, section)
     console.print()
-    more = "--full shows the other tables, times, and what was assumed"
-    put(
-        console,
-        format_versions(plan) if full else f"{format_planning_time(plan)}; {more}",
-        terminal.SOFT,
-    )
+    put(console, footer, SOFT)
     if plan.receipt:
         put(console, f"receipt: {plan.receipt}")
     console.print()
     put(console, format_verdict_line(plan), style)
     put(console, f"next: {describe_next_step(plan)}")
-    return terminal.read_console(console)
+    return read_console(console)
 
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
@@ -133,7 +142,6 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     lines = draw_tree(
         build_alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE
     )
-    tree = Section(_format_tree_title(plan), tree=lines)
     return render_page(
         "plan",
         f"{plan.config}: {plan.verdict}",
@@ -143,7 +151,7 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
             Section(
                 "run", facts=[*list_run_facts(plan), *receipt, ("next", describe_next_step(plan))]
             ),
-            *_describe_all(plan, tree, trace),
+            *_describe_all(plan, Section(_format_tree_title(plan), tree=lines), trace),
         ],
         style={FITS: "good", DOES_NOT_FIT: "bad"}.get(plan.verdict, "risky"),
         footer=format_versions(plan),
@@ -271,7 +279,10 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     usable = max(0, plan.device.usable)
     on_axis = usable <= _LIMIT_ABOVE * highest.total
     unit = choose_unit(highest.total)
+    # With a little room above the highest line.
     top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
+    last = shown[-1].at
+    counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
     chart = Chart(
         width=_WIDTH,
         height=_HEIGHT,
@@ -280,23 +291,28 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         right=_RIGHT,
         top=_TOP,
         bottom=_BOTTOM,
-    )
-    last = shown[-1].at
-    counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
-    chart.x = Scale("allocations and releases, in their order", 0, high=last, ticks=counts)
-    chart.y = Scale(
-        f"live on the device ({unit[1]})",
-        0,
-        high=top,
-        ticks=[(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
+        x=Scale("allocations and releases, in their order", 0, high=last, ticks=counts),
+        y=Scale(
+            f"live on the device ({unit[1]})",
+            0,
+            high=top,
+            ticks=[(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
+        ),
     )
     _draw_areas(chart, shown, unit)
     _draw_phase_marks(chart, [(phase, chart.compute_x(at)) for phase, at in begins.items()])
     usable_text = format_hundredths(count_hundredths(usable, unit), unit)
     if on_axis:
         y = chart.compute_y(usable / unit[0])
-        title = f"usable: {usable_text}"
-        chart.put("line", "limit", title=title, x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
+        chart.put(
+            "line",
+            "limit",
+            title=f"usable: {usable_text}",
+            x1=_LEFT,
+            x2=_WIDTH - _RIGHT,
+            y1=y,
+            y2=y,
+        )
         chart.put("text", "limit-name", f"usable {usable_text}", x=_LEFT + 24, y=y + 14)
         limit = f"Dashed across: the {usable_text} that the allocator may use."
     else:
@@ -317,14 +333,11 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     # The peak is where the most is active, which need not be where the most was requested.
     if highest.total == peak.requested:
         highest_text += f", {format_running(peak)}"
-    note = f"{highest_text}. {_CAPTION} {limit}"
+    note = (
+        f"{highest_text}. Requested bytes of tensors, on one rank; from left to right every"
+        f" allocation and release, in their order. {limit}"
+    )
     return Figure(render_svg(chart), _list_kind_keys(highest, unit), note, wide=True)
-
-
-_CAPTION = (
-    "Requested bytes of tensors, on one rank; from left to right every allocation and release, in"
-    " their order."
-)
 
 
 def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
@@ -341,8 +354,12 @@ def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
                 for point in shown
             ]
             steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
-            path = f"M{chart.compute_x(0):.1f},{base}{steps}V{base}Z"
-            chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
+            chart.put(
+                "path",
+                f"k{place}",
+                title=STORAGE_KINDS[place],
+                d=f"M{chart.compute_x(0):.1f},{base}{steps}V{base}Z",
+            )
 
 
 def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
@@ -361,12 +378,12 @@ def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
 
 def _list_kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
     """Return color, name and bytes at the highest point of each kind."""
-    keys = []
-    for index, num_bytes in enumerate(highest.kinds):
-        if num_bytes:
-            size = format_hundredths(count_hundredths(num_bytes, unit), unit)
-            keys.append((f"k{index}", f"{STORAGE_KINDS[index]} {size}"))
-    return keys
+    sizes = [format_hundredths(count_hundredths(size, unit), unit) for size in highest.kinds]
+    return [
+        (f"k{index}", f"{STORAGE_KINDS[index]} {sizes[index]}")
+        for index, num_bytes in enumerate(highest.kinds)
+        if num_bytes
+    ]
 
 
 # Of an action of a pipeline: what it is, the color.
@@ -388,29 +405,27 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     """
     if not plan.spans or not plan.seconds:
         return None
-    height = _AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM
+    times = [
+        (value, format_duration(value) if value else "0")
+        for value in compute_ticks(0, plan.seconds, 6)
+    ]
     chart = Chart(
         width=_WIDTH,
-        height=height,
+        height=_AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM,
         label="what each rank computes over a step",
         left=_NAMES,
         right=_RIGHT,
         top=_AXIS,
         bottom=_BOTTOM,
+        x=Scale("planned time of the step", 0, high=plan.seconds, ticks=times),
     )
-    times = [
-        (value, format_duration(value) if value else "0")
-        for value in compute_ticks(0, plan.seconds, 6)
-    ]
-    chart.x = Scale("planned time of the step", 0, high=plan.seconds, ticks=times)
     rows = {place.place: _AXIS + row * (_ROW + _GAP) for row, place in enumerate(plan.places)}
+    stage_indexes: dict[int, int] = {}
     for place in plan.places:
         y = rows[place.place]
         chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
         chart.put("text", text=f"layers {format_layers(place)}", x=0, y=y + 27)
         chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
-    stage_indexes: dict[int, int] = {}
-    for place in plan.places:
         stage_indexes |= {stage: index for index, stage in enumerate(place.stages)}
     for span in plan.spans:
         _draw_box(chart, span, y=rows[span.place], stage_index=stage_indexes.get(span.stage, 0))
@@ -443,7 +458,7 @@ def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
         title=title,
         x=x,
         y=top,
-        width=max(width, 0.1),
+        width=max(width, 0.1),  # one without width would not be seen
         height=_ROW - (top - y),
     )
     number = str(span.micro_batch)
@@ -508,19 +523,19 @@ def _collect_figures(plan: Plan) -> Figures:
     """Return all figures of a plan that are compared."""
     reserved = compute_planned_reserved(plan)
     outside = plan.outside.total
-    sizes = {
-        "reserved": reserved,
-        "outside torch": outside,
-        "together": reserved + outside,
-        "margin": plan.margin,
-    }
     tree = build_alive_tree(plan.heaviest)
     peaks: dict[str, Bytes] = {}
     for peak in plan.heaviest.peaks:
         for field, name in _PHASE_COLUMNS.items():
             peaks[f"{peak.phase}: {name}"] = Bytes(getattr(peak, field))
     figures: Figures = {
-        "verdict": {"verdict": plan.verdict, **{name: Bytes(size) for name, size in sizes.items()}},
+        "verdict": {
+            "verdict": plan.verdict,
+            "reserved": Bytes(reserved),
+            "outside torch": Bytes(outside),
+            "together": Bytes(reserved + outside),
+            "margin": Bytes(plan.margin),
+        },
         "peaks by phase, heaviest rank": peaks,
         "live at the peak": {node.name: Bytes(node.bytes) for node in [*tree.children, tree]},
         _COMMUNICATION: {},

@@ -6,6 +6,7 @@ it; `report.py` puts them in order. No torch in here.
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from recipe_lib.plan.plan_schema import (
@@ -39,15 +40,21 @@ _STATES = ("parameters", "gradients", "optimizer")
 
 def build_phase_table(plan: Plan) -> Table:
     """Return the peaks of each phase on the heaviest rank."""
-    rank = plan.heaviest
-    rows = []
-    for peak in rank.peaks:
-        sizes = (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable, peak.host)
-        rows.append([peak.phase, *map(Bytes, sizes), format_running(peak)])
     return Table(
-        title=f"memory by phase, {format_rank(plan, rank)}",
+        title=f"memory by phase, {format_rank(plan, plan.heaviest)}",
         header=["phase", "active", "allocated", "reserved", "expandable", "host", "peak in"],
-        rows=rows,
+        rows=[
+            [
+                peak.phase,
+                Bytes(peak.active),
+                Bytes(peak.allocated),
+                Bytes(peak.reserved),
+                Bytes(peak.reserved_expandable),
+                Bytes(peak.host),
+                format_running(peak),
+            ]
+            for peak in plan.heaviest.peaks
+        ],
         left=("phase", "peak in"),
         optional=("peak in", "host", "allocated", "expandable"),
     )
@@ -57,15 +64,21 @@ def build_rank_table(plan: Plan) -> Table | None:
     """Return the ranks that were planned; None if it was one."""
     if len(plan.rank_plans) < 2:
         return None
-    rows = []
-    for rank in plan.rank_plans:
-        sizes = map(Bytes, (rank.peak.active, rank.reserved, rank.reserved_expandable, rank.host))
-        mark = "heaviest" if rank is plan.heaviest else ""
-        rows.append([str(rank.rank), *sizes, mark, format_place(plan, rank)])
     return Table(
         title="ranks, peak of all phases",
         header=["rank", "active", "reserved", "expandable", "host", "", "place"],
-        rows=rows,
+        rows=[
+            [
+                str(rank.rank),
+                Bytes(rank.peak.active),
+                Bytes(rank.reserved),
+                Bytes(rank.reserved_expandable),
+                Bytes(rank.host),
+                "heaviest" if rank is plan.heaviest else "",
+                format_place(plan, rank),
+            ]
+            for rank in plan.rank_plans
+        ],
         left=("rank", "", "place"),
         optional=("place", "host", "expandable"),
     )
@@ -82,14 +95,15 @@ def build_outside_table(plan: Plan) -> Table:
     unit = choose_unit(outside.total)
     total = count_hundredths(outside.total, unit)
     # The parts as printed add up to the sum as printed.
-    numbers = share_out(total, [num_bytes for _, num_bytes, _ in parts])
-    rows = [["outside torch", format_hundredths(total, unit), ""]]
-    for (name, _, option), number in zip(parts, numbers, strict=True):
-        rows.append([f"  {name}", format_hundredths(number, unit), f"{option} X replaces it"])
+    shares = share_out(total, [num_bytes for _, num_bytes, _ in parts])
+    rows = [
+        [f"  {name}", format_hundredths(share, unit), f"{option} X replaces it"]
+        for (name, _, option), share in zip(parts, shares, strict=True)
+    ]
     return Table(
         title="outside PyTorch's allocator",
         header=["name", "bytes", "option"],
-        rows=rows,
+        rows=[["outside torch", format_hundredths(total, unit), ""], *rows],
         left=("name", "option"),
         optional=("option",),
         headed=False,
@@ -98,19 +112,21 @@ def build_outside_table(plan: Plan) -> Table:
 
 def build_advice_table(plan: Plan) -> Table | None:
     """Return one lever a row; None without advice."""
-    rows = []
-    for lever in plan.advice:
-        seconds = "not planned" if lever.seconds is None else format_change(Seconds(lever.seconds))
-        verdict = "fits" if lever.fits else "does not fit"
-        rows.append(
-            [lever.override, format_change(Bytes(lever.bytes)), seconds, verdict, lever.note]
-        )
-    if not rows:
+    if not plan.advice:
         return None
     return Table(
         title="effect of one override",
         header=["override", "peak", "step", "verdict", "note"],
-        rows=rows,
+        rows=[
+            [
+                lever.override,
+                format_change(Bytes(lever.bytes)),
+                "not planned" if lever.seconds is None else format_change(Seconds(lever.seconds)),
+                "fits" if lever.fits else "does not fit",
+                lever.note,
+            ]
+            for lever in plan.advice
+        ],
         left=("override", "verdict", "note"),
         optional=("step",),
         tells_below=True,
@@ -119,9 +135,7 @@ def build_advice_table(plan: Plan) -> Table | None:
 
 def format_layers(place: StagePlan) -> str:
     """Return the layers of a place's stages: `0-3, 28-31`."""
-    return ", ".join(
-        str(first) if first == last else f"{first}-{last}" for first, last in place.layers
-    )
+    return ", ".join(format_ranges(range(first, last + 1)) for first, last in place.layers)
 
 
 def build_stage_table(plan: Plan) -> Table | None:
@@ -132,14 +146,9 @@ def build_stage_table(plan: Plan) -> Table | None:
     rows = [
         _build_stage_row(plan, place, ranks[place.rank])
         for place in plan.pipeline.places
-        if place.rank in ranks
+        if place.rank in ranks  # --rank may leave places out
     ]
     columns = "rank, layers, parameters, in flight, active, states, activations, other, reserved"
-    note = (
-        "In flight: micro-batches between forward and backward, each stage counted; + those with"
-        " deferred weight gradients. States: parameters, gradients and optimizer states at the"
-        " peak. Sends: to other ranks of the pipeline, a step."
-    )
     optional = "parameters, sends, other, computes, reserved, layers, states, activations, idle"
     return Table(
         title="stages of the pipeline, at the peak of each",
@@ -147,7 +156,11 @@ def build_stage_table(plan: Plan) -> Table | None:
         rows=rows,
         left=("rank", "layers", ""),
         optional=tuple(optional.split(", ")),
-        notes=(note,),
+        notes=(
+            "In flight: micro-batches between forward and backward, each stage counted; + those"
+            " with deferred weight gradients. States: parameters, gradients and optimizer states at"
+            " the peak. Sends: to other ranks of the pipeline, a step.",
+        ),
     )
 
 
@@ -182,8 +195,8 @@ def build_layer_table(plan: Plan) -> Table | None:
     for row in plan.layers:
         before, number, after = split_number(row.module)
         # Not what they keep: the first layer keeps more.
-        sizes = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes)
-        key = (before, number is None, after, sizes, _format_shapes(row))
+        sizes = (row.parameters, row.trained, row.bytes, row.local_bytes)
+        key = (before, number is None, after, row.type, sizes, _format_shapes(row))
         groups.setdefault(key, []).append(row)
     names = _indent_names(
         [join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()]
@@ -219,7 +232,7 @@ def _format_shapes(row: LayerRow) -> str:
 def _indent_names(names: list[str]) -> list[str]:
     """Return dotted names; one inside another that stands above it is shortened, and indented."""
     lines: list[str] = []
-    outer: list[str] = []
+    outer: list[str] = []  # the names that the last one lies in, and itself
     for name in names:
         while outer and not name.startswith(f"{outer[-1]}."):
             outer.pop()
@@ -252,7 +265,7 @@ def sum_traffic(rows: Iterable[CommunicationRow]) -> tuple[int, Bytes, Bytes, Se
 
     Seconds are those of one after another.
     """
-    rows = list(rows)
+    rows = list(rows)  # an iterator could be summed once
     return (
         sum(row.count for row in rows),
         Bytes(sum(row.count * row.bytes for row in rows)),
@@ -303,10 +316,8 @@ def build_communication_table(plan: Plan) -> Table | None:
 
 def _format_tensors(rows: list[CommunicationRow]) -> str:
     """Return the shapes of the rows' tensors, each once: `2048 x 4096, scalar`."""
-    shapes: dict[str, None] = {}
-    for row in rows:
-        shapes |= {" x ".join(map(str, shape)) or "scalar": None for shape in row.shapes}
-    return ", ".join(shapes)
+    shapes = chain.from_iterable(row.shapes for row in rows)
+    return ", ".join(dict.fromkeys(" x ".join(map(str, shape)) or "scalar" for shape in shapes))
 
 
 def _build_traffic_row(
@@ -342,23 +353,22 @@ def build_volume_table(plan: Plan) -> Table | None:
         for scope, volume in scopes:
             if volume is not None and volume.operations:
                 rows.append([name, scope, *_format_volume(volume)])
-                name = ""
+                name = ""  # each dimension is named once
     steps = [dimension.cluster_step for dimension in plan.dimensions]
     if None not in steps:  # every place of a pipeline was planned
         total = sum((volume for volume in steps if volume), Volume())
         rows.append(["all", "step, all ranks", *_format_volume(total)])
-    note = (
-        "Operations: calls, counted on each rank that takes part; a message is a send and a"
-        " receive. Bytes: of their whole tensors. On the wire: what ranks send. Micro-batch: its"
-        " forward and backward, without what is once a step. Layer: of a micro-batch, as most"
-        " layers have it."
-    )
     return Table(
         title="communication of all ranks",
         header=["dimension", "of", "operations", "bytes", "on the wire"],
         rows=rows,
         left=("dimension", "of"),
-        notes=(note,),
+        notes=(
+            "Operations: calls, counted on each rank that takes part; a message is a send and a"
+            " receive. Bytes: of their whole tensors. On the wire: what ranks send. Micro-batch:"
+            " its forward and backward, without what is once a step. Layer: of a micro-batch, as"
+            " most layers have it.",
+        ),
     )
 
 
@@ -375,29 +385,30 @@ def build_alone_table(plan: Plan) -> Table | None:
         return None
     rank = plan.heaviest
     alone = plan.alone
-    kinds = [kind for kind in STORAGE_KINDS if kind in alone.most or kind in rank.most]
-    sizes = [(kind, alone.most.get(kind, 0), rank.most.get(kind, 0)) for kind in kinds]
+    sizes = [
+        (kind, alone.most.get(kind, 0), rank.most.get(kind, 0))
+        for kind in STORAGE_KINDS
+        if kind in alone.most or kind in rank.most
+    ]
     full_active, rank_active = (
         next(peak.active for peak in planned.peaks if peak.phase == "step")
         for planned in (alone, rank)
     )
     sizes.append(("all at a time", full_active, rank_active))
-    rows = [
-        [name, Bytes(full), Bytes(part), f"{part / full:.1%}" if full else "-"]
-        for name, full, part in sizes
-    ]
-    note = (
-        "The most of each kind at a time, with the same micro-batches; not all kinds are there at"
-        " the same time."
-    )
     return Table(
         title=(
             f"a step of the full model on one device without parallelism, and of rank {rank.rank}"
         ),
         header=["kind", "full model", f"rank {rank.rank}", "share"],
-        rows=rows,
+        rows=[
+            [name, Bytes(full), Bytes(part), f"{part / full:.1%}" if full else "-"]
+            for name, full, part in sizes
+        ],
         left=("kind",),
-        notes=(note,),
+        notes=(
+            "The most of each kind at a time, with the same micro-batches; not all kinds are there"
+            " at the same time.",
+        ),
     )
 
 
@@ -408,10 +419,9 @@ def build_groups_table(plan: Plan) -> Table | None:
     rows = []
     for dimension in plan.dimensions:
         groups = dimension.groups
-        along = ""
+        title = f"{dimension.dim}: {pluralize(len(groups), 'group')} of {len(groups[0])}"
         if dimension.along != [dimension.dim]:
-            along = f", along {' and '.join(dimension.along)}"
-        title = f"{dimension.dim}: {pluralize(len(groups), 'group')} of {len(groups[0])}{along}"
+            title += f", along {' and '.join(dimension.along)}"
         rows.append([title])
         # A group stays in one line.
         texts = [f"[{_format_members(plan, group)}]".replace(" ", _NO_BREAK) for group in groups]
@@ -421,8 +431,8 @@ def build_groups_table(plan: Plan) -> Table | None:
             " ".join(texts), _COLUMNS, break_long_words=False, break_on_hyphens=False
         )
         rows += [[f"  {line.replace(_NO_BREAK, ' ')}"] for line in lines]
-    each = plan.ranks_per_node or plan.ranks
-    note = f"n0_g1: machine 0, its GPU 1; rank r is GPU r % {each} of machine r // {each}."
+    per_node = plan.ranks_per_node or plan.ranks
+    note = f"n0_g1: machine 0, its GPU 1; rank r is GPU r % {per_node} of machine r // {per_node}."
     if any(len(dimension.groups) > _MOST_GROUPS for dimension in plan.dimensions):
         note += " --json has all groups."
     return Table(
@@ -463,10 +473,9 @@ def build_stage_ranks_table(plan: Plan) -> Table | None:
     rows: list[list[Any]] = []
     for place in plan.pipeline.places:
         for stage, (first, last) in zip(place.stages, place.layers, strict=False):
-            layers = str(first) if first == last else f"{first}-{last}"
-            rows.append(
-                [stage, layers, _format_ranges(plan, place.ranks), format_ranges(place.ranks)]
-            )
+            layers = format_ranges(range(first, last + 1))
+            ranks = format_ranges(place.ranks)
+            rows.append([stage, layers, _format_ranges(plan, place.ranks), ranks])
     rows.sort(key=lambda row: row[0])
     return Table(
         title="stages and the ranks that have them",

@@ -1,6 +1,6 @@
 """Words of a plan: its verdict and what to do about it, what was planned, its time.
 
-The verdict itself is decided by `summary/fit_verdict.py`; here it gets its sentence. No torch in
+The verdict itself is decided by `summary/rank_memory.py`; here it gets its sentence. No torch in
 here.
 """
 
@@ -91,14 +91,14 @@ def explain_verdict(plan: Plan) -> str:
             " nor with retries"
         )
     if plan.verdict == DOES_NOT_FIT:
-        usable = format_bytes(plan.device.usable)
         return (
-            f"the tensors alone take {format_bytes(requested)} of the {usable} that torch can have"
+            f"the tensors alone take {format_bytes(requested)} of the"
+            f" {format_bytes(plan.device.usable)} that torch can have"
         )
     if heaviest.reserved_expandable <= plan.device.usable:
-        reserved = format_bytes(heaviest.reserved_expandable)
         return (
-            f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
+            "needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which"
+            f" {format_bytes(heaviest.reserved_expandable)} are reserved"
         )
     return "fits only after retries of the allocator, which gives unused memory back and takes time"
 
@@ -137,10 +137,13 @@ def list_run_facts(plan: Plan) -> Facts:
     speeds = f"{format_count(device.flops)} FLOP/s, memory {format_bytes(device.bandwidth)}/s"
     if plan.ranks > 1:
         speeds += f", {device.link} {format_bytes(device.link_bandwidth)}/s"
+    # A plan for a CPU says nothing of cards.
     card = "" if device.architecture == "cpu" else "none of the known cards has room for this peak"
     if plan.smallest_cards:
-        memory = format_bytes(HARDWARE[plan.smallest_cards[0]].memory)
-        card = f"{' or '.join(plan.smallest_cards)} ({memory}) has room for this peak"
+        card = (
+            f"{' or '.join(plan.smallest_cards)}"
+            f" ({format_bytes(HARDWARE[plan.smallest_cards[0]].memory)}) has room for this peak"
+        )
     fewest = "" if plan.fewest_ranks is None else str(plan.fewest_ranks)
     if plan.tried_ranks:
         fewest = (
@@ -236,14 +239,22 @@ def list_time_facts(plan: Plan) -> Facts:
     shares = (
         ", ".join(f"{name} {value / total:.0%}" for name, value in kinds.items()) if total else ""
     )
+    error = f"{'calibrated; error: ' if time.calibrated else ''}{time.error or 'not stated'}"
     facts = {
-        "step": f"{format_duration(time.step)}, {time.error or 'not stated'}",
+        "step": f"{format_duration(time.step)}, {error}",
         "pipeline": _format_pipeline(plan.pipeline) if plan.pipeline else "",
         "kernels": format_duration(time.compute) + (f": {shares}" if shares else ""),
         "communication": _format_exposed(time.communication, time.exposed),
-        "optimizer on the CPU": "",
-        "copies to and from the host": "",
-        "kernel launches (CPU)": format_duration(time.launch),
+        "optimizer on the CPU": (
+            format_duration(time.on_host) if time.on_host > _FEW_SECONDS else ""
+        ),
+        "copies to and from the host": (
+            _format_exposed(time.copies, time.copies_exposed) if time.copies > _FEW_SECONDS else ""
+        ),
+        "kernel launches (CPU)": (
+            format_duration(time.launch)
+            + (f", {time.operators:,} operators" if time.operators else "")
+        ),
         "idle": f"{format_duration(time.idle)} in which nothing runs",
         "bound by": find_bound(plan),
         "tokens": (
@@ -253,15 +264,6 @@ def list_time_facts(plan: Plan) -> Facts:
         ),
         "run": "" if time.steps is None else f"{time.steps:,} steps",
     }
-    if time.calibrated:
-        error = f"calibrated; error: {time.error or 'not stated'}"
-        facts["step"] = f"{format_duration(time.step)}, {error}"
-    if time.on_host > _FEW_SECONDS:
-        facts["optimizer on the CPU"] = format_duration(time.on_host)
-    if time.copies > _FEW_SECONDS:
-        facts["copies to and from the host"] = _format_exposed(time.copies, time.copies_exposed)
-    if time.operators:
-        facts["kernel launches (CPU)"] += f", {time.operators:,} operators"
     if facts["run"] and time.total is not None:
         facts["run"] += f", {format_seconds(time.total)}"
     return [(name, text) for name, text in facts.items() if text]
@@ -276,8 +278,10 @@ def list_step_facts(plan: Plan) -> Facts:
     time = plan.time
     if time is None:
         return []
-    speed = f"{format_count(time.tokens_per_second)} tokens a second"
-    text = f"{format_duration(time.step)}, {speed}, bound by {find_bound(plan)}"
+    text = (
+        f"{format_duration(time.step)}, {format_count(time.tokens_per_second)} tokens a second,"
+        f" bound by {find_bound(plan)}"
+    )
     if time.steps:
         text += f"; {time.steps:,} steps"
         text += f" in {format_seconds(time.total)}" if time.total else ""
@@ -286,11 +290,15 @@ def list_step_facts(plan: Plan) -> Facts:
 
 def _format_pipeline(pipeline: PipelinePlan) -> str:
     """Return its schedule, and how much of it is waiting."""
-    sequences = pluralize(pipeline.micro_batch_size, "sequence")
-    text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
+    text = (
+        f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of"
+        f" {pluralize(pipeline.micro_batch_size, 'sequence')}"
+    )
     if pipeline.bubble is not None and pipeline.seconds is not None:
-        step = format_duration(pipeline.seconds)
-        text += f"; bubble {pipeline.bubble:.1%} of {step} on {len(pipeline.places)} pipeline ranks"
+        text += (
+            f"; bubble {pipeline.bubble:.1%} of {format_duration(pipeline.seconds)} on"
+            f" {len(pipeline.places)} pipeline ranks"
+        )
     if pipeline.ideal is not None:
         text += f" (equal stages without communication time: {pipeline.ideal:.1%})"
     return text
@@ -299,6 +307,7 @@ def _format_pipeline(pipeline: PipelinePlan) -> str:
 def find_bound(plan: Plan) -> str:
     """Return what bounds the time of a step: kernels, collectives, copies, or the host."""
     assert plan.time is not None
+    # They run beside each other, so that the longest is the bound.
     parts = {
         "kernels": plan.time.compute,
         "communication": plan.time.communication,

@@ -1,11 +1,14 @@
-"""Modules of a model that nobody described: its embedding and head, its linears, and adapters on
-these.
+"""The config, the embedding and head, and the linears of a model of another library.
 
-An adapter stands for any linear inside the layers, of whatever class, by the ends of its name.
+`build_transformers_config` makes transformers' own object of a config.json. Of the modules nobody
+wrote a description: they are found by what they are (`find_embedding_and_head`), and an adapter
+stands for any linear inside the layers, of whatever class, by the ends of its name.
 """
 
 import inspect
+import math
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
@@ -15,9 +18,146 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapt
+from recipe_lib.config.local_files import check_transformers
 from recipe_lib.config.schema import PEFT_NAMES, LoraConfig
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import CheckpointError, ConfigError
+from recipe_lib.logs import silence_torchao
+from recipe_lib.models.config_fields import NEWER
+from recipe_lib.models.config_spelling import spell_both
 from recipe_lib.models.language_model import get_built_tensors, list_layer_names
+
+TRANSFORMERS = "transformers"
+_DECODERS = (
+    "gpt_neox",
+    "gpt_neox_japanese",
+)  # whose config has an is_decoder that they do not read
+_ENCODERS = ("cpmant", "xlnet")  # whose config has none
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
+    """Build the config object of transformers for a config.json. Nothing of the checkpoint's own
+    code is run.
+
+    Raises SetupError if transformers is not installed, CheckpointError for a model_type that it
+    does not have.
+    """
+    require_transformers()
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    kind = config.get("model_type")
+    where = f"{where}: config.json"
+    if not isinstance(kind, str) or not kind:
+        raise CheckpointError(
+            f"{where}: model_type: found {kind!r}, expected the name of an architecture"
+        )
+    try:
+        built = AutoConfig.for_model(
+            kind,
+            **{key: restore_numbers(value) for key, value in config.items() if key != "model_type"},
+        )
+    except ValueError as error:
+        if kind in str(error) and "auto_map" in config:
+            remedy = (
+                "its own code is not run: convert it to an architecture that transformers has, or"
+                " give it by --plugin"
+            )
+        else:
+            remedy = (
+                "install a release of transformers that has it, or give it by --plugin"
+                f" ({format_one_line(error)})"
+            )
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is not one of transformers'; {remedy}"
+        ) from None
+    except Exception as error:  # noqa: BLE001
+        # Its class computes with it: no heads are a division by zero.
+        raise CheckpointError(
+            f"{where}: the config of {kind!r} does not take it ({format_one_line(error)})"
+        ) from None
+    if type(built) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is no causal language model in transformers; take one"
+            " that is"
+        )
+    return built
+
+
+def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a config.json with the older and the newer names of its keys, if its class reads the
+    same from them.
+
+    Classes that came with transformers 5 may not; earlier releases have none for those models.
+    """
+    built = build_transformers_config(config, where).to_dict()
+    spelled = spell_both(_add_ropes(config, built))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of such a class on a name that is not its own
+        try:
+            read = build_transformers_config(spelled, where).to_dict()
+        except CheckpointError:
+            read = {}
+    is_same = all(_drop_type(read.get(key)) == _drop_type(value) for key, value in built.items())
+    return spelled if is_same else spell_both(config, with_ropes=False)
+
+
+def _drop_type(value: Any) -> Any:
+    """Return a value of a config without `type`, which transformers keeps beside `rope_type`."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _drop_type(inner) for key, inner in value.items() if key != "type"}
+
+
+def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json, and its parts, with the `rope_parameters` that its class makes of
+    it.
+    """
+    parts = {
+        key: value
+        for key, value in config.items()
+        if isinstance(value, dict) and isinstance(made.get(key), dict)
+    }
+    added = {key: _add_ropes(part, made[key]) for key, part in parts.items()}
+    return dict(config) | added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
+
+
+def is_encoder(made: Any) -> bool:
+    """Return True if a config is of an encoder, which transformers has a language model's head for
+    too.
+
+    made: that of a built model: decoders of encoder-decoders are configured so in their
+    constructors.
+    """
+    is_no_decoder = getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
+    return is_no_decoder or getattr(made, "causal", None) is False or made.model_type in _ENCODERS
+
+
+def restore_numbers(value: Any) -> Any:
+    """Return a value of config.json with its numbers: transformers 5 writes an infinite one as
+    `{"__float__": "Infinity"}`.
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
+            return _FLOATS[str(value["__float__"])]
+        return {key: restore_numbers(item) for key, item in value.items()}
+    return [restore_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def require_transformers() -> None:
+    """Raise SetupError unless transformers is installed; call it before an import, which it makes a
+    silent one.
+    """
+    silence_torchao()
+    check_transformers()
+
+
+def format_one_line(error: Exception) -> str:
+    """Return what an exception of another library says, in one line and not in full."""
+    return " ".join(str(error).split())[:200]
+
+
+# The modules of a model that nobody described, and adapters on its linears.
+
 
 # What is asked of a weight without reading its numbers.
 _OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
@@ -30,10 +170,8 @@ def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
     Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the
     layers and the last nn.Linear there that has as many outputs as that has rows.
     """
-    embedding, head = (
-        _ask_model(model, "get_input_embeddings"),
-        _ask_model(model, "get_output_embeddings"),
-    )
+    embedding = _ask_model(model, "get_input_embeddings")
+    head = _ask_model(model, "get_output_embeddings")
     if embedding is not None and head is not None:
         return embedding, head
     inside = tuple(f"{name}." for name in list_layer_names(model))
@@ -99,15 +237,11 @@ def list_other_parts(model: Any) -> list[str]:
         or not hasattr(model, "get_decoder")
     ):
         return []
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    run = {
-        id(parameter)
-        for part in (decoder, head)
-        if part is not None
-        for parameter in part.parameters()
-    }
+    decoder = model.get_decoder()
     if decoder is None or decoder is model:
         return []
+    of_text = nn.ModuleList([decoder, model.get_output_embeddings()])
+    run = set(map(id, of_text.parameters()))
     parts: list[str] = []
     for name, module in model.named_modules():
         outer = any(name.startswith(f"{part}.") for part in parts)
@@ -119,12 +253,12 @@ def list_other_parts(model: Any) -> list[str]:
 
 def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
     inside = tuple(f"{name}." for name in list_layer_names(model))
-    other = tuple(f"{name}." for name in list_other_parts(model))
+    other_parts = tuple(f"{name}." for name in list_other_parts(model))
     return {
         name: module
         for name, module in model.named_modules()
         if name.startswith(inside)
-        and not name.startswith(other)
+        and not name.startswith(other_parts)
         and (isinstance(module, nn.Linear) or is_transposed(module))
     }
 
@@ -231,9 +365,8 @@ def list_without_adapter(
     linears: Collection[str], uncalled: Mapping[str, str], family: str
 ) -> dict[str, str]:
     """List linears, and parameters that stand for some, that get no adapter: name -> why."""
-    kinds: dict[
-        str, str
-    ] = {}  # family -> the kind of mixture for whose fused experts PEFT takes names of linears
+    # Family -> the kind of mixture for whose fused experts PEFT takes names of linears.
+    kinds: dict[str, str] = {}
     if find_spec("transformers") is not None:
         from transformers import conversion_mapping
 
@@ -271,17 +404,22 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         for name, base in list_layer_linears(model).items()
         if built is None or f"{name}.weight" in built
     }
-    left = list_without_adapter(linears, find_uncalled_linears(model), model.spec.family)
-    wanted = set(select_adapter_targets(linears, cfg.target_modules, left))
-    if not wanted:
+    adapted_names = set(
+        select_adapter_targets(
+            linears,
+            cfg.target_modules,
+            list_without_adapter(linears, find_uncalled_linears(model), model.spec.family),
+        )
+    )
+    if not adapted_names:
         raise ConfigError(
             "lora.target_modules: the model's layers have no linears that could have an adapter"
         )
     for name, base in linears.items():
         owner, _, child = name.rpartition(".")
-        own = settings if name in wanted else None
+        adapter = settings if name in adapted_names else None
         if type(base) is nn.Linear:
-            placed = adapt(base, own, cfg.quantize_base)
-        else:
-            placed = base if own is None else AdaptedExternal(base, own)
-        setattr(model.get_submodule(owner), child, placed)
+            base = adapt(base, adapter, cfg.quantize_base)
+        elif adapter is not None:
+            base = AdaptedExternal(base, adapter)
+        setattr(model.get_submodule(owner), child, base)

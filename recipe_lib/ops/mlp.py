@@ -1,10 +1,12 @@
-"""Tokens through the experts that were chosen for them.
+"""The middle of a gated MLP, and tokens through the experts that were chosen for them.
 
-`group_tokens` sorts them by expert, `grouped_linear` is one matmul over the weights of all experts,
-and `sum_choices` sums what the experts of a token return. n tokens with k choices each are m = n k
-rows, sorted by expert. No token is dropped, so sizes are the same whatever is chosen.
+`gated_activation` is `activation(gate) * up` (arXiv 2002.05202), `scored_product` the same of an
+expert. `group_tokens` sorts tokens by expert, `grouped_linear` is one matmul over the weights of
+all experts, and `sum_choices` sums what the experts of a token return. n tokens with k choices each
+are m = n k rows, sorted by expert. No token is dropped, so sizes are the same whatever is chosen.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,15 +15,179 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import GradientNode, make_operator
-from recipe_lib.ops.real_tokens import RealTokens
+from recipe_lib.ops.attention import RealTokens
+from recipe_lib.ops.fused_kernels import call_with_gradient, make_operator, register_fused
+
+_Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+# An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
+ACTIVATIONS: dict[str, _Activation] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward.default),
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward.default),
+    "gelu_tanh": (
+        lambda gate: F.gelu(gate, approximate="tanh"),
+        lambda gradient, gate: torch.ops.aten.gelu_backward.default(
+            gradient, gate, approximate="tanh"
+        ),
+    ),
+}
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return `activation(gate) * up` of two tensors of one shape, which are all it keeps.
+
+    activation: `silu`, `gelu` or `gelu_tanh`.
+    """
+    if torch.compiler.is_compiling():
+        return compute_gated_product(gate, up, activation)
+    return call_with_gradient(
+        compute_gated_product,
+        gate,
+        up,
+        activation,
+        differentiate=compute_gated_product_gradients,
+        kept=range(3),
+    )
+
+
+def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+@register_fused(
+    "gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _make_contiguous_like
+)
+def compute_gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return `gated_activation`, without a gradient; contiguous."""
+    return (ACTIVATIONS[activation][0](gate) * up).contiguous()
+
+
+@register_fused(
+    "gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+    lambda gradient, gate, up, activation: (_make_contiguous_like(gate), _make_contiguous_like(up)),
+)
+def compute_gated_product_gradients(
+    gradient: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up, by that of their product; contiguous."""
+    activate, activate_backward = ACTIVATIONS[activation]
+    up_grad = gradient * activate(gate)
+    return activate_backward(gradient * up, gate).contiguous(), up_grad.contiguous()
+
+
+# The middle of an expert: a gated product of its inner channels, times the score with which its
+# token chose it.
+#
+# The score is multiplied in before the down projection: f channels, where after it there would be
+# d, and backward finds the score's gradient without the expert's output. Kept for backward are the
+# inner channels `[m, 2f]` and the scores.
+
+
+CLAMPED = "clamped_swiglu"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gate by which an expert's inner channels `[m, 2f]` become `[m, f]`."""
+
+    # of the gate, one of `ACTIVATIONS`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate *
+    # sigmoid(alpha * gate)`, with gate at most, and up within, `limit`
+    activation: str
+    # gate and up take turns among the channels; else the gate is the first half
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = float("inf")
+
+
+def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
+    """Return the gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`."""
+    settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
+    if torch.compiler.is_compiling():
+        return compute_scored_product(inner, scores, *settings)
+    return call_with_gradient(
+        compute_scored_product,
+        inner,
+        scores,
+        *settings,
+        differentiate=compute_scored_product_gradients,
+        kept=range(6),
+    )
+
+
+def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return inner[:, ::2], inner[:, 1::2]
+    half = inner.shape[1] // 2
+    return inner[:, :half], inner[:, half:]
+
+
+def _activate(
+    gate: Tensor, up: Tensor, activation: str, *, alpha: float, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Return the activated gate, and the factor that it is multiplied by."""
+    if activation != CLAMPED:
+        return ACTIVATIONS[activation][0](gate), up
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(gate * alpha), up.clamp(-limit, limit) + 1
+
+
+@register_fused(
+    "scored_product(Tensor inner, Tensor scores, str activation, bool interleaved, float alpha,"
+    " float limit) -> Tensor",
+    lambda inner, *_: inner.new_empty(inner.shape[0], inner.shape[1] // 2),
+)
+def compute_scored_product(
+    inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
+) -> Tensor:
+    """Return `scored_product`, without a gradient, in the type of `inner`."""
+    gate, up = _split_gate_up(inner, interleaved)
+    activated, factor = _activate(gate, up, activation, alpha=alpha, limit=limit)
+    return (activated * factor * scores.unsqueeze(1)).to(inner.dtype)
+
+
+@register_fused(
+    "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool"
+    " interleaved, float alpha, float limit) -> (Tensor, Tensor)",
+    lambda gradient, inner, scores, *_: (torch.empty_like(inner), torch.empty_like(scores)),
+)
+def compute_scored_product_gradients(
+    gradient: Tensor,
+    inner: Tensor,
+    scores: Tensor,
+    activation: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the inner channels and of the scores, by that of the product."""
+    gate, up = _split_gate_up(inner, interleaved)
+    activated, factor = _activate(gate, up, activation, alpha=alpha, limit=limit)
+    score_grad = (gradient * activated * factor).sum(dim=1, dtype=scores.dtype)
+    scored_grad = (gradient * scores.unsqueeze(1)).to(inner.dtype)
+    if activation == CLAMPED:
+        clamped = gate.clamp(max=limit)
+        sigmoid = torch.sigmoid(clamped * alpha)
+        # d x*sigmoid(alpha x) / dx = sigmoid * (1 + alpha x (1 - sigmoid)); a clamp lets no
+        # gradient through beyond its limit.
+        gate_grad = scored_grad * factor * sigmoid * (1 + alpha * clamped * (1 - sigmoid))
+        gate_grad = gate_grad * (gate <= limit)
+        up_grad = scored_grad * activated * (up.abs() <= limit)
+    else:
+        gate_grad = ACTIVATIONS[activation][1](scored_grad * factor, gate)
+        up_grad = scored_grad * activated
+    if interleaved:
+        return torch.stack((gate_grad, up_grad), -1).flatten(1), score_grad
+    return torch.cat((gate_grad, up_grad), 1), score_grad
+
+
+# Tokens through the experts that were chosen for them.
+
 
 _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Which row is whose, with the m rows in the order of experts."""
+    """The owners of the m rows, which are in the order of experts."""
 
     experts: Tensor  # int64 [m], the expert of each row
     tokens: Tensor  # int64 [m], the token of each row
@@ -37,8 +203,8 @@ def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
     places = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
-    numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
-    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    expert_numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, expert_numbers, right=True, out_int32=True)
     choices = chosen.shape[1]
     return Groups(
         experts=experts, tokens=order // choices, places=places, ends=ends, choices=choices
@@ -60,13 +226,13 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
     """Return values `[n, k]` of each token's choices in the order of rows, `[m]`."""
-    return cast(
-        Tensor, GradientNode.apply(_permute, _permute_back, (1,), values.flatten(), groups.places)
+    return call_with_gradient(
+        lambda values, places: torch.empty_like(values).scatter_(0, places, values),
+        values.flatten(),
+        groups.places,
+        differentiate=_permute_back,
+        kept=(1,),
     )
-
-
-def _permute(values: Tensor, places: Tensor) -> Tensor:
-    return torch.empty_like(values).scatter_(0, places, values)
 
 
 def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
@@ -86,8 +252,8 @@ def sum_token_rows(
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
     """Return rows `[m, d]` summed over the choices of each token, `[n, d]`; keeps none of them."""
     order = (groups.places, groups.choices, groups.tokens)
-    # A row's gradient is its token's: the third of these arguments is all that backward takes.
-    return cast(Tensor, GradientNode.apply(sum_token_rows, _permute_back, (3,), rows, *order))
+    # A row's gradient is its token's: the last of these arguments is all that backward takes.
+    return call_with_gradient(sum_token_rows, rows, *order, differentiate=_permute_back, kept=(3,))
 
 
 def grouped_linear(
@@ -188,7 +354,7 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Ten
     if rows.dtype != torch.bfloat16:
         return _gradient_loop(gradient, rows, ends)
     multiple = _ALIGNED // rows.element_size()
-    out_features, in_features = gradient.shape[1], rows.shape[1]
+    out_features, in_features = (tensor.shape[1] for tensor in (gradient, rows))
     if out_features % multiple or in_features % multiple:
         gradient = F.pad(gradient, (0, -out_features % multiple))
         rows = F.pad(rows, (0, -in_features % multiple))
