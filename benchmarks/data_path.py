@@ -284,12 +284,12 @@ def run_ours(folder: Path) -> dict[str, Any]:
     from recipe_lib.config import load_config
     from recipe_lib.parallel import start_world
     from recipe_lib.training.resolve_model import resolve_model
-    from recipe_lib.training.training_data import TrainingData, prepare
+    from recipe_lib.training.training_data import TrainingData, prepare_data
 
     began = time.perf_counter()
     config, *overrides = build_check_words(folder)
     cfg = load_config(config, [*overrides, f"output_dir={folder}/run"])
-    prepare(cfg)
+    prepare_data(cfg)
     with start_world(cfg) as world:
         data = TrainingData(cfg, resolve_model(cfg.model), world)
         packs = data.plan.steps(0)  # of one pack each

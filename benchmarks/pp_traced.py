@@ -27,7 +27,7 @@ from recipe_lib.ops import deferred
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
-from recipe_lib.parallel.pipeline.balance import deferred_of_layer
+from recipe_lib.parallel.pipeline.balance import count_deferred_elements
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.pipeline.schedules import (
     BACKWARD,
@@ -106,7 +106,7 @@ def compute_stage_bytes(
     kept = tokens * _FP32 * (layers * layer_elements + spec.head_width)
     if last:
         kept += count_boundary_bytes()
-    deferred_bytes = layers * deferred_of_layer(spec) * tokens * _FP32 if splits else 0
+    deferred_bytes = layers * count_deferred_elements(spec) * tokens * _FP32 if splits else 0
     return StageBytes(kept, deferred_bytes)
 
 

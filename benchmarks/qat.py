@@ -33,7 +33,7 @@ from recipe_lib.data.batches import make_validation_steps
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.tokenizers import load_tokenizer
-from recipe_lib.training.metrics import read_metrics
+from recipe_lib.training.records import read_metrics
 
 KIND, HELD_OUT = "int4", "examples/demo/heldout.jsonl"
 NAMES = ("without qat", "without qat, int4 after it", "with qat", "with qat, int4 after it")

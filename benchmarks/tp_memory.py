@@ -38,7 +38,7 @@ from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # 
 from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_config  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
 from recipe_lib.ops.mlp import ACTIVATIONS  # noqa: E402
-from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
+from recipe_lib.parallel import World, shard_tensors, tensor_forwards  # noqa: E402
 from recipe_lib.plan.simulated_world.simulated_device import NAME  # noqa: E402
 from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
     enter_simulated_world,
@@ -187,14 +187,14 @@ def change_layer(variant: str) -> Iterator[None]:
         replacements["gather_linears"] = gather_normed
     if variant in (CACHED, TWICE):
         replacements["gated_linear"] = multiply_written_out
-    originals = {name: getattr(tensor, name) for name in replacements}
+    originals = {name: getattr(tensor_forwards, name) for name in replacements}
     try:
         for name, function in replacements.items():
-            setattr(tensor, name, function)
+            setattr(tensor_forwards, name, function)
         yield
     finally:
         for name, function in originals.items():
-            setattr(tensor, name, function)
+            setattr(tensor_forwards, name, function)
 
 
 def measure_memory(

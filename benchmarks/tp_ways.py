@@ -24,7 +24,7 @@ from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
 from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
 from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
-from recipe_lib.parallel import World, parallelize, tensor
+from recipe_lib.parallel import World, parallelize, tensor, tensor_forwards
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
 # How the MLP makes its product of gate and up.
@@ -85,11 +85,11 @@ def use_variant(variant: Variant) -> Iterator[None]:
             exchange(sys.modules[parallelize.__module__], "shard_tensors", _shard_with_styles)
             exchange(training, "clip_grad_norm", _make_summing_clip(training.clip_grad_norm))
         elif variant.product == FUSED:
-            exchange(tensor, "gated_linear", _multiply_fused)
+            exchange(tensor_forwards, "gated_linear", _multiply_fused)
         elif variant.product == WRITTEN_OUT:
-            exchange(tensor, "gated_linear", _multiply_written_out)
+            exchange(tensor_forwards, "gated_linear", _multiply_written_out)
         if not variant.normed_again:
-            exchange(tensor, "gather_linears", _gather_without_norm)
+            exchange(tensor_forwards, "gather_linears", _gather_without_norm)
         if variant.one_buffer:
             stack.enter_context(share_one_buffer())
         yield
@@ -218,14 +218,14 @@ def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World)
         for name, division in divisions.items():
             gradients[f"{path}.{name.rpartition('.')[2]}"] = division
     for module, forward in (
-        (model.model.embed_tokens, tensor._embedding),
-        (model.lm_head, tensor._head),
+        (model.model.embed_tokens, tensor_forwards.run_embedding),
+        (model.lm_head, tensor_forwards.run_head),
     ):
         if module is not None:
-            tensor._replace_forward(module, tensor._given(forward, world.tensor))
+            tensor._replace_forward(module, tensor._bind_settings(forward, world.tensor))
     if model.model.norm is not None:
-        tensor._replace_forward(model.model.norm, tensor._norm)
-    model.forward = tensor._in_rows(model.forward)  # type: ignore[method-assign]
+        tensor._replace_forward(model.model.norm, tensor_forwards.run_norm)
+    model.forward = tensor_forwards.restore_rows(model.forward)  # type: ignore[method-assign]
     return gradients
 
 

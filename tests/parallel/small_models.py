@@ -67,7 +67,7 @@ def compute_plain_gradients(
 
 
 def start_adapters(model: nn.Module) -> None:
-    """Draws a model's adapters; B is not zero, which would hide A's gradient."""
+    """Draw a model's adapters; B is not zero, which would hide A's gradient."""
     init_adapters(model, 4)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
