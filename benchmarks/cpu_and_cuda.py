@@ -389,7 +389,7 @@ def main(argv: list[str]) -> int:
         if second == "cuda"
         else {"type": "cpu", "name": "cpu"}
     )
-    report = begin_report("cpu_and_cuda", argv, device, look_up_hardware(device))
+    report = begin_report("cpu_and_cuda", argv, device=device, hardware=look_up_hardware(device))
     report["command"] = " ".join(["python -m benchmarks.cpu_and_cuda", *argv])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as folder:
@@ -514,8 +514,9 @@ def format_page(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-HOW = f"""{STEPS} steps of a tiny model on one process, the same rows in the same order, weights from the same seed. \
-`{{folder}}` is the run's own files. A difference is the largest of the steps' losses, relative to the CPU's."""
+HOW = f"""{STEPS} steps of a tiny model on one process, the same rows in the same order, weights \
+from the same seed. `{{folder}}` is the run's own files. A difference is the largest of the steps' \
+losses, relative to the CPU's."""
 
 
 def _format_row(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from benchmarks.peers import report as peers_report
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "measurements"
 CARD = "nvidia-h200"
 PAGES: Mapping[str, Callable[[Any], str]] = {
-    f"gpu-plan-{CARD}": gpu_plan_report.plan_markdown,
+    f"gpu-plan-{CARD}": gpu_plan_report.format_page,
     f"gpu-times-{CARD}": gpu_times.format_page,
     f"peers-{CARD}": peers_report.format_page,
     f"cpu-and-cuda-{CARD}": cpu_and_cuda.format_page,

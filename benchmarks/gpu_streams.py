@@ -125,7 +125,7 @@ def run(case: Case, counts: list[int] | None = None) -> None:
                     warnings.simplefilter("always")
                     if counts is not None:
                         torch.cuda.set_sync_debug_mode("warn")
-                    recipe.train_step(batches).numbers()
+                    recipe.train_step(batches).read_numbers()
                     if counts is not None:
                         torch.cuda.set_sync_debug_mode("default")
                 if counts is not None:

@@ -37,28 +37,33 @@ MINUTES = 9.0
 STEADY_STEPS = 5
 SHEET, CALIBRATED = "data sheet", "calibration"
 NOW = "now"
-HOW = """The recipe's model, optimizer and training step on one process, random weights and random tokens, alone on \
-the GPU. Measured: the median of the steps after the first. Planned: by the data sheet, and by the rates that \
-`tune doctor` measured on the same GPU ([{rates}]({rates})). Error: planned over measured, less one."""
+HOW = """The recipe's model, optimizer and training step on one process, random weights and random \
+tokens, alone on the GPU. Measured: the median of the steps after the first. Planned: by the data \
+sheet, and by the rates that `tune doctor` measured on the same GPU ([{rates}]({rates})). Error: \
+planned over measured, less one."""
 WHY = """## Why calibrated times were further off, and what was mended
 
-- **Attention.** torch took cuDNN's kernel: the recorded events hold its workspace once a layer and step \
-(`tests/plan/test_event_fixtures.py`). The same tokens in rows of 2048 take {measured:.3f} s less than in rows of \
-4096; cuDNN's rates make that {cudnn:.3f} s, those of FlashAttention 2 {flash:.3f} s. Plans by data sheet took the \
-latter, so they were near the measured times by two errors that cancel; the calibration had measured cuDNN's and \
-showed the other error. Now both plan cuDNN's kernel where torch takes it, and a measured rate is of the kernel that \
-was measured.
-- **Fused AdamW** does not reach the memory's rate. Its own is now planned, from a published time on an H100; \
-`tune doctor` measures it.
-- **Bursts.** Each product was measured for a fifth of a second, between others. The first step after the warm-up is \
-{least:.1%} to {most:.1%} shorter than those after it. Rates of a burst are now taken down as those of data sheets \
-are, to 0.90 on cards of 700 W; `tune doctor` measures what products reach in steps, and plans take that share instead.
-- **The host.** The smallest product, 512 x 2048 x 2048, took 13 us, as long as the host takes to issue it: that is no \
-rate of the GPU's, and is left out. Adapters' small products were planned by it.
+- **Attention.** torch took cuDNN's kernel: the recorded events hold its workspace once a layer \
+and step (`tests/plan/test_event_fixtures.py`). The same tokens in rows of 2048 take \
+{measured:.3f} s less than in rows of 4096; cuDNN's rates make that {cudnn:.3f} s, those of \
+FlashAttention 2 {flash:.3f} s. Plans by data sheet took the latter, so they were near the \
+measured times by two errors that cancel; the calibration had measured cuDNN's and showed the \
+other error. Now both plan cuDNN's kernel where torch takes it, and a measured rate is of the \
+kernel that was measured.
+- **Fused AdamW** does not reach the memory's rate. Its own is now planned, from a published time \
+on an H100; `tune doctor` measures it.
+- **Bursts.** Each product was measured for a fifth of a second, between others. The first step \
+after the warm-up is {least:.1%} to {most:.1%} shorter than those after it. Rates of a burst are \
+now taken down as those of data sheets are, to 0.90 on cards of 700 W; `tune doctor` measures what \
+products reach in steps, and plans take that share instead.
+- **The host.** The smallest product, 512 x 2048 x 2048, took 13 us, as long as the host takes to \
+issue it: that is no rate of the GPU's, and is left out. Adapters' small products were planned by \
+it.
 
-Not known: how much of the 0.90 is heat and how much the layouts of backward's products. `tune doctor` had {cold:.1f} \
-TFLOP/s of the product 4096 x 14336 x 4096 at its start; an 8192 cube reached {cube:.0f} between the steps above. No \
-file with `step_share` or `optimizer` has been measured yet."""
+Not known: how much of the 0.90 is heat and how much the layouts of backward's products. `tune \
+doctor` had {cold:.1f} TFLOP/s of the product 4096 x 14336 x 4096 at its start; an 8192 cube \
+reached {cube:.0f} between the steps above. No file with `step_share` or `optimizer` has been \
+measured yet."""
 DRY_HOW = """Nothing was measured on a GPU: tiny models on a CPU, to check the program."""
 
 
@@ -115,7 +120,7 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
-    report = begin_report("times", argv, device, look_up_hardware(device))
+    report = begin_report("times", argv, device=device, hardware=look_up_hardware(device))
     stem = options.output / f"gpu-times-{name_device(device)}"
     rates = stem.with_name(f"{stem.name}-rates.json")
     options.output.mkdir(parents=True, exist_ok=True)

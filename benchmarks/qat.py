@@ -33,7 +33,7 @@ from recipe_lib.data.batches import make_validation_steps
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.tokenizers import load_tokenizer
-from recipe_lib.training.metrics import read_metrics
+from recipe_lib.training.records import read_metrics
 
 KIND, HELD_OUT = "int4", "examples/demo/heldout.jsonl"
 NAMES = ("without qat", "without qat, int4 after it", "with qat", "with qat, int4 after it")
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         for setup in SETUPS
         if arguments.only in (None, setup.group)
     ]
-    page = page_of(setups, arguments.seeds)
+    page = build_page(setups, arguments.seeds)
     if arguments.output is None:
         print(page, end="")
     else:
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def page_of(setups: Sequence[Setup], seeds: int) -> str:
+def build_page(setups: Sequence[Setup], seeds: int) -> str:
     """Trains and scores everything."""
     return PAGE.format(
         torch=torch.__version__,

@@ -29,7 +29,7 @@ from recipe_lib.config import load_config
 from recipe_lib.data import StepBatches
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import start_world
-from recipe_lib.training.training_data import prepare
+from recipe_lib.training.training_data import prepare_data
 from tests.recipes.runs import get_recipe_class, import_recipe_module
 
 ROOT = Path(__file__).parent.parent
@@ -114,7 +114,7 @@ def run_both(
 ) -> tuple[list[tuple[dict[str, float], dict[str, float]]], int]:
     """(bare, recipe) for each step, and the number of parameters."""
     cfg = build_config(folder, steps)
-    prepare(cfg)
+    prepare_data(cfg)
     found = []
     with start_world(cfg) as world:
         recipe = get_recipe_class(import_recipe_module())(cfg, world)

@@ -63,8 +63,8 @@ Config = DistillFinetuneConfig
 
 
 class DistillFinetune:
-    """Trains a model, all of it or adapters, on labels and on a teacher. `world`: this process's
-    rank, device, mesh.
+    """Training of a model, all of it or adapters, on labels and on a teacher. `world`: this
+    process's rank, device and mesh.
     """
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ

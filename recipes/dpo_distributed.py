@@ -45,13 +45,13 @@ from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isol
 from recipe_lib.errors import end_process, run_for_exit_code
 from recipe_lib.methods.dpo.checks import check_answers, check_reference, describe_reference
 from recipe_lib.methods.dpo.config import DpoFinetuneConfig
-from recipe_lib.methods.dpo.kl import estimate_kl
 from recipe_lib.methods.dpo.loss import (
     compute_preference_loss,
     compute_step_metrics,
     count_sums,
+    estimate_kl,
+    validate_preference,
 )
-from recipe_lib.methods.dpo.validation import validate_preference
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
@@ -71,7 +71,7 @@ Logps = Iterator[torch.Tensor | None]
 
 
 class DpoFinetune:
-    """Trains adapters or every parameter to prefer the chosen answers."""
+    """Training of adapters or every parameter to prefer the chosen answers."""
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 

@@ -54,7 +54,7 @@ Config = FullFinetuneConfig
 
 
 class FullFinetune:
-    """Trains every parameter. `world`: this process's rank, device and mesh."""
+    """Full fine-tuning of one model. `world`: this process's rank, device and mesh."""
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 

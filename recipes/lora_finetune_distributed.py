@@ -47,7 +47,7 @@ Config = LoraFinetuneConfig
 
 
 class LoraFinetune:
-    """Trains adapters; the base weights are frozen, and quantized if the config says so."""
+    """Training of adapters; the base weights are frozen, and quantized if the config says so."""
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 

@@ -43,8 +43,8 @@ from recipe_lib.methods.reward.loss import (
     compute_scores,
     list_summed_metrics,
     train_score_head,
+    validate_scores,
 )
-from recipe_lib.methods.reward.validation import validate_scores
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import (
     DTYPES,
@@ -59,9 +59,7 @@ Config = RewardFinetuneConfig
 
 
 class RewardFinetune:
-    """Trains a score head, with adapters on the layers below it or with every parameter of
-    these.
-    """
+    """Training of a score head, with adapters on the layers below it or with every parameter."""
 
     treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
 

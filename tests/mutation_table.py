@@ -178,8 +178,8 @@ MUTATIONS = [
     Mutation(
         name="wrong_key_head",
         path="recipe_lib/parallel/tensor.py",
-        old="group.rank * spec.num_kv_heads // group.size if copied",
-        new="group.rank % spec.num_kv_heads if copied",
+        old="group.rank * spec.num_kv_heads // group.size if copies_kv_heads",
+        new="group.rank % spec.num_kv_heads if copies_kv_heads",
         harm="several: four ranks that share two key heads attend with the wrong ones",
         tests=(
             "tests/parallel/test_tensor.py",
@@ -235,14 +235,14 @@ MUTATIONS = [
     Mutation(
         name="patience_begins_anew",
         path="recipe_lib/training/best_step.py",
-        old='self.waited, self._reference = record["waited"], record["reference"]',
-        new='self.waited = record["waited"]',
+        old='self._reference = record["reference"]',
+        new="self._reference = None",
         harm="a resumed run stops at another step than the uninterrupted one",
         tests=("tests/training/test_best_step.py",),
     ),
     Mutation(
         name="point_of_one_rank",
-        path="recipe_lib/methods/dpo/kl.py",
+        path="recipe_lib/methods/dpo/loss.py",
         old="return (world.all_reduce_sum(total) / max(1, num_items)).clamp(min=0)",
         new="return (total / max(1, num_items)).clamp(min=0)",
         harm="several: KTO compares with the point of reference of one rank's samples",
@@ -250,15 +250,15 @@ MUTATIONS = [
     ),
     Mutation(
         name="dropout_stays_off",
-        path="recipe_lib/training/validation.py",
-        old="    model.train()\n    return tokens, items\n",
-        new="    return tokens, items\n",
+        path="recipe_lib/training/losses.py",
+        old="    model.train()\n    return num_label_tokens, num_items\n",
+        new="    return num_label_tokens, num_items\n",
         harm="after its first validation a run trains without dropout",
         tests=("tests/training/test_validation.py",),
     ),
     Mutation(
         name="resume_loses_a_line",
-        path="recipe_lib/training/metrics.py",
+        path="recipe_lib/training/records.py",
         old='if line["step"] <= step]',
         new='if line["step"] < step]',
         harm="metrics.jsonl of a resumed run lacks the step that it goes on from",

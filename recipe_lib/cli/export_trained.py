@@ -79,15 +79,15 @@ from recipe_lib.models.spec import ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.reading import find_object
 from recipe_lib.tokenizers import load_tokenizer
-from recipe_lib.training.export_model import run_card
-from recipe_lib.training.metrics import SUMMARY_FILE
-from recipe_lib.training.next_commands import (
+from recipe_lib.training.export_model import (
     ANYWHERE,
-    adapter_commands,
-    merge_command,
-    model_commands,
-    print_next,
+    format_merge_command,
+    list_adapter_commands,
+    list_model_commands,
+    make_run_card,
+    print_next_commands,
 )
+from recipe_lib.training.records import SUMMARY_FILE
 from recipe_lib.units import GIB
 
 CONFIG = "config.yaml"
@@ -258,7 +258,7 @@ def build_export_arguments(
     commands = _list_commands(spec, shown, adapter=adapter, template=template is not None)
     card = None
     if run := source.records:
-        card = run_card(
+        card = make_run_card(
             cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported
         )
     return {
@@ -296,8 +296,8 @@ def _list_commands(
 ) -> list[str]:
     """Return the commands on the card: for a model, or for an adapter on its base."""
     if adapter is None:
-        return model_commands(ANYWHERE)
-    return adapter_commands(
+        return list_model_commands(ANYWHERE)
+    return list_adapter_commands(
         ANYWHERE, base, adapter, rank=compute_file_rank(spec, adapter), template=template
     )
 
@@ -399,7 +399,7 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     exported = compute_prompt_logits(load_model(spec, out, dtype, device))
     report_comparison(f"model: {out}", compare_logits(trained, exported), dtype=dtype, out=out)
     print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
-    print_next(model_commands(out))
+    print_next_commands(list_model_commands(out))
 
 
 def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
@@ -541,7 +541,7 @@ def _print_next_commands(
         return
     lora = make_adapter_settings(adapter_file, spec)
     base_name = adapter_file.config.base
-    commands = adapter_commands(
+    commands = list_adapter_commands(
         adapter,
         arguments.base or base_name,
         lora,
@@ -550,11 +550,11 @@ def _print_next_commands(
         template=(adapter / CHAT_TEMPLATE).is_file(),
     )
     # vLLM loads A and B alone: what else the file has of the base it would leave out or refuse.
-    print_next(commands[:1] if check_fits(adapter_file, spec).parts else commands)
+    print_next_commands(commands[:1] if check_fits(adapter_file, spec).parts else commands)
     # Of an adapter in a run's folder --merge writes the run's model/, which must not be there yet.
     is_of_run = source.run is not None and adapter.parent == source.run
     if not (is_of_run and (adapter.parent / "model").exists()):
-        print_next([merge_command(adapter, arguments.base, arguments.recipe)])
+        print_next_commands([format_merge_command(adapter, arguments.base, arguments.recipe)])
 
 
 def _merge_and_check(
@@ -587,7 +587,7 @@ def _merge_and_check(
             "note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and"
             " adapter apart"
         )
-    print_next(model_commands(out))
+    print_next_commands(list_model_commands(out))
 
 
 def report_comparison(

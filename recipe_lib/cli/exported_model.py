@@ -32,7 +32,11 @@ from recipe_lib.generation.source import choose_dtype, find_source
 from recipe_lib.logs import print_wrapped
 from recipe_lib.models import read_config
 from recipe_lib.parallel import DTYPES
-from recipe_lib.training.next_commands import gguf_commands, print_next, quantized_commands
+from recipe_lib.training.export_model import (
+    list_gguf_commands,
+    list_quantized_commands,
+    print_next_commands,
+)
 from recipe_lib.units import format_bytes
 
 
@@ -161,7 +165,7 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     for note in report.notes:
         print_wrapped(f"note: {note}")
     print_wrapped(f"check: {report.check}")
-    print_next(gguf_commands(out, is_adapter=exported.alone))
+    print_next_commands(list_gguf_commands(out, is_adapter=exported.alone))
 
 
 def export_quantized(arguments: argparse.Namespace) -> None:
@@ -194,7 +198,7 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     if trained is not None:
         print_wrapped(_compare_rounding(trained, kind, group_size))
     print_wrapped(f"check: {report.check}")
-    print_next(quantized_commands(out))
+    print_next_commands(list_quantized_commands(out))
 
 
 def _read_rounding(run: Path | None) -> tuple[str, int] | None:

@@ -130,7 +130,7 @@ def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None
     if receipts.is_off() or summary.get("memory_kind") != "device" or not figures.get("own_device"):
         return
     # Imports torch, which the launcher has imported by now.
-    from recipe_lib.training.metrics import read_metrics
+    from recipe_lib.training.records import read_metrics
 
     path = receipts.get_receipts_file()
     try:

@@ -19,7 +19,7 @@ from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.world import derive_seed
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.training.validation import compute_token_scores
+from recipe_lib.training.losses import compute_token_scores
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM

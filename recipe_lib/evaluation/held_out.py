@@ -39,7 +39,7 @@ from recipe_lib.report.chart import render_page
 from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training import evaluate_micro_batches
-from recipe_lib.training.validation import make_scorer, sum_over_sequences
+from recipe_lib.training.losses import make_scorer, sum_over_sequences
 
 
 @dataclass

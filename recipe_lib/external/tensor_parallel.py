@@ -38,7 +38,7 @@ from recipe_lib.models.decoder import LogitTransform
 from recipe_lib.ops.dtensor_shards import Runs, get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
-from recipe_lib.parallel.tensor import as_placed
+from recipe_lib.parallel.tensor import place_parameter
 from recipe_lib.parallel.world import World
 
 _LENGTHS = "lora_magnitude_vector"
@@ -177,7 +177,7 @@ def place_parameters(
             if id(parameter) not in placed:
                 path = names[id(parameter)]
                 placed[id(parameter)] = (
-                    as_placed(parameter, stored[path], mesh)
+                    place_parameter(parameter, stored[path], mesh)
                     if stored and path in stored
                     else _take_parameter_part(parameter, plans[path], mesh)
                 )

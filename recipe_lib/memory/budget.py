@@ -250,7 +250,7 @@ class PipelineStages(Protocol):
 
     layers: dict[int, range]  # by stage, the indices of its layers
 
-    def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
+    def list_in_flight(self, micro_batches: int) -> list[dict[int, int]]:
         """Return what this rank may keep at once, see MicroBatchesInFlight."""
 
 

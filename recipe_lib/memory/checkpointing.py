@@ -147,7 +147,7 @@ def _choose_within_budget(
         # Inside a compiled layer the compiler sees the chain itself, no fused operator.
         fused=should_fuse(device) and not cfg.compile,
     )
-    in_flight = [{0: 1}] if pipeline is None else pipeline.in_flight(num_micro_batches)
+    in_flight = [{0: 1}] if pipeline is None else pipeline.list_in_flight(num_micro_batches)
     return choose_kept_operators(costs, cfg.memory.activation_budget_gib, in_flight)
 
 

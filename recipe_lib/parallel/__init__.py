@@ -9,8 +9,7 @@ from recipe_lib.parallel.parallelize import (
     parallelize,
     split_pipeline,
 )
-from recipe_lib.parallel.tensor import shard_tensors
-from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.tensor import check_tensor, shard_tensors
 from recipe_lib.parallel.world import World, make_world, meet_ranks, start_world
 
 __all__ = [

@@ -1,5 +1,4 @@
-"""Context parallel for the decoder: each rank of a group has some of the tokens of every sequence
-(Ulysses).
+"""Context parallel for the decoder (Ulysses): each rank has some of the tokens of every sequence.
 
 The model is given whole micro-batches `[b, s]`, and its layers this rank's `[b, s / c, d]`,
 consecutive tokens of each row. Where tokens meet, in attention, ranks exchange them for heads
@@ -42,7 +41,7 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
 
     Called after `shard_tensors`, whose ranks divide a rank's tokens and heads first. The model then
     takes micro-batches whose length the ranks of both divide. Without such ranks the model is left
-    as it is. Raises ConfigError: see `check_context`, `refuse_for_context`.
+    as it is. Raise ConfigError: see `check_context`, `refuse_for_context`.
     """
     group = world.context
     if group is None:
@@ -51,103 +50,101 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     check_context(model.spec, parallel)
     for module in model.modules():
         if isinstance(module, Attention):
-            module.to_heads, module.to_tokens = (
-                partial(exchange_for_heads, group=group),
-                partial(exchange_for_tokens, group=group),
-            )
+            module.to_heads = partial(exchange_for_heads, group=group)
+            module.to_tokens = partial(exchange_for_tokens, group=group)
     trunk: Any = model.model
-    trunk.rotary = [partial(_rotate_own, rotary, group) for rotary in trunk.rotary]
-    trunk.prepare = partial(_prepare_own, trunk.prepare, group)
+    trunk.rotary = [partial(_rotate_local_tokens, rotary, group) for rotary in trunk.rotary]
+    trunk.prepare = partial(_prepare_local_attention, trunk.prepare, group)
     if trunk.embed_tokens is not None:  # else another stage of a pipeline has it
         embedding: Any = trunk.embed_tokens
-        embedding.forward = partial(_embed_own, embedding.forward, group)
+        embedding.forward = partial(_embed_local_tokens, embedding.forward, group)
     head: Any = model.head
     if head is not None:  # else another stage has it
-        head.forward = partial(_head_of_own, head.forward, group)
-    whole: Any = model
+        head.forward = partial(_run_local_head, head.forward, group)
+    replaced: Any = model
     if world.pipeline is None:
-        whole.forward = partial(_gather_logits, model.forward, group, 0)
+        replaced.forward = partial(_gather_logits, model.forward, group, 0)
     else:  # a call runs a part of the model, of which only the head gives logits
-        whole.run_head = partial(_gather_logits, model.run_head, group, 1)
+        replaced.run_head = partial(_gather_logits, model.run_head, group, 1)
 
 
 def refuse_for_context(model: LanguageModel) -> None:
-    """ConfigError for a model that is not ours, for extra parameters, and for another forward of
-    attention.
+    """Raise ConfigError for a model that is not ours, or that a recipe has changed.
 
-    A rank has some of the tokens of a sequence there, and what looks at others would see none of
-    them.
+    Changes are extra parameters, and another forward of attention. A rank has some of the tokens of
+    a sequence there, and what looks at others would see none of them.
     """
     if not isinstance(model, Decoder):
         raise ConfigError(
             "parallel.context: found a model whose attention is not ours, expected"
             " model.implementation=native; set that, or parallel.context=1"
         )
-    own = [
+    changes = [
         f"another forward of {name}"
         for name, module in model.named_modules()
         if isinstance(module, Attention) and type(module).forward is not Attention.forward
     ]
-    found = next(iter(find_extra_tensors(model)), None) or next(iter(own), None)
-    if found is not None:
+    additions = [*find_extra_tensors(model), *changes]
+    if additions:
         raise ConfigError(
-            f"parallel.context: found {found}, which the recipe added, expected a model as it is"
-            " built: ranks that share sequences have a part of the tokens each; set"
+            f"parallel.context: found {additions[0]}, which the recipe added, expected a model as"
+            " it is built: ranks that share sequences have a part of the tokens each; set"
             " parallel.context=1"
         )
 
 
 def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
-    """Refuse a model whose heads `parallel.context` ranks cannot share: ConfigError, with the sizes
-    that fit.
+    """Raise ConfigError for a model whose heads the ranks cannot share, with the sizes that fit.
 
     A rank has as many heads as the others, all of its tensor-parallel part; kv heads may be fewer
     than the ranks.
     """
-    size, tensor = parallel.context, parallel.tensor
-    heads, kv_heads = spec.num_heads // tensor, max(1, spec.num_kv_heads // tensor)
+    size = parallel.context
+    tensor = parallel.tensor
+    heads = spec.num_heads // tensor
+    kv_heads = max(1, spec.num_kv_heads // tensor)
     fits = [
-        other
-        for other in range(1, heads + 1)
-        if heads % other == 0 and (kv_heads % other == 0 or other % kv_heads == 0)
+        ranks
+        for ranks in range(1, heads + 1)
+        if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
     ]
-    if size in fits:
-        return
-    each = f"{heads} attention heads and {kv_heads} key and value heads"
-    each += f" on each of {tensor} ranks of parallel.tensor" if tensor > 1 else ""
-    raise ConfigError(
-        f"parallel.context={size}: the model has {each}, which {size} ranks cannot share evenly;"
-        f" sizes that fit: {', '.join(map(str, fits))}"
-    )
+    if size not in fits:
+        counts = f"{heads} attention heads and {kv_heads} key and value heads"
+        counts += f" on each of {tensor} ranks of parallel.tensor" if tensor > 1 else ""
+        raise ConfigError(
+            f"parallel.context={size}: the model has {counts}, which {size} ranks cannot share"
+            f" evenly; sizes that fit: {', '.join(map(str, fits))}"
+        )
 
 
-def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Rotary`, of this rank's tokens: by frequencies that may depend on the longest position of
-    all.
+def _rotate_local_tokens(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of this rank's tokens.
+
+    Their frequencies may depend on the longest position of all.
     """
     return compute_rotation(
         shard_tokens(positions, group), rotary.frequencies(positions), rotary.factor
     )
 
 
-def _prepare_own(
+def _prepare_local_attention(
     prepare: Callable[..., AttentionInfo], group: Group, info: AttentionInfo | None, **shape: Any
 ) -> AttentionInfo:
-    """As `prepare_attention`, of whole rows; what is counted of tokens is this rank's."""
+    """Prepare attention on whole rows; what is counted of tokens is this rank's."""
     prepared = prepare(info, **shape)
-    return (
-        prepared
-        if prepared.real is None
-        else replace(prepared, real=prepared.real.shard_rows(group.rank, group.size))
-    )
+    if prepared.real is None:
+        return prepared
+    return replace(prepared, real=prepared.real.shard_rows(group.rank, group.size))
 
 
-def _embed_own(forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor) -> Tensor:
-    """Tokens `[b, s]` to embeddings of this rank's."""
+def _embed_local_tokens(
+    forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor
+) -> Tensor:
+    """Return the embeddings of this rank's of the tokens `[b, s]`."""
     return forward(shard_tokens(tokens, group).contiguous())
 
 
-def _head_of_own(
+def _run_local_head(
     forward: Callable[..., Tensor],
     group: Group,
     hidden: Tensor,
@@ -155,25 +152,25 @@ def _head_of_own(
     labels: Tensor | None = None,
     head_loss: HeadLoss | None = None,
 ) -> Tensor:
-    """Of labels `[b, s]` the loss of all ranks' tokens; or what head_loss gives for each token, of
-    all `[b, s]`.
+    """Return the loss of all ranks' tokens of labels `[b, s]`.
+
+    A head_loss that gives a number for each token gives those of all `[b, s]`.
     """
     if labels is None:
         return forward(hidden)
-    found = forward(hidden, labels=shard_tokens(labels, group), head_loss=head_loss)
-    return gather_tokens(found, group) if found.dim() else sum_over_ranks(found, group)
+    loss = forward(hidden, labels=shard_tokens(labels, group), head_loss=head_loss)
+    return gather_tokens(loss, group) if loss.dim() else sum_over_ranks(loss, group)
 
 
 def _gather_logits(
     run: Callable[..., Tensor], group: Group, place: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Run the model or its head; logits, which ranks have of their tokens, are gathered: for short
-    texts.
+    """Run the model or its head; logits, which ranks have of their tokens, are gathered.
 
-    place: of the tokens `[b, s]` among the arguments.
+    So logits are for short texts. place: of the tokens `[b, s]` among the arguments.
     """
-    found = run(*args, **kwargs)
+    output = run(*args, **kwargs)
     if kwargs.get("labels") is not None:
-        return found
+        return output
     rows, length = args[place].shape
-    return gather_tokens(found.view(rows, length // group.size, -1), group)
+    return gather_tokens(output.view(rows, length // group.size, -1), group)

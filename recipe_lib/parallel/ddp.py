@@ -1,5 +1,4 @@
-"""Whole models on every data rank (`parallel.strategy: ddp`), whose gradients are summed once a
-step.
+"""Sum the gradients of a model that every data rank has whole (`parallel.strategy: ddp`).
 
 A rank holds all parameters of its stage and of its part of a tensor-parallel group, their gradients
 and their states; nothing is gathered, in forward, backward or evaluation. What is sent is one
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.parallel.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -30,18 +29,16 @@ _BUCKETS = 2  # at a time: one is filled while the other is summed
 
 @dataclass(frozen=True)
 class Replicas:
-    """A model that every data rank has whole.
+    """A model that every data rank has whole."""
 
-    ranks: how many there are. dtype: that gradients are summed in; None: their own.
-    """
-
-    ranks: int
-    dtype: torch.dtype | None
+    ranks: int  # that have it
+    dtype: torch.dtype | None  # that gradients are summed in; None: their own
 
 
 def find_replicas(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
-    """Return the replicas of a model that `shard_model` leaves whole; None for one that is sharded,
-    as by `auto` that nobody has decided, or the only one.
+    """Return the replicas of a model that `shard_model` leaves whole.
+
+    None for one that is sharded, as by `auto` that nobody has decided, or the only one.
     """
     if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return None
@@ -70,8 +67,9 @@ def sum_replica_gradients(model: nn.Module, replicas: Replicas, world: World) ->
 def _start_sum(
     pieces: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Begin to sum flat pieces of gradients; return what lets the device's stream wait for the sum,
-    and brings it to them. They are packed where they are several, or of another type.
+    """Begin to sum flat pieces of gradients, packed where they are several or of another type.
+
+    Return what lets the device's stream wait for the sum, and brings it to the pieces.
     """
     packed = None
     sizes = [piece.numel() for piece in pieces]
@@ -92,16 +90,16 @@ def _start_sum(
 def _fill_buckets(
     parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
 ) -> Iterator[tuple[list[Tensor], torch.dtype]]:
-    """Yield flat pieces of gradients of one type and device, at most BUCKET_ELEMENTS together, and
-    the type to sum them in; in the order of the parameters, a large one in several.
+    """Yield flat pieces of gradients of one type and device, and the type to sum them in.
+
+    They have BUCKET_ELEMENTS together at most, and come in the order of the parameters, a large
+    gradient in several buckets.
     """
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad or parameter.grad is None:
             continue
-        gradient = (
-            parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        )
+        gradient = get_local(parameter.grad)
         kind = (gradient.dtype, gradient.device)
         wide = dtype or gradient.dtype
         for piece in gradient.view(-1).split(BUCKET_ELEMENTS):
@@ -109,9 +107,9 @@ def _fill_buckets(
                 yield [piece], wide
                 continue
             bucket = filling.setdefault(kind, [])
-            if sum(other.numel() for other in bucket) + piece.numel() > BUCKET_ELEMENTS:
+            if sum(filled.numel() for filled in bucket) + piece.numel() > BUCKET_ELEMENTS:
                 yield bucket, wide
                 bucket = filling[kind] = []
             bucket.append(piece)
-    for (own, _), bucket in filling.items():
-        yield bucket, dtype or own
+    for (own_dtype, _), bucket in filling.items():
+        yield bucket, dtype or own_dtype

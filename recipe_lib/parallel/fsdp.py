@@ -1,9 +1,16 @@
-"""Sharding a model over the ranks with FSDP2, and giving it memory."""
+"""Shard a model over the ranks with FSDP2, and give it memory.
+
+    units = shard_model(model, cfg.parallel, cfg.memory, world)
+    materialize(model, cfg.memory, world.device)
+
+`resolve_wrapping` chooses the units: the modules whose parameters FSDP gathers together.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,9 +41,6 @@ from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import is_kept, reduces_once
 from recipe_lib.parallel.world import World
 
-# Which modules FSDP gathers together: the units of a model, chosen by what its modules are and how
-# large they are.
-#
 # A unit's parameters are gathered just before it runs and freed just after, so the largest unit
 # sets how many whole parameters are alive at once. What is in no unit is in the root: gathered at
 # the first forward, freed at the end of backward, its gradients whole until then. For Llama 3 8B in
@@ -50,14 +54,11 @@ POLICIES = ("auto", "layers", "memory_efficient")
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that are gathered and freed as one.
+    """Modules that are gathered and freed as one."""
 
-    names: dotted module names; several only when they share a parameter. bytes: of their whole
-    parameters, without those of units inside them; of what a tensor-parallel group shares, of one
-    rank's part (see `parameter_bytes`).
-    """
-
+    # Dotted module names; several only when they share a parameter.
     names: tuple[str, ...]
+    # Of their parameters without those of units inside them, as `count_parameter_bytes` counts.
     bytes: int
 
 
@@ -74,7 +75,7 @@ def resolve_wrapping(
     module names, matched part by part (`model.layers.*` is every layer, not what is inside); one
     unit may hold another.
 
-    Raises ConfigError for an unknown policy, a pattern that matches nothing, or nothing that can be
+    Raise ConfigError for an unknown policy, a pattern that matches nothing, or nothing that can be
     a unit.
     """
     if isinstance(wrapping, str):
@@ -84,79 +85,81 @@ def resolve_wrapping(
                 f" {', '.join(POLICIES)} or a list of module-name patterns such as"
                 f" [model.layers.*]{did_you_mean(wrapping, POLICIES)}"
             )
-        return _units_of_policy(model, wrapping, whole_layers)
+        return _choose_units(model, wrapping, whole_layers)
     return _make_units(model, _match_all(model, list(wrapping)))
 
 
-def parameter_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's whole parameters, shared ones counted once; also before they
-    have memory.
+def count_parameter_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters unsharded, shared ones counted once.
 
-    Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers.
+    Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers. The
+    parameters need no memory yet.
     """
     return sum(
-        whole_elements(parameter) * parameter.element_size() for parameter in module.parameters()
+        count_whole_elements(parameter) * parameter.element_size()
+        for parameter in module.parameters()
     )
 
 
-def whole_elements(parameter: Tensor) -> int:
-    """Return the elements of a whole parameter; of what a tensor-parallel group shares, of one
-    rank's part.
-    """
-    names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-    if not isinstance(parameter, DTensor) or "tensor" not in names:
-        return parameter.numel()
-    dim = names.index("tensor")
-    return -(
-        -parameter.numel()
-        // (parameter.device_mesh.size(dim) if parameter.placements[dim].is_shard() else 1)
-    )
+def count_whole_elements(parameter: Tensor) -> int:
+    """Return the elements of an unsharded parameter, or of a tensor-parallel rank's part of it."""
+    if isinstance(parameter, DTensor):
+        dims = parameter.device_mesh.mesh_dim_names or ()
+        if "tensor" in dims and parameter.placements[dims.index("tensor")].is_shard():
+            return -(-parameter.numel() // parameter.device_mesh.size(dims.index("tensor")))
+    return parameter.numel()
 
 
-def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
+def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
     layers = list_layer_names(model)
     if not layers:
         raise ConfigError(
             f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name"
-            f" its units by patterns, such as [{_templates(model)[0]}]"
+            f" its units by patterns, such as [{_list_patterns(model)[0]}]"
         )
-    matrices = [] if policy == "layers" else _matrices_outside(model, layers)
-    experts = [] if policy == "layers" or whole_layers else _experts(model, layers)
+    matrices = [] if policy == "layers" else _list_outer_matrices(model, layers)
+    experts = [] if policy == "layers" or whole_layers else _list_large_experts(model, layers)
     units = _make_units(model, layers + matrices + experts)
     if policy == "auto":
-        whole = _make_units(model, layers + matrices)
-        largest_layer = max(unit.bytes for unit in whole if set(unit.names) & set(layers))
-        if not experts and all(unit.bytes <= largest_layer for unit in whole):
+        # Without experts, since a layer's bytes are then those of all of it.
+        candidates = _make_units(model, layers + matrices)
+        largest_layer = max(unit.bytes for unit in candidates if set(unit.names) & set(layers))
+        if not experts and all(unit.bytes <= largest_layer for unit in candidates):
             return _make_units(model, layers)
     return units
 
 
-def _experts(model: nn.Module, layers: list[str]) -> list[str]:
-    """Return the experts of layers that are most of their layer. As a unit they are gathered while
-    attention runs, and only what attention needs while they run: not two layers' experts at a time.
+def _list_large_experts(model: nn.Module, layers: list[str]) -> list[str]:
+    """Return the names of experts that are most of their layer.
+
+    As a unit they are gathered while attention runs, and only what attention needs while they run:
+    not two layers' experts at a time.
     """
-    found = []
+    large_experts = []
     for name, module in model.named_modules():
-        layer = next((each for each in layers if name.startswith(f"{each}.")), None)
-        if isinstance(module, Experts) and layer is not None:
-            if 2 * parameter_bytes(module) > parameter_bytes(model.get_submodule(layer)):
-                found.append(name)
-    return found
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if (
+            isinstance(module, Experts)
+            and layer is not None
+            and count_parameter_bytes(module)
+            > count_parameter_bytes(model.get_submodule(layer)) / 2
+        ):
+            large_experts.append(name)
+    return large_experts
 
 
-def _matrices_outside(model: nn.Module, layers: list[str]) -> list[str]:
-    """Return the names of modules outside the layers that own a parameter of two dimensions or
-    more: embedding, output.
+def _list_outer_matrices(model: nn.Module, layers: list[str]) -> list[str]:
+    """Return the names of modules outside the layers that own a matrix: embedding and output.
 
     What is inside of one of them, such as an adapter's matrices, is gathered with it.
     """
-    found: list[str] = []
+    matrices: list[str] = []
     for name, module in model.named_modules():
-        inside = name.startswith(tuple(f"{outer}." for outer in layers + found))
-        matrix = any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
-        if name and name not in layers and not inside and matrix:
-            found.append(name)
-    return found
+        inside = name.startswith(tuple(f"{outer}." for outer in layers + matrices))
+        has_matrix = any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+        if name and name not in layers and not inside and has_matrix:
+            matrices.append(name)
+    return matrices
 
 
 def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
@@ -170,80 +173,78 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
     elsewhere = get_modules_elsewhere(model)  # of other stages of a pipeline
     matched: set[str] = set()
     for pattern in patterns:
-        names = [name for name in modules if _matches(name, str(pattern))]
-        if not names and not any(_matches(name, str(pattern)) for name in elsewhere):
-            raise ConfigError(_matches_nothing(str(pattern), model))
+        names = [name for name in modules if _is_match(name, str(pattern))]
+        if not names and not any(_is_match(name, str(pattern)) for name in elsewhere):
+            templates = _list_patterns(model)
+            nearest = find_nearest(str(pattern), templates)
+            existing = [nearest] if nearest else []
+            existing += [name for name in templates if name != nearest]
+            raise ConfigError(
+                f"parallel.fsdp_wrap_policy: pattern {quote(str(pattern))} matches no unit; "
+                f"{'nearest' if nearest else 'there are'}: {', '.join(existing[:5])}"
+            )
         matched.update(names)
     return [name for name in modules if name in matched]
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+def _is_match(name: str, pattern: str) -> bool:
+    """Return True if each part of a module's name matches the part of the pattern."""
+    parts = name.split(".")
+    pattern_parts = pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatchcase, parts, pattern_parts))
 
 
-def _matches_nothing(pattern: str, model: nn.Module) -> str:
-    """Return the fault of a pattern without a match: the nearest names, then the largest modules
-    there are.
-    """
-    templates = _templates(model)
-    best = find_nearest(pattern, templates)
-    existing = ([best] if best else []) + [name for name in templates if name != best]
-    return (
-        f"parallel.fsdp_wrap_policy: pattern {quote(pattern)} matches no unit; "
-        f"{'nearest' if best else 'there are'}: {', '.join(existing[:5])}"
-    )
+def _list_patterns(model: nn.Module) -> list[str]:
+    """Return the patterns that would match, those of larger modules first.
 
-
-def _templates(model: nn.Module) -> list[str]:
-    """Return the patterns that would match: names of modules that can be units, a list's elements
-    as `*`; larger ones first.
+    They are the names of modules that can be units, with a list's elements as `*`.
     """
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         if name and _can_be_unit(module):
             template = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-            sizes[template] = max(sizes.get(template, 0), parameter_bytes(module))
+            sizes[template] = max(sizes.get(template, 0), count_parameter_bytes(module))
     return sorted(sizes, key=lambda template: -sizes[template])
 
 
 def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
-    """Return the units in module order. Modules that share a parameter become one, since FSDP keeps
-    a parameter in one place.
+    """Return the units in module order.
+
+    Modules that share a parameter become one, since FSDP keeps a parameter in one place.
     """
     modules = dict(model.named_modules())
     owned = {
-        name: _own_parameters(modules[name], name, names) for name in modules if name in set(names)
+        name: _list_own_parameters(modules[name], name, names)
+        for name in modules
+        if name in set(names)
     }
     in_units = {id(parameter) for parameters in owned.values() for parameter in parameters}
     covered = tuple(f"{name}." for name in owned)
-    for (
-        name,
-        module,
-    ) in modules.items():  # a module of the root that shares a unit's parameter joins the unit
+    for name, module in modules.items():
+        # A module of the root that shares a unit's parameter joins the unit.
         if name and name not in owned and not name.startswith(covered):
             parameters = list(module.parameters(recurse=False))
             if any(id(parameter) in in_units for parameter in parameters):
                 owned[name] = parameters
     groups: list[tuple[list[str], dict[int, Tensor]]] = []
     for name in [name for name in modules if name in owned]:
-        mine = {id(parameter): parameter for parameter in owned[name]}
-        group = next((group for group in groups if group[1].keys() & mine.keys()), None)
+        by_id = {id(parameter): parameter for parameter in owned[name]}
+        group = next((group for group in groups if group[1].keys() & by_id.keys()), None)
         if group is None:
             group = ([], {})
             groups.append(group)
         group[0].append(name)
-        group[1].update(mine)
+        group[1].update(by_id)
     return [
         Unit(
             tuple(members),
-            sum(whole_elements(tensor) * tensor.element_size() for tensor in held.values()),
+            sum(count_whole_elements(tensor) * tensor.element_size() for tensor in by_id.values()),
         )
-        for members, held in groups
+        for members, by_id in groups
     ]
 
 
-def _own_parameters(module: nn.Module, name: str, unit_names: list[str]) -> list[nn.Parameter]:
+def _list_own_parameters(module: nn.Module, name: str, unit_names: list[str]) -> list[nn.Parameter]:
     """Return the parameters of a unit's module that no unit inside it holds."""
     inside = tuple(f"{other}." for other in unit_names if other.startswith(f"{name}."))
     return [
@@ -254,9 +255,7 @@ def _own_parameters(module: nn.Module, name: str, unit_names: list[str]) -> list
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    """Return True for a module with parameters; lists and dicts of modules have no forward to
-    gather for.
-    """
+    """Return True for a module with parameters and a forward, which lists of modules lack."""
     is_container = (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward
@@ -265,11 +264,7 @@ def _can_be_unit(module: nn.Module) -> bool:
 
 
 # Not classes derived from them, whose backward might read what was freed: a crash.
-_EMBEDDINGS = (
-    nn.Embedding,
-    ScaledEmbedding,
-    AdaptedEmbedding,
-)  # modules whose backward reads tokens, not the weight
+_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # backward reads tokens alone
 _HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make their gradients in forward
 
 
@@ -282,16 +277,17 @@ def shard_model(
     whole_layers: bool = False,
 ) -> list[Unit]:
     """Shard parameters over `data_shard` x `context`, copy them over `data_replicate`; return the
-    units it made.
+    units.
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too.
     Gradients arrive as SUMS over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided
     by the token count of the global batch. With one data rank and no `memory.cpu_offload`, and with
     `parallel.strategy: ddp`, the model is left as it is and has no units. What lies on the host by
-    `memory.stream_layers` stays whole on each rank. whole_layers: no policy takes a layer's experts
-    as a unit of their own, since the layer is compiled, or runs its MLP in tiles. Raises
-    ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a
-    pipeline.
+    `memory.stream_layers` stays whole on each rank.
+
+    whole_layers: no policy takes a layer's experts as a unit of their own, since the layer is
+    compiled, or runs its MLP in tiles. Raise ConfigError for a wrapping that does not fit the
+    model, and for a whole model on the ranks of a pipeline.
     """
     if world.pipeline is not None and not get_modules_elsewhere(model):
         raise ConfigError(
@@ -299,36 +295,35 @@ def shard_model(
             " whole, expected one that divides it; call parallelize(model, cfg, world), or set"
             " parallel.pipeline=1"
         )
-    kept = set(list_streamed_parameters(model))
+    streamed = set(list_streamed_parameters(model))
     units = resolve_wrapping(
-        model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept)
+        model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(streamed)
     )
-    units = [_without(unit, model, kept) for unit in units]
-    units = [unit for unit in units if unit.bytes] if kept else units
+    if streamed:
+        units = [_leave_out_streamed(unit, model, streamed) for unit in units]
+        units = [unit for unit in units if unit.bytes]
     if parallel.strategy == "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return []
-    offload = (
-        CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
-        if memory.cpu_offload
-        else OffloadPolicy()
-    )
-    replicated = world.mesh["data_replicate"].size() > 1
+    is_replicated = world.mesh["data_replicate"].size() > 1
+    mesh = world.mesh["data_replicate", "data_shard"] if is_replicated else world.mesh["data_shard"]
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
     if parallel.accumulate_grad_in_fp32 and reduces_once(parallel):
         reduce_dtype = torch.float32  # what FSDP adds up in, too
     options: dict[str, Any] = {
-        "mesh": (
-            world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"]
-        ),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-        "offload_policy": offload,
-    } | ({"ignored_params": kept} if kept else {})
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
+            if memory.cpu_offload
+            else OffloadPolicy()
+        ),
+        "ignored_params": streamed or None,
+    }
     modules = dict(model.named_modules())
     embeddings = [module for module in modules.values() if type(module) in _EMBEDDINGS]
     retie: list[Callable[[], None]] = []
-    for unit in sorted(
-        units, key=lambda unit: -max(name.count(".") for name in unit.names)
-    ):  # innermost first
+    # Innermost first: fully_shard leaves out what a unit inside has already.
+    for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):
         members = [modules[name] for name in unit.names]
         if _is_tied_pair(members):
             retie.append(_shard_tied_pair(members, parallel.reshard_after_forward, options))
@@ -337,50 +332,42 @@ def shard_model(
         else:
             _shard_module(members[0], parallel.reshard_after_forward, options)
     fully_shard(model, **options)
-    if isinstance(model, Decoder) and not any(
-        parameter.requires_grad for parameter in model.parameters()
-    ):
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if isinstance(model, Decoder) and is_frozen:
         register_fsdp_forward_method(model, "hidden_states")
     model.register_forward_hook(_free_after_evaluation)
-    if world.pipeline is not None or not any(
-        parameter.requires_grad for parameter in model.parameters()
-    ):
+    if world.pipeline is not None or is_frozen:
         model.register_forward_hook(_forget_order)
     for tie in retie:
         tie()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # a plain sum: what every backend has, and exact
+            # A plain sum: what every backend has, and exact.
+            module.set_force_sum_reduction_for_comms(True)
     for module in embeddings:
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # its gradient needs the tokens alone
     return units
 
 
-def _without(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
-    """Return a unit whose bytes are without those of parameters that FSDP leaves alone."""
-    inside = (
-        {id(each) for name in unit.names for each in model.get_submodule(name).parameters()}
-        if kept
-        else set()
+def _leave_out_streamed(unit: Unit, model: nn.Module, streamed: set[nn.Parameter]) -> Unit:
+    """Return a unit whose bytes are without those of parameters on the host."""
+    members = [model.get_submodule(name).parameters() for name in unit.names]
+    hosted_bytes = sum(
+        locate_local_part(parameter)[0].nbytes
+        for parameter in streamed.intersection(chain.from_iterable(members))
     )
-    return replace(
-        unit,
-        bytes=unit.bytes
-        - sum(locate_local_part(each)[0].nbytes for each in kept if id(each) in inside),
-    )
+    return replace(unit, bytes=unit.bytes - hosted_bytes)
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
-    """Give a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters
-    on the host.
+    """Give a meta model uninitialized memory on `device`, or its parameters on the host.
 
-    Tied parameters stay tied. Buffers of an external model get the values that its class gave them,
-    those of modules that a recipe made off the meta device keep theirs. Raises SetupError for such
-    a module's parameters, whose values would differ from rank to rank.
+    They lie on the host with `memory.cpu_offload`. Tied parameters stay tied. Buffers of an
+    external model get the values that its class gave them, those of modules that a recipe made off
+    the meta device keep theirs. Raise SetupError for such a module's parameters, whose values would
+    differ from rank to rank.
     """
     extras = find_extra_tensors(model)
     for name, parameter in model.named_parameters():
@@ -391,28 +378,29 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
                 " it its values in reset_parameters"
             )
     if isinstance(model, LanguageModel):
-        own = {name: buffer for name, buffer in model.named_buffers() if name in extras}
         computed = {
             name: buffer.detach().clone()
-            for name, buffer in own.items()
-            if buffer.device.type != "meta"
+            for name, buffer in model.named_buffers()
+            if name in extras and buffer.device.type != "meta"
         }
         model.computed_buffers = {**model.computed_buffers, **computed}
-    place: str | torch.device = "cpu" if memory.cpu_offload else device
+    parameter_device = torch.device("cpu") if memory.cpu_offload else device
     hosted = {id(parameter) for parameter in list_streamed_parameters(model)}
     buffers = {id(buffer) for buffer in model.buffers()}
 
-    def empty(tensor: Tensor) -> Tensor:
+    def make_empty(tensor: Tensor) -> Tensor:
         if id(tensor) in hosted:  # pinned, so that copies from it do not wait
             return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
-        return torch.empty_like(tensor, device=device if id(tensor) in buffers else place)
+        return torch.empty_like(
+            tensor, device=device if id(tensor) in buffers else parameter_device
+        )
 
-    allocate(model, device, empty)
+    allocate(model, device, make_empty)
 
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
-    """Make one module a unit; the embedding and the output projection get what their size asks for."""
-    is_head = type(module) in _HEADS
+    """Make one module a unit; embedding and output projection are gathered as late as possible."""
+    is_head = type(module) in _HEADS  # fully_shard makes the module one of another class
     is_embedding = type(module) in _EMBEDDINGS
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
     if is_head:
@@ -422,30 +410,29 @@ def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """For a sum of losses the head makes its gradients in its forward, and its weight is not
-    gathered for backward.
+    """Choose whether the head's weight is gathered for backward.
 
-    It is for logits, for the log-probabilities of single tokens, and for a head_loss that is not
-    ours.
+    It is not for a sum of losses, whose gradients the head makes in its forward. It is for logits,
+    for the log-probabilities of single tokens, and for a head_loss that is not ours.
     """
-    made = kwargs.get("labels") is not None and makes_gradients_in_forward(kwargs.get("head_loss"))
-    unit.set_unshard_in_backward(not made)
+    is_logits = kwargs.get("labels") is None
+    unit.set_unshard_in_backward(
+        is_logits or not makes_gradients_in_forward(kwargs.get("head_loss"))
+    )
 
 
 def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
-    """Gather before FSDP would, on the stream that computes, where the gather's buffer is free when
-    it returns.
+    """Gather a unit on the stream that computes, before FSDP would on its own.
 
-    FSDP gathers on a separate stream and keeps the buffer until the next unit has gathered: for the
-    output projection that is a third tensor of the size of its weight next to the weight and its
-    gradient.
+    The gather's buffer is then free when it returns. FSDP gathers on a separate stream and keeps
+    the buffer until the next unit has gathered: for the output projection that is a third tensor of
+    the size of its weight next to the weight and its gradient.
     """
     module.unshard()
 
 
 def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Without gradients no backward comes that would free what is gathered still, the root's
-    parameters at least.
+    """Free what is still gathered, the root's at least, where no backward comes that would.
 
     Not within a step that keeps weights gathered, whose last backward frees them.
     """
@@ -456,10 +443,11 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
 
 
 @contextmanager
-def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
-    """What a model's `hidden_states`, or its output head by itself, is called inside of, without
-    gradients: all that was gathered is freed at its end, as it is after a forward. head: where the
-    head's weight is in the root's unit, it is gathered first.
+def evaluate_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
+    """Free at the end of the block what a model has gathered in it, as after a forward.
+
+    Inside, a model's `hidden_states` or its output head is called by itself, without gradients.
+    head: where the head's weight is in the root's unit, it is gathered first.
     """
     root = model if isinstance(model, FSDPModule) else None
     if root is not None and head:
@@ -477,8 +465,7 @@ def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
 
 
 def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """FSDP notes every unit that runs, and in its backward gathers the one that ran before ahead of
-    time.
+    """Clear FSDP's notes of the units that ran, by which backward gathers the one before ahead.
 
     In a frozen model, such as a reference that another one is compared with, no backward comes that
     takes the notes off, and they would grow with every forward. In a pipeline the one that ran
@@ -494,9 +481,7 @@ def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _is_tied_pair(members: list[nn.Module]) -> bool:
-    """Return an embedding and the output head that uses the same matrix, and nothing else but
-    adapters.
-    """
+    """Return True for an embedding and the head of the same matrix, with adapters at most."""
     if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) not in _HEADS:
         return False
     named = [pair for member in members for pair in member.named_parameters()]
@@ -508,8 +493,7 @@ def _is_tied_pair(members: list[nn.Module]) -> bool:
 def _shard_tied_pair(
     members: list[nn.Module], reshard_after_forward: bool, options: dict[str, Any]
 ) -> Callable[[], None]:
-    """Make the shared matrix a unit that runs twice a forward: as the embedding, and as the output
-    projection.
+    """Make the shared matrix a unit that runs twice a forward: as embedding and as output.
 
     FSDP's own way, one unit of both modules, keeps the matrix gathered from the embedding to the
     head, from the head to the end of backward, and its gradient whole meanwhile: no better than the
@@ -519,7 +503,7 @@ def _shard_tied_pair(
     would hold it until the embedding's gradient is there. It costs one gather and one reduction of
     the matrix more. An adapter of the embedding is in its unit, one of the head in the root.
 
-    Returns what makes the head's parameter the embedding's sharded one again, to be called when the
+    Return what makes the head's parameter the embedding's sharded one again, to be called when the
     root is sharded.
     """
     embedding: Any = members[0]
@@ -558,9 +542,7 @@ def _shard_tied_pair(
 
 
 def _hand_over(weight: Any, gathered: Any) -> None:
-    """Move the head's gradient to the parameter that FSDP reduces, before it does so at the end of
-    the head.
-    """
+    """Move the head's gradient to the parameter whose gradient FSDP reduces at the head's end."""
     if gathered.grad is not None:
         gathered.grad.add_(weight.grad)  # in place, as autograd adds: it is as large as the matrix
     else:

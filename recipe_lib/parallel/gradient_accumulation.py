@@ -1,5 +1,4 @@
-"""How the gradients of a step's micro-batches are added up: when FSDP reduces them, and in which
-precision.
+"""Add up the gradients of a step's micro-batches: when FSDP reduces them, in which precision.
 
 FSDP2 reduces a unit's gradients in each backward, so that a rank never has more than one unit's
 whole: the least memory, and one reduction and two gathers of every unit for each micro-batch.
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.deferred import DeferredGradients
 from recipe_lib.ops.device import get_kernel_type
-from recipe_lib.ops.dtensor_shards import wrap_local
+from recipe_lib.ops.dtensor_shards import get_local, wrap_local
 from recipe_lib.ops.host_copies import Copy, wait_on_host
 from recipe_lib.parallel.pipeline.schedules import MAKING_GRADIENTS, Action
 
@@ -37,33 +35,21 @@ def reduces_once(parallel: ParallelConfig) -> bool:
 
 
 def list_collectives_once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Return the collectives among data ranks that a step has once, however many micro-batches it
-    has.
-    """
+    """Return the collectives among data ranks that a step has once, whatever its micro-batches."""
     if not reduces_once(parallel):
         return ()
-    return (
-        "reduce_scatter",
-        "all_reduce",
-        *(() if parallel.reshard_after_forward else ("all_gather",)),
-    )
+    reductions = ("reduce_scatter", "all_reduce")
+    return reductions if parallel.reshard_after_forward else (*reductions, "all_gather")
 
 
 class GradientAccumulation:
-    """What happens to a model's gradients before and after the backward of each micro-batch of a
-    step, and whether a recipe has gone backward for each.
+    """The handling of a model's gradients before and after each micro-batch's backward.
 
     Without a pipeline `begin` comes before each micro-batch and `add` after its backward. A
     pipeline calls `begin` once, `add` after each action that makes gradients, and reduces its
-    stages itself. `finish` ends both. `Parallel.micro_batches` calls all of them.
+    stages itself. `finish` ends both. `Parallel.micro_batches` calls all of them, and `check` says
+    whether a recipe has gone backward for each micro-batch.
     """
-
-    once: bool
-    """FSDP reduces gradients once a step."""
-    keeps_weights: bool
-    """Weights stay gathered from a step's first micro-batch to its last."""
-    sums: dict[nn.Parameter, Tensor]
-    """The gradients added up so far, in fp32 or on the host."""
 
     def __init__(
         self, model: nn.Module, parallel: ParallelConfig, device: torch.device | None = None
@@ -73,32 +59,30 @@ class GradientAccumulation:
         device: that computes gradients which FSDP sends to the host; None where they stay on it,
         and where each is stepped in backward.
         """
-        sharded = isinstance(model, FSDPModule)
-        self.once = sharded and reduces_once(parallel)
+        is_sharded = isinstance(model, FSDPModule)
+        self.once = is_sharded and reduces_once(parallel)  # FSDP reduces gradients once a step
+        # Weights stay gathered from a step's first micro-batch to its last.
         self.keeps_weights = self.once and not parallel.reshard_after_forward
+        # The gradients added up so far, in fp32 or on the host.
+        self.sums: dict[nn.Parameter, Tensor] = {}
         self._model: Any = model
         # With `once` FSDP sums them itself, in reduce_dtype.
         self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once
-        self.sums = {}
         self._is_open = False  # a recipe is in its loop over the micro-batches, or has left it
         self._awaits_backward = False  # it has a micro-batch, and has not gone backward yet
         self._is_finished = False
         self._offloaded: OffloadedGradients | None = None
-        if sharded and device is not None:
-            waits_at_end = parallel.pipeline == 1
+        if is_sharded and device is not None:
             self._offloaded = OffloadedGradients(
-                model, device, self.sums, self._move, waits_at_end=waits_at_end
+                model, device, self.sums, self._move, waits_at_end=parallel.pipeline == 1
             )
 
     def take_in_turn(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield a step's micro-batches, one after the other, as a rank without a pipeline has them.
-
-        What is asked of the next one ends the one before: its gradients are there then.
-        """
-        last = len(micro_batches) - 1
-        for number, batch in enumerate(micro_batches):
-            self.begin(is_last=number == last)
+        """Yield a step's micro-batches one after the other, on a rank without a pipeline."""
+        for number, batch in enumerate(micro_batches, start=1):
+            self.begin(is_last=number == len(micro_batches))
             yield batch
+            # Who asks for the next one has gone backward: the gradients are there.
             self.add()
 
     def lend(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -146,9 +130,7 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Move the gradients that backward has made to the sums, if there are any in fp32 or on the
-        host.
-        """
+        """Move the gradients that backward has made to the sums, if these are kept apart."""
         if self._offloaded is not None:
             self._offloaded.wait()
         if not self.once and (self._in_fp32 or self._offloaded is not None):
@@ -159,9 +141,7 @@ class GradientAccumulation:
         for parameter in parameters:
             if parameter.grad is None:
                 continue
-            gradient = (
-                parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            )
+            gradient = get_local(parameter.grad)
             parameter.grad = None
             if parameter in self.sums:
                 self.sums[parameter].add_(gradient)
@@ -171,17 +151,17 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make the sums the parameters' gradients, rounded once to their type; after the last
-        backward.
-        """
+        """Make the sums the parameters' gradients, rounded once, after the last backward."""
         self._is_finished = True
         while self.sums:
             parameter, total = self.sums.popitem()
             parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
 
     def check(self) -> None:
-        """Raise ConfigError if a recipe has left the loop over its micro-batches, or gone backward
-        by itself, so that nothing of this was done; once a step.
+        """Raise ConfigError if a recipe has left the loop over its micro-batches before its end.
+
+        Also if it has gone backward by itself, so that nothing of this was done. Called once a
+        step.
         """
         if self._is_open:
             raise ConfigError(
@@ -230,19 +210,24 @@ class OffloadedGradients:
         *,
         waits_at_end: bool,
     ) -> None:
-        """device: that computes them. sums: so far. add: adds gradients of parameters to them.
-        waits_at_end: not FSDP's root but `wait` ends a backward, between `begin` and itself.
+        """Take over the reductions of the model's units.
+
+        device: that computes gradients. sums: of them so far. add: adds the gradients of parameters
+        to the sums. waits_at_end: not FSDP's root but `wait` ends a backward after `begin`.
         """
         self._model: Any = model
-        self._device, self._sums, self._add, self._waits_at_end = device, sums, add, waits_at_end
-        self._previous: Any = None
+        self._device = device
+        self._sums = sums
+        self._add = add
+        self._waits_at_end = waits_at_end
+        self._previous: Any = None  # the unit whose gradients are on their way
         groups = [get_param_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._groups = [group for group in groups if group is not None]
         for group in self._groups:
             group.post_backward = self._wrap_reduction(group)
 
     def begin(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         if self._waits_at_end:
             self._model.set_is_last_backward(False)
 
@@ -258,8 +243,9 @@ class OffloadedGradients:
         self._previous = None
 
     def _wrap_reduction(self, group: Any) -> Callable[..., None]:
-        """Return a unit's reduction, after which the gradients of the unit before it are added up,
-        if they have sums.
+        """Return a unit's reduction that also adds up the gradients of the unit before it.
+
+        Those of the unit before have arrived by then; they are added if they have sums.
         """
         reduce = group.post_backward
 
@@ -267,7 +253,8 @@ class OffloadedGradients:
             reduce(*unused)
             if all(entry.sharded_param.grad is None for entry in group.fsdp_params):
                 return
-            previous, self._previous = self._previous, group
+            previous = self._previous
+            self._previous = group
             if previous is None or previous is group:
                 return
             parameters = [entry.sharded_param for entry in previous.fsdp_params]
@@ -298,7 +285,7 @@ def get_param_group(unit: FSDPModule) -> Any:
 
 
 def list_param_entries(unit: FSDPModule) -> list[Any]:
-    """FSDP's entry for each parameter of a unit, with the `sharded_param`."""
+    """Return FSDP's entry for each parameter of a unit, with the `sharded_param`."""
     group = get_param_group(unit)
     return [] if group is None else group.fsdp_params
 
@@ -334,38 +321,33 @@ def end_backward(root: FSDPModule) -> None:
 
 
 class DeferredReduction:
-    """The FSDP units of a rank's stages, and those of them whose weights' gradients are deferred;
-    without FSDP none.
+    """The FSDP units of a rank's stages, and when each reduces its gradients.
 
-    is_last: whether the action that runs is one of those that `begin` has returned.
-
-    Private parts of torch's FSDP2 are used here: a unit's reduction, and what its root does at the
-    end of backward.
+    Without FSDP there are none. Private parts of torch's FSDP2 are used here: a unit's reduction,
+    and what its root does at the end of backward.
     """
 
     def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
-        """model: sharded, or not. accumulation: whether units reduce once a step; None: with each
-        micro-batch.
+        """Find the units whose linears' weight gradients may be deferred.
+
+        accumulation: says whether units reduce once a step; None: with each micro-batch.
         """
         self._root: Any = model if isinstance(model, FSDPModule) else None
         self._once = accumulation if accumulation is not None and accumulation.once else None
-        self.is_last = False
-        units = _list_units([model])
-        self._units = []
-        for unit in units:
-            linears = [
-                one
-                for one in list_param_entries(unit)
-                if isinstance(one._module_info.module, nn.Linear)
-            ]
-            if any(one.sharded_param.requires_grad for one in linears):
-                self._units.append(unit)
+        self.is_last = False  # the action that runs is one of those that `begin` has returned
+        self._units = [
+            unit
+            for unit in _list_units([model])
+            if any(
+                isinstance(entry._module_info.module, nn.Linear)
+                and entry.sharded_param.requires_grad
+                for entry in list_param_entries(unit)
+            )
+        ]
 
     @contextmanager
-    def unreduced(self) -> Iterator[None]:
-        """Inside, these units keep the gradients that backward makes whole, to be reduced with
-        those to come.
-        """
+    def postpone_reduction(self) -> Iterator[None]:
+        """Let units keep what backward makes in the block, to be reduced with what is to come."""
         if self._once is not None:  # they do anyway
             yield
             return
@@ -378,10 +360,14 @@ class DeferredReduction:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
     def add(self, later: list[DeferredGradients]) -> None:
-        """Compute the gradients, last layer first, and reduce those of a unit before the next
-        one's are made.
-        """
-        units = self._map_units() if self._root is not None else {}
+        """Compute the gradients, last layer first, and reduce a unit's before the next one's."""
+        # By the id of each unsharded parameter, its unit.
+        units = {
+            id(entry._unsharded_param): unit
+            for unit in self._units
+            for entry in list_param_entries(unit)
+            if hasattr(entry, "_unsharded_param")
+        }
         current: FSDPModule | None = None
         later.reverse()
         while later:
@@ -397,47 +383,39 @@ class DeferredReduction:
             end_backward(self._root)
 
     def begin(self, actions: Sequence[Action]) -> set[int]:
-        """Before a step's actions. Where gradients are reduced once a step none is from here on,
-        and the places of the actions that do are returned: of each stage the last one.
+        """Begin a step's actions; return the places of those in which a stage reduces its sums.
+
+        That is the last one of each stage where gradients are reduced once a step, and no unit
+        reduces from here on. Elsewhere there are none.
         """
         if self._once is None:
             return set()
         self._once.begin(is_last=False)
-        return set(
-            {
-                one.stage: at for at, one in enumerate(actions) if one.kind in MAKING_GRADIENTS
-            }.values()
-        )
+        last_places = {
+            action.stage: place
+            for place, action in enumerate(actions)
+            if action.kind in MAKING_GRADIENTS
+        }
+        return set(last_places.values())
 
     def reduce_if_last(self, modules: Sequence[nn.Module]) -> None:
-        """In an action that is the last of its stage: what follows is the last backward of these
-        modules, whose units reduce their sums in it, and free their weights.
+        """Let the units of these modules reduce their sums in what follows, and free their weights.
 
-        Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any
-        unit has.
+        Only in the last action of a stage, just before the last backward of the modules.
         """
+        # Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any
+        # unit has.
         if self.is_last:
             for unit in _list_units(modules):
                 unit.set_requires_gradient_sync(True, recurse=False)
                 unit.set_reshard_after_backward(True, recurse=False)
 
     def end(self) -> None:
-        """After a step's actions: reduces what no stage has, what is in the root and what several
-        stages share.
-        """
+        """End a step's actions: reduce what is in the root and what several stages share."""
         if self._once is not None:
             self._root.set_requires_gradient_sync(True)
             self._root.set_reshard_after_backward(True)
             end_backward(self._root)
-
-    def _map_units(self) -> dict[int, FSDPModule]:
-        """Return the unit of each whole parameter, by its id."""
-        entries = [(unit, entry) for unit in self._units for entry in list_param_entries(unit)]
-        return {
-            id(entry._unsharded_param): unit
-            for unit, entry in entries
-            if hasattr(entry, "_unsharded_param")
-        }
 
 
 def _list_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:

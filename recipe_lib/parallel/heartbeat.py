@@ -1,5 +1,4 @@
-"""Ends all ranks of a run, in bounded time and with one line, when one of them fails, is gone, or
-hangs.
+"""End all ranks of a run, in bounded time and with one line, when one fails, is gone, or hangs.
 
 A rank spends much of its time waiting for others, where nothing of Python's runs. So each has two
 threads. One talks with the store by which the ranks have met, over a separate connection: it says
@@ -38,9 +37,9 @@ from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserE
 from recipe_lib.parallel.thread_stacks import (
     StackLine,
     describe_place,
+    get_current_thread,
     is_compiling,
-    stack_of,
-    this_thread,
+    read_stack,
 )
 from recipe_lib.redaction import redact
 from recipe_lib.report.phases import Phase
@@ -48,37 +47,28 @@ from recipe_lib.report.phases import phase as show_phase
 
 # How many timeouts long a rank may be at something before the others stop waiting for it.
 STEP_SECONDS = 1.0  # a training step
-# Most, of any phase, for a rank without a beat that is not known to be stopped: a library that
-# holds the interpreter's lock, as while it opens a large file or the first use of a GPU, lets no
-# thread beat. And of a step for all ranks.
-SILENT_TIMEOUTS = 5.0
 FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
 # Loading, quantizing, compiling, validation, saving, export: for ever while it moves, this long
 # where it does not.
 LONG_SECONDS = 30.0
+# Most, of any phase, for a rank without a beat that is not known to be stopped: a library that
+# holds the interpreter's lock, as while it opens a large file or the first use of a GPU, lets no
+# thread beat. And of a step for all ranks.
+SILENT_TIMEOUTS = 5.0
 
-BEAT_SECONDS = 0.5  # seconds between two beats
-OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have been stopped itself
-FAILURE_GRACE_SECONDS = (
-    2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
-)
-# Seconds that the others wait while it writes that: a launcher ends all when the first one ends
+# Seconds.
+BEAT_SECONDS = 0.5  # between two beats
+OWN_STALL_SECONDS = 2.0  # by which this process must be late to have been stopped itself
+FAILURE_GRACE_SECONDS = 2.5  # that a rank which fails waits for the others to have seen it
+# That the others wait while it writes why: a launcher ends all ranks when the first one ends.
 REPORT_SECONDS = 2.0
-SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
-PRINTING_SECONDS = (
-    0.5  # seconds that a rank which says nothing waits for the one that does, on its machine
-)
-LINE_SECONDS = 2.0  # seconds that the last line may take to be written
-PEER_LOST_SECONDS = (
-    3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
-)
+SHUTDOWN_SECONDS = 60.0  # for a rank that is on its way out itself, to write what it leaves
+PRINTING_SECONDS = 0.5  # that a silent rank waits for the one of its machine that prints
+LINE_SECONDS = 2.0  # that the last line may take to be written
+PEER_LOST_SECONDS = 3.0  # without a beat by which a rank is gone, once an exchange has failed
 
 _heartbeat_numbers = count(1)  # of this process; all ranks make them alike
-_RUN = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-)  # variables that the ranks of a run on one machine share
+_RUN = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")  # the same on the ranks of one machine
 _GONE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out"
     r" waiting"
@@ -86,24 +76,19 @@ _GONE = re.compile(
 
 
 class PeerFailedError(RuntimeError):
-    """Raised by a rank that is well because another one has failed by a defect, which tells it
-    itself.
-    """
+    """Raised by a rank that is well because another one has failed by a defect, and tells it."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank has said last."""
+    """The last message of a rank."""
 
     at: str = "starting"  # `step 12, at recipe.py:120 (train_step)`
     patience: float = LONG_SECONDS  # how many timeouts that may take
     still: float = 0.0  # seconds for which its main thread has been at one and the same place
-    quiet: float = (
-        0.0  # seconds for which it has entered no collective, no exchange and no new phase
-    )
-    entered: dict[str, int] = field(
-        default_factory=dict
-    )  # collectives by group, exchanges by pair of ranks
+    quiet: float = 0.0  # seconds for which it has entered no collective, exchange or new phase
+    # Collectives by group, exchanges by pair of ranks.
+    entered: dict[str, int] = field(default_factory=dict)
     node: str = ""  # its machine; "": it has not met the others
     left: bool = False  # it has ended in order, or knows why the run ends
     unheard: float = 0.0  # seconds since it was last heard of
@@ -115,9 +100,7 @@ class Failure:
 
     rank: int  # that tells it
     lines: list[str]
-    nodes: list[str] = field(
-        default_factory=list
-    )  # machines on which it is reported without these lines
+    nodes: list[str] = field(default_factory=list)  # machines that report it without these lines
     code: int = PEER_FAILED  # of all processes
 
 
@@ -130,23 +113,23 @@ def find_silent(
     machine that cannot be reached, or busy in a call that lets no thread beat; one that has not met
     the others may still import.
     """
-    silent = []
-    for rank, beat in beats.items():
-        patience = min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_SECONDS
-        if beat.unheard >= timeout * (STEP_SECONDS if rank in stopped else patience):
-            silent.append(rank)
-    return silent
+    patience = {
+        rank: min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_SECONDS
+        for rank, beat in beats.items()
+    }
+    patience |= dict.fromkeys(stopped, STEP_SECONDS)
+    return [rank for rank, beat in beats.items() if beat.unheard >= timeout * patience[rank]]
 
 
 def find_behind(beats: Mapping[int, Beat]) -> list[int]:
-    """Return those that have entered fewer collectives or exchanges of some group than another
-    rank, and of none more.
+    """Return the ranks that have entered fewer collectives of some group than others, of none more.
 
-    Behind even those that are behind in another group only because they wait for one of these.
+    Exchanges count as collectives of two ranks. They are behind even those that are behind in
+    another group only because they wait for one of them.
     """
-    fewer, more = set(), set()
-    names = {name for beat in beats.values() for name in beat.entered}
-    for name in names:
+    fewer: set[int] = set()
+    more: set[int] = set()
+    for name in set().union(*(beat.entered for beat in beats.values())):
         counts = {rank: beat.entered[name] for rank, beat in beats.items() if name in beat.entered}
         fewer |= {rank for rank, entered in counts.items() if entered < max(counts.values())}
         more |= {rank for rank, entered in counts.items() if entered > min(counts.values())}
@@ -154,16 +137,18 @@ def find_behind(beats: Mapping[int, Beat]) -> list[int]:
 
 
 def is_overdue(beat: Beat, timeout: float) -> bool:
-    """Return True for a rank that others wait for and that has had its time: of a step by what it
-    has entered, of what may take long by whether it moves at all.
+    """Return True for a rank that others wait for and that has had its time.
+
+    In a step that is judged by what it has entered, in what may take long by whether it moves.
     """
     seconds = beat.quiet if beat.patience <= FIRST_STEP_SECONDS else beat.still
     return seconds >= timeout * beat.patience
 
 
-def all_stand(beats: Mapping[int, Beat], timeout: float) -> bool:
-    """Return True if no rank has moved for so long that none will. The work that ranks have queued
-    on GPUs has longer.
+def are_all_stuck(beats: Mapping[int, Beat], timeout: float) -> bool:
+    """Return True if no rank has moved for so long that none will.
+
+    The work that ranks have queued on GPUs has longer than a step.
     """
     return all(
         beat.still >= timeout * max(beat.patience, SILENT_TIMEOUTS) for beat in beats.values()
@@ -171,9 +156,7 @@ def all_stand(beats: Mapping[int, Beat], timeout: float) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3 is`, `ranks 0, 2 are`, of more than eight `ranks 0, 1, 2, 3, 4, 5, 6, 7, ...
-    are`.
-    """
+    """Return `rank 3 is` or `ranks 0, 2 are`; of more than eight, the first eight and `...`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"
     return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''} are"
@@ -192,8 +175,9 @@ class Heartbeat:
     def __init__(
         self, store: dist.Store | None = None, rank: int = 0, size: int = 1, timeout: float = 60.0
     ) -> None:
-        """store: where the ranks have met. timeout: seconds, see
-        `parallel.heartbeat_timeout_seconds`.
+        """Prepare a heartbeat; the block starts it.
+
+        store: where the ranks have met. timeout: `parallel.heartbeat_timeout_seconds`.
         """
         self.is_ending = False  # an exception is on its way out
         self.action = ""  # of a pipeline's schedule, that this rank is at
@@ -203,18 +187,21 @@ class Heartbeat:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._node = name_node()
+        # This machine, as torchrun counts them, or else by its name.
+        self._node = os.environ.get("GROUP_RANK") or socket.gethostname()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
-        self._main = this_thread()
+        self._main = get_current_thread()
         self._once = threading.Lock()
-        self._phase, self._patience = "starting", LONG_SECONDS
+        self._phase = "starting"
+        self._patience = LONG_SECONDS
         self._exchanges = Counter[str]()  # by pair of a pipeline's ranks
         self._not_collective = Counter[str]()  # by process group, what its count has of these
         self._entered: tuple[str, str, dict[str, int]] = ("", "", {})
         self._stack: list[StackLine] = []
         self._lost = False  # the store does not answer any more
         self._moved = self._advanced = self._answered = time.monotonic()
-        self._wake, self._closed = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._closed = threading.Event()
         self._has_parted = False  # all ranks have left, or none can be heard of any more
         self._left = False
         self._failure: Failure | None = None  # the run's first, of whatever rank
@@ -224,9 +211,12 @@ class Heartbeat:
 
     def __enter__(self) -> Self:
         if self._store is not None:
-            for run in (self._talk, self._look):
-                self._threads.append(threading.Thread(target=run, name="heartbeat", daemon=True))
-                self._threads[-1].start()
+            self._threads = [
+                threading.Thread(target=run, name="heartbeat", daemon=True)
+                for run in (self._talk, self._look)
+            ]
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(
@@ -252,13 +242,12 @@ class Heartbeat:
 
     def enter(self, phase: str, patience: float = LONG_SECONDS) -> None:
         """Note what the main thread comes to. patience: how many timeouts that may take."""
-        self._phase, self._patience = phase, patience
+        self._phase = phase
+        self._patience = patience
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Note what the main thread comes to, and show it on the terminal, see
-        `report.phases.phase`.
-        """
+        """Note what the main thread comes to, and show it on the terminal."""
         self.enter(name)
         with show_phase(name) as going:
             yield going
@@ -273,11 +262,11 @@ class Heartbeat:
         try:
             yield
         except Exception as error:
-            place = f"rank {self._rank}, {self.action}"
+            action = f"rank {self._rank}, {self.action}"
             if self.action and isinstance(error, UserError):
-                error.faults = [f"{fault} ({place})" for fault in error.faults]
+                error.faults = [f"{fault} ({action})" for fault in error.faults]
             elif self.action:
-                error.add_note(place)
+                error.add_note(action)
             self.action = ""
             raise
         else:
@@ -285,9 +274,7 @@ class Heartbeat:
 
     @contextmanager
     def exchange(self, other: int) -> Iterator[None]:
-        """Count what begins inside as one exchange with another rank, and as no collective of a
-        group.
-        """
+        """Count what begins inside as one exchange with another rank, and as no collective."""
         before = Counter(count_collectives())
         yield
         self._not_collective.update(Counter(count_collectives()) - before)
@@ -295,8 +282,7 @@ class Heartbeat:
 
     @contextmanager
     def limit_connecting(self, *, is_made: bool) -> Iterator[None]:
-        """End this process with a line where the block, which connects to the store, takes too
-        long.
+        """End this process with a line where the block that connects to the store takes too long.
 
         torch waits half an hour for a store that is not there, and for ever for one that takes a
         connection and is silent. is_made: it is older than this rank, and has one timeout.
@@ -319,9 +305,8 @@ class Heartbeat:
         looked = time.monotonic()
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
-            if (
-                now - looked > BEAT_SECONDS + OWN_STALL_SECONDS
-            ):  # stopped itself: what it knows of the others is old
+            if now - looked > BEAT_SECONDS + OWN_STALL_SECONDS:
+                # This process was stopped itself: what it knows of the others is old.
                 self._moved = self._advanced = self._answered = now
                 self._seen.clear()
             looked = now
@@ -337,22 +322,25 @@ class Heartbeat:
                 self._end(failure)
 
     def _notice(self, now: float) -> None:
-        collectives = count_collectives()
-        own = {name: entered - self._not_collective[name] for name, entered in collectives.items()}
-        entered = self._phase, self.action, {**own, **self._exchanges}
+        """Look what the main thread is at, and whether it has moved since the last look."""
+        counts = {
+            name: entered - self._not_collective[name]
+            for name, entered in count_collectives().items()
+        }
+        entered = (self._phase, self.action, {**counts, **self._exchanges})
         if entered != self._entered:
             self._entered = entered
             self._advanced = self._moved = now
-        stack = stack_of(self._main)
+        stack = read_stack(self._main)
         if stack != self._stack:
-            self._stack, self._moved = stack, now
+            self._stack = stack
+            self._moved = now
 
     def _make_beat(self) -> Beat:
         now = time.monotonic()
-        patience = LONG_SECONDS if is_compiling(self._stack) else self._patience
         return Beat(
             at=", ".join(filter(None, (self._phase, self.action, describe_place(self._stack)))),
-            patience=patience,
+            patience=LONG_SECONDS if is_compiling(self._stack) else self._patience,
             still=now - self._moved,
             quiet=now - self._advanced,
             entered=self._entered[2],
@@ -362,57 +350,51 @@ class Heartbeat:
 
     def _find_verdict(self, now: float) -> Failure | None:
         """Return whom this rank waits for in vain, if there is one: of itself others tell."""
-        known, timeout = self._read_others(now), self._timeout
-        if (
-            now - self._answered >= timeout
-        ):  # in whatever phase: no thread of Python has to run for it to answer
+        known = self._read_others(now)
+        timeout = self._timeout
+        if now - self._answered >= timeout:
+            # In whatever phase: no thread of Python has to run for the store to answer.
             return self._blame_store(now - self._answered)
-        stopped = (
-            find_stopped_ranks()
-            if any(beat.unheard >= timeout for beat in known.values())
-            else set()
-        )
+        is_any_unheard = any(beat.unheard >= timeout for beat in known.values())
+        stopped = find_stopped_ranks() if is_any_unheard else set()
         silent = find_silent(known, timeout, stopped)
         if silent:
             how = "stopped" if stopped.issuperset(silent) else "stopped or unreachable"
-            return self._blame(
-                f"{name_ranks(silent)} {how} for"
-                f" {max(known[rank].unheard for rank in silent):.0f} s"
-            )
+            seconds = max(known[rank].unheard for rank in silent)
+            return self._blame(f"{name_ranks(silent)} {how} for {seconds:.0f} s")
         behind = find_behind(known)
         if (
             behind
             and self._rank not in behind
             and all(is_overdue(known[rank], timeout) for rank in behind)
         ):
-            first = {rank: known[rank] for rank in behind[:4]}
             lines = [
-                f"rank {rank} has made no progress for {it.quiet:.0f} s in {it.at}"
-                for rank, it in first.items()
+                f"rank {rank} has made no progress for {known[rank].quiet:.0f} s in"
+                f" {known[rank].at}"
+                for rank in behind[:4]
             ]
             return self._blame("; ".join(lines))
-        if known and all_stand(known, timeout):
-            return self._blame(
-                f"no rank has moved for {min(beat.still for beat in known.values()):.0f} s"
-            )
+        if known and are_all_stuck(known, timeout):
+            seconds = min(beat.still for beat in known.values())
+            return self._blame(f"no rank has moved for {seconds:.0f} s")
         return None
 
     def _blame(self, text: str) -> Failure:
         """Return a failure of this line, with what this rank is at, and what to do."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
-        return Failure(
-            self._rank,
-            [f"{text}; {self._describe_own_wait()}; set {key} higher if the run is only slow"],
-        )
+        wait = self._describe_own_wait()
+        return Failure(self._rank, [f"{text}; {wait}; set {key} higher if the run is only slow"])
 
     def _blame_store(self, seconds: float) -> Failure:
         address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        store = f"the store of the run at {address} (rank 0 or its launcher)"
-        return self._blame(f"{store} is stopped or unreachable for {seconds:.0f} s")
+        return self._blame(
+            f"the store of the run at {address} (rank 0 or its launcher) is stopped or unreachable"
+            f" for {seconds:.0f} s"
+        )
 
     def _describe_own_wait(self) -> str:
-        own = self._make_beat()
-        return f"rank {self._rank} waits for {own.still:.0f} s in {own.at}"
+        beat = self._make_beat()
+        return f"rank {self._rank} waits for {beat.still:.0f} s in {beat.at}"
 
     # The thread that talks with the store, and alone does.
 
@@ -420,9 +402,8 @@ class Heartbeat:
         while True:
             try:
                 self._exchange_beats()
-            except RuntimeError:  # it is gone, with the process that held it
-                self._lost = True
-                self._has_parted = True
+            except RuntimeError:  # the store is gone, with the process that held it
+                self._lost = self._has_parted = True
                 return
             if self._closed.is_set():
                 return
@@ -432,13 +413,12 @@ class Heartbeat:
             self._wake.clear()
 
     def _exchange_beats(self) -> None:
+        """Say this rank's beat, and hear the others' where something may be wrong."""
         store = self._store
         assert store is not None
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._make_beat())))
-        if self._own_failure is not None:
-            store.compare_set(
-                "failed", "", json.dumps(asdict(self._own_failure))
-            )  # unless another one was first
+        if self._own_failure is not None:  # the run's, unless another one was first
+            store.compare_set("failed", "", json.dumps(asdict(self._own_failure)))
         resting = time.monotonic() - self._moved
         is_ending = self.is_ending or self._left or self._own_failure is not None
         if is_ending or resting >= min(2 * BEAT_SECONDS, self._timeout / 4):
@@ -446,7 +426,7 @@ class Heartbeat:
                 key = f"beat/{rank}"
                 beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat()
                 if rank not in self._seen or self._seen[rank][0] != beat:
-                    self._seen[rank] = beat, time.monotonic()
+                    self._seen[rank] = (beat, time.monotonic())
         else:
             self._seen.clear()  # it would be old when it is wanted again
         # After the beats: a rank whose beat says that it has left because of a failure has told
@@ -457,9 +437,7 @@ class Heartbeat:
         self._has_parted = len(beats) == self._size and all(beat.left for beat in beats)
 
     def _read_others(self, now: float) -> dict[int, Beat]:
-        """Return what is known of the ranks, this one too, without those that have left in
-        order.
-        """
+        """Return what is known of the ranks that have not left, this one too."""
         seen = {
             rank: replace(beat, unheard=now - since)
             for rank, (beat, since) in list(self._seen.items())
@@ -471,12 +449,13 @@ class Heartbeat:
     # How it ends.
 
     def _fail(self, error: Exception) -> None:
-        """In the main thread: this rank has failed. If another one is the cause the process ends
-        here, quietly.
+        """Tell the others in the main thread that this rank has failed.
+
+        If another rank is the cause the process ends here, quietly.
         """
         self.is_ending = True
         self._wake.set()
-        is_lost = isinstance(error, PeerFailedError) or says_gone(error)
+        is_lost = isinstance(error, PeerFailedError) or is_lost_connection(error)
         if is_lost:  # who is the cause says so, or is not heard of any more
             self._wait(
                 lambda: self._failure is not None or self._lost or bool(self._find_gone()),
@@ -509,15 +488,14 @@ class Heartbeat:
         return Failure(self._rank, [line], nodes=[self._node] if self._folder else [], code=code)
 
     def _describe_lost(self, error: Exception) -> Failure:
-        """Return that another rank is gone without a word. A launcher tells of those on its own
-        machine.
-        """
+        """Return the failure that another rank is gone without a word."""
         gone = self._find_gone()
         text = f"rank {self._rank} has lost a connection"
         if gone:
             text = f"{name_ranks(sorted(gone))} gone, killed or crashed"
         elif self._lost:
             text = "the process that holds the rendezvous store (rank 0 or its launcher) is gone"
+        # A launcher tells of those on its own machine.
         nodes = {beat.node for beat in gone.values()} if self._folder else set()
         line = f"{text}; {self._describe_own_wait()} ({errors.get_first_line(error)})"
         return Failure(self._rank, [line], nodes=sorted(nodes))
@@ -535,13 +513,11 @@ class Heartbeat:
         return self._failure or failure
 
     def _leave(self, failure: Failure) -> None:
-        """End this process because of a failure, when the rank that tells it has had the time to.
-
-        Not while the main thread is on its way out by itself, which writes what the run leaves, or
-        its own traceback.
-        """
+        """End this process for a failure when the rank that tells it has had the time to."""
         if self._own_failure is None:
             time.sleep(REPORT_SECONDS)
+            # Not while the main thread is on its way out by itself: it writes what the run leaves,
+            # or its own traceback.
             self._wait(
                 lambda: not self.is_ending or self._own_failure is not None, SHUTDOWN_SECONDS
             )
@@ -555,11 +531,8 @@ class Heartbeat:
         timer.daemon = True
         timer.start()
         if self._node not in failure.nodes and self._is_first_to_say():
-            sys.stderr.write(
-                "".join(
-                    f"error: {redact(errors.escape_invisible(line))}\n" for line in failure.lines
-                )
-            )
+            lines = [redact(errors.escape_invisible(line)) for line in failure.lines]
+            sys.stderr.write("".join(f"error: {line}\n" for line in lines))
             sys.stderr.flush()
         errors.end_process(failure.code)
 
@@ -568,16 +541,12 @@ class Heartbeat:
         if self._folder:
             try:
                 open(Path(self._folder, errors.SAID_FILE), "x").close()
-            except OSError as error:
-                return not isinstance(
-                    error, FileExistsError
-                )  # a full disk must not swallow the lines
-        elif (
-            self._store is not None
-            and not self._lost
-            and time.monotonic() - self._answered < 4 * BEAT_SECONDS
-        ):
-            return self._store.add(f"said/{self._node}", 1) == 1
+            except OSError as error:  # a full disk must not swallow the lines
+                return not isinstance(error, FileExistsError)
+        elif self._store is not None and not self._lost:
+            # A store that is silent would hold up the end.
+            if time.monotonic() - self._answered < 4 * BEAT_SECONDS:
+                return self._store.add(f"said/{self._node}", 1) == 1
         return True
 
     def _wait(self, is_ready: Callable[[], bool], seconds: float) -> None:
@@ -586,17 +555,11 @@ class Heartbeat:
             time.sleep(0.02)
 
 
-def name_node() -> str:
-    """Return this machine, as torchrun counts them, or else by its name."""
-    return os.environ.get("GROUP_RANK") or socket.gethostname()
-
-
 def find_stopped_ranks() -> set[int]:
-    """Return the ranks of this run on this machine whose process is stopped, as by SIGSTOP, from
-    before they import.
+    """Return the ranks of this run on this machine whose process is stopped, as by SIGSTOP.
 
-    Only Linux shows it. A process that is busy in a call which lets no thread of Python run is not
-    among them, nor one that a debugger holds.
+    Also before they import. Only Linux shows it. A process that is busy in a call which lets no
+    thread of Python run is not among them, nor one that a debugger holds.
     """
     stopped = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -609,10 +572,9 @@ def find_stopped_ranks() -> set[int]:
     return stopped
 
 
-def says_gone(error: BaseException) -> bool:
-    """Return True if an error is that another process is not there any more: gloo's are known by
-    their text.
-    """
+def is_lost_connection(error: BaseException) -> bool:
+    """Return True if an error says that another process is not there any more."""
+    # gloo's errors are known by their text alone.
     return isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
 
 

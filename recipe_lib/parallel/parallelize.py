@@ -1,14 +1,14 @@
-"""How a model is divided among the ranks, and what its layers keep: all of it in one list of calls,
-and one result.
+"""Divide a model among the ranks and apply memory levers: one list of calls, and one result.
 
-    parallel = parallelize(model, cfg, world)
-    for micro_batch in parallel.micro_batches(batches):
-        parallel.backward(compute_loss(micro_batch))
-    all_reduce_gradients(model, parallel, world)
+parallel = parallelize(model, cfg, world)
+for micro_batch in parallel.micro_batches(batches):
+    parallel.backward(compute_loss(micro_batch))
+all_reduce_gradients(model, parallel, world)
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MethodType
 from typing import cast
 
@@ -29,7 +29,7 @@ from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import shard_sequences
 from recipe_lib.parallel.ddp import Replicas, find_replicas, sum_replica_gradients
-from recipe_lib.parallel.fsdp import Unit, parameter_bytes, shard_model, whole_elements
+from recipe_lib.parallel.fsdp import Unit, count_parameter_bytes, count_whole_elements, shard_model
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.parallel.pipeline.driver import Pipeline
@@ -40,36 +40,34 @@ from recipe_lib.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Parallel:
-    """What was decided for one model on this rank; what trains, runs or saves the model takes it as
-    an argument.
+    """The decisions for one model on this rank.
+
+    What trains, runs or saves the model takes it as an argument.
     """
 
+    # Runs this rank's stages; None without a pipeline.
     pipeline: Pipeline | None = None
-    """Runs this rank's stages; None without a pipeline."""
+    # By parameter name, what its gradient is on a rank of a tensor-parallel group: `sharded` (that
+    # of its part) or `partial` (a part of the sum); empty without one.
     tensor_gradients: dict[str, str] = field(default_factory=dict)
-    """By parameter name, what its gradient is on a rank of a tensor-parallel group: `sharded` (that
-    of its part) or `partial` (a part of the sum); empty without one."""
+    # The FSDP units.
     units: list[Unit] = field(default_factory=list)
-    """The FSDP units."""
+    # Of a model that every data rank has whole; None for one that is sharded, or the only one.
     replicas: Replicas | None = None
-    """Of a model that every data rank has whole; None for one that is sharded, or the only one."""
+    # Of the section `memory`.
     levers: MemoryLevers = field(default_factory=MemoryLevers)
-    """Of the section `memory`."""
+    # Adds up the gradients of a step's micro-batches; None for a model that is not trained.
     accumulation: GradientAccumulation | None = None
-    """How the gradients of a step's micro-batches are added up; None for a model that is not
-    trained."""
+    # The auxiliary loss of a mixture's routers.
     balance: BalanceLoss | None = None
-    """The auxiliary loss of a mixture's routers."""
+    # Ranks that have batches of their own.
     data_ranks: int = 1
-    """Ranks that have batches of their own."""
+    # Ranks that share the tokens of a sequence, whose number they divide.
     token_ranks: int = 1
-    """Ranks that share the tokens of a sequence, whose number they divide."""
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """A parameter of this rank that another rank of the pipeline has too, and counts in
-        norms.
-        """
+        """Return a parameter that another rank of the pipeline has too, and counts in norms."""
         return None if self.pipeline is None else self.pipeline.tied_copy
 
     def micro_batches(self, batches: StepBatches) -> Iterator[Batch]:
@@ -98,8 +96,8 @@ class Parallel:
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a micro-batch's loss and add them to the parameters'.
 
-        In a pipeline that of the head and of its hidden states; the stages' follow when the loop of
-        `make_micro_batches` goes on. Raise ConfigError outside of that loop, and for a second call.
+        In a pipeline those of the head and of its hidden states; the stages' follow when the loop
+        of `micro_batches` goes on. Raise ConfigError outside of that loop, and for a second call.
         """
         if self.accumulation is None:
             raise ValueError("this model was made with for_training=False, so it has no backward")
@@ -113,16 +111,16 @@ class Parallel:
 def parallelize(
     model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_training: bool = True
 ) -> Parallel:
-    """Divide a meta model among the ranks and apply the levers of the section `memory`, in place,
-    in this order.
+    """Divide a meta model among the ranks and apply the levers of the section `memory`, in place.
 
     Adapters and what a recipe adds are there already, and what is frozen is so; `materialize` gives
     memory afterwards. Parameters keep their names. for_training: False for a model that has no
     backward, such as a frozen reference.
 
-    Raises ConfigError for what model and config cannot have together: `split_pipeline`,
+    Raise ConfigError for what model and config cannot have together: `split_pipeline`,
     `shard_tensors`, `shard_sequences`, `apply_memory_levers` and `shard_model` say what.
     """
+    # In this order: each call takes the modules as those before it have left them.
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
     shard_sequences(model, cfg.parallel, world)
@@ -178,52 +176,55 @@ def _add_balance_loss(
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
-    """Return a line for the log: the units by size, what stays gathered in the root, and what lies
-    on the host; the model may be sharded.
+    """Return a line for the log on the units by size, the root and what lies on the host.
+
+    The model may be sharded.
     """
     hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
-    return _describe_sharding(model, parallel) + hosted
-
-
-def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
-    units, replicas = parallel.units, parallel.replicas
-    if replicas is not None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        count = sum(whole_elements(parameter) for parameter in trained)
-        return (
-            f"FSDP: off (ddp): {replicas.ranks} ranks have the same parameters, and sum the"
-            f" gradients of {format_count(count)} of them once a step"
+    if parallel.replicas is not None:
+        count = sum(
+            count_whole_elements(parameter)
+            for parameter in model.parameters()
+            if parameter.requires_grad
         )
-    if not units:
-        return "FSDP: off, each rank holds its parameters at all times"
-    sizes: dict[int, list[Unit]] = {}
-    for unit in units:
-        sizes.setdefault(unit.bytes, []).append(unit)
+        return (
+            f"FSDP: off (ddp): {parallel.replicas.ranks} ranks have the same parameters, and sum"
+            f" the gradients of {format_count(count)} of them once a step{hosted}"
+        )
+    if not parallel.units:
+        return f"FSDP: off, each rank holds its parameters at all times{hosted}"
+    return f"FSDP units: {_describe_sizes(model, parallel)}{hosted}"
+
+
+def _describe_sizes(model: nn.Module, parallel: Parallel) -> str:
+    """Return the units by size, largest first, and what is gathered, and reduced, once a step."""
+    units_by_size: dict[int, list[Unit]] = {}
+    for unit in parallel.units:
+        units_by_size.setdefault(unit.bytes, []).append(unit)
     parts: list[str] = []
-    for size, alike in sorted(sizes.items(), reverse=True):
-        named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
-        parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
-    hosted = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
-    root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
-    accumulation = parallel.accumulation
-    once = (
-        "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""
-    )
-    once += (
-        ", weights gathered once a step"
-        if accumulation is not None and accumulation.keeps_weights
-        else ""
-    )
-    return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}{once}"
+    for size, units in sorted(units_by_size.items(), reverse=True):
+        if len(units) > 2:
+            parts.append(f"{len(units)} x {format_bytes(size)}")
+        else:
+            parts += [f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in units]
+    root = count_parameter_bytes(model) - sum(unit.bytes for unit in parallel.units)
+    if parallel.levers.layers is not None:
+        root -= parallel.levers.layers.num_bytes()
+    line = f"{', '.join(parts)}; always gathered: {format_bytes(root)}"
+    if parallel.accumulation is not None and parallel.accumulation.once:
+        line += "; gradients reduced once a step"
+        if parallel.accumulation.keeps_weights:
+            line += ", weights gathered once a step"
+    return line
 
 
 def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
     """Sum the gradients of parameters that several ranks have over these, in place. A collective.
 
-    Once a step, after the last backward and before clipping. Those are an embedding that is the
-    output head of another stage of a pipeline; all of them where every data rank has the whole
-    model; and what every rank of a tensor-parallel group has, such as norms. FSDP has summed the
-    others in backward.
+    Once a step, after the last backward and before clipping. Such parameters are an embedding that
+    is the output head of another stage of a pipeline; all of them where every data rank has the
+    whole model; and what every rank of a tensor-parallel group has, such as norms. FSDP has summed
+    the others in backward.
     """
     if parallel.accumulation is not None:
         parallel.accumulation.check()
@@ -237,10 +238,10 @@ def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> 
 
 @torch.no_grad()
 def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
-    """Sum what each rank of a tensor-parallel group has of a gradient, of its own tokens or heads,
-    in fp32 (fp64), all of one type and device at once.
+    """Sum what each rank of a tensor-parallel group has of a gradient, of its tokens or heads.
 
-    Raise ValueError for a trained parameter that was added after `parallelize`.
+    In fp32 (fp64), those of one type and device together. Raise ValueError for a trained parameter
+    that was added after `parallelize`.
     """
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -274,50 +275,55 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
 
 
 def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) -> Pipeline | None:
-    """Leave a meta model with this rank's stages alone, in place; return what runs them, None
-    without a pipeline.
+    """Leave a meta model with this rank's stages alone, in place; return what runs them.
 
-    A tied embedding is on the first and on the last stage; see `sum_tied_gradients`. Raises
-    ConfigError: see `split_layers`, `refuse_for_pipeline`, `LanguageModel.stage_parts`.
+    None without a pipeline. A tied embedding is on the first and on the last stage; see
+    `sum_tied_gradients`. Raise ConfigError: see `split_layers`, `refuse_for_pipeline`,
+    `LanguageModel.find_stage_parts`.
     """
     if world.pipeline is None:
         return None
-    parallel, spec, parts = cfg.parallel, model.spec, model.find_stage_parts()
-    layers = split_layers(spec, cfg, world.mesh["data_shard"].size())
+    layers = split_layers(model.spec, cfg, world.mesh["data_shard"].size())
     refuse_for_pipeline(model, layers)
-    mine = list_rank_stages(parallel, world.pipeline.rank)
+    stages = list_rank_stages(cfg.parallel, world.pipeline.rank)
     # That the model was built with; adapters and stored weights have others.
-    dtype = next(model.get_submodule(parts.last[0]).parameters()).dtype
-    kept = {number for stage in mine for number in layers[stage]}
-    model.keep_stages(kept, first=0 in mine, last=count_stages(parallel) - 1 in mine)
-    if SCHEDULES[parallel.pipeline_schedule].splits:
+    dtype = next(model.get_submodule(model.find_stage_parts().last[0]).parameters()).dtype
+    model.keep_stages(
+        set(chain.from_iterable(layers[stage] for stage in stages)),
+        first=0 in stages,
+        last=count_stages(cfg.parallel) - 1 in stages,
+    )
+    if SCHEDULES[cfg.parallel.pipeline_schedule].splits:
         for module in model.modules():
             if type(module) is nn.Linear:
+                # So that its weight gradient can be deferred.
                 module.forward = MethodType(_run_linear, module)  # type: ignore[method-assign]
-    pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in mine}, dtype)
+    pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in stages}, dtype)
     model.forward = pipeline.run_part  # type: ignore[method-assign, assignment]
     return pipeline
 
 
 def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
-    """Raise ConfigError for extra parameters that no stage, or more than one, would have; call it
-    while the model is still whole.
+    """Raise ConfigError for extra parameters that no stage, or more than one, would have.
+
+    Called while the model still has all stages.
     """
     extras = find_extra_tensors(model)
     if not extras:
         return
-    last, parts = len(stages) - 1, model.find_stage_parts()
+    parts = model.find_stage_parts()
     stage_of = {
         f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers
     }
-    stage_of |= {f"{name}.": last for name in parts.last}
+    stage_of |= {f"{name}.": len(stages) - 1 for name in parts.last}
     stage_of |= {
         f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied
     }
-    places: dict[int, set[int]] = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
-        prefix = next((start for start in stage_of if name.startswith(start)), None)
+    stages_of_tensors: dict[int, set[int]] = {}  # by the tensor's id
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        prefix = next((prefix for prefix in stage_of if name.startswith(prefix)), None)
         if name in extras and prefix is None:
             raise ConfigError(
                 f"parallel.pipeline: found {name}, which the recipe added outside of the layers,"
@@ -325,8 +331,8 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
                 " parallel.pipeline=1"
             )
         if prefix is not None:
-            places.setdefault(id(tensor), set()).add(stage_of[prefix])
-    shared = [name for name, tensor in extras.items() if len(places[id(tensor)]) > 1]
+            stages_of_tensors.setdefault(id(tensor), set()).add(stage_of[prefix])
+    shared = [name for name, tensor in extras.items() if len(stages_of_tensors[id(tensor)]) > 1]
     if shared:
         raise ConfigError(
             f"parallel.pipeline: found {shared[0]}, which the recipe added to layers of several"

@@ -1,4 +1,4 @@
-"""What a thread is at, seen from another one: its stack, as faulthandler reads it."""
+"""See from another thread what a thread is at: read its stack as faulthandler does."""
 
 import ctypes
 import faulthandler
@@ -12,10 +12,17 @@ from typing import NamedTuple
 
 # What is among the innermost calls while something is compiled, and in no step after that.
 _COMPILERS = (
-    "/_dynamo/convert_frame.py", "/_dynamo/symbolic_convert.py", "/_dynamo/output_graph.py", "/_inductor/compile_fx.py",
-    "/_inductor/async_compile.py", "/_inductor/graph.py", "/_inductor/scheduler.py", "/_inductor/codegen/",
-    "/triton/compiler/", "/triton/runtime/autotuner.py",
-)  # fmt: skip
+    "/_dynamo/convert_frame.py",
+    "/_dynamo/symbolic_convert.py",
+    "/_dynamo/output_graph.py",
+    "/_inductor/compile_fx.py",
+    "/_inductor/async_compile.py",
+    "/_inductor/graph.py",
+    "/_inductor/scheduler.py",
+    "/_inductor/codegen/",
+    "/triton/compiler/",
+    "/triton/runtime/autotuner.py",
+)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -28,41 +35,31 @@ class StackLine(NamedTuple):
 
 
 class WatchedThread(NamedTuple):
-    """A thread that lives as long as somebody asks for its stack; made in it, by `this_thread`.
+    """A thread that lives as long as somebody asks for its stack."""
 
-    ident: its `threading.get_ident()`. state: the address of its PyThreadState, where one thread's
-    stack can be had.
-    """
-
-    ident: int
-    state: int | None
+    ident: int  # its `threading.get_ident()`
+    state: int | None  # the address of its PyThreadState, where one thread's stack can be had
 
 
-def this_thread() -> WatchedThread:
-    """Return the calling thread, for `stack_of` in another one.
-
-    Python 3.11 adds a thread's state to its list before it has filled it: who goes through the list
-    while a thread of C++ first calls Python, as those of autograd do in each backward, ends the
-    process with a segmentation fault now and then. There the interpreter's own function is asked
-    for the one thread's stack; later versions do not have the race.
-    """
+def get_current_thread() -> WatchedThread:
+    """Return the calling thread, for `read_stack` in another one."""
+    # Python 3.11 adds a thread's state to its list before it has filled it: who goes through the
+    # list while a thread of C++ first calls Python, as those of autograd do in each backward, ends
+    # the process with a segmentation fault now and then. There the interpreter's own function is
+    # asked for the one thread's stack; later versions do not have the race.
     if sys.version_info >= (3, 12) or not hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):
         return WatchedThread(threading.get_ident(), None)
     current = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
     return WatchedThread(threading.get_ident(), current())
 
 
-def stack_of(thread: WatchedThread) -> list[StackLine]:
-    """Return the innermost 100 calls of a thread, innermost first; [] if it is not found.
-
-    As faulthandler writes them, which reads the interpreter's frames and makes no objects of them.
-    Where the thread is within torch.compile, which runs frames of its own, the objects that
-    `sys._current_frames` makes end the process with a segmentation fault now and then.
-    """
-    with (
-        suppress(OSError),
-        open(os.memfd_create("stacks"), "w+b", buffering=0) as file,
-    ):  # disks fill up
+def read_stack(thread: WatchedThread) -> list[StackLine]:
+    """Return the innermost 100 calls of a thread, innermost first; [] if it is not found."""
+    # As faulthandler writes them, which reads the interpreter's frames and makes no objects of
+    # them. Where the thread is within torch.compile, which runs frames of its own, the objects that
+    # `sys._current_frames` makes end the process with a segmentation fault now and then.
+    # In memory, since disks fill up.
+    with suppress(OSError), open(os.memfd_create("stacks"), "w+b", buffering=0) as file:
         if thread.state is None:
             faulthandler.dump_traceback(file, all_threads=True)
             heading = f"Thread 0x{thread.ident:016x} (most recent call first):\n"

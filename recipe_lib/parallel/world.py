@@ -1,4 +1,10 @@
-"""The world a run lives in: its ranks, this rank's device, and the mesh that divides the work."""
+"""Find the world a run lives in: its ranks, this rank's device, the mesh that divides the work.
+
+    with start_world(cfg) as world:
+        train(cfg, world)
+
+`meet_ranks` and `make_world` are its two halves, for what ranks do before they are a group.
+"""
 
 import hashlib
 import json
@@ -8,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -22,15 +29,9 @@ from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
 from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError
 
-# The processes of a run before they are a process group: what torchrun says of them, where they
-# meet, how they end.
-
-
-_LONGEST_LIMIT = 30 * 86400.0  # seconds
-
 
 class WorldConfig(Protocol):
-    """What a config needs for a world."""
+    """The part of a config that makes a world."""
 
     device: str
     parallel: ParallelConfig
@@ -38,18 +39,14 @@ class WorldConfig(Protocol):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes of a run before they are a group: each says that it lives, and none waits for
-    another.
+    """The processes of a run before they are a group: each lives, and none waits for another."""
 
-    rank, size, local_rank, heartbeat: see `World`. store: where they meet; None: the group is there
-    already.
-    """
-
+    # As in `World`.
     rank: int
     size: int
     local_rank: int
     heartbeat: Heartbeat
-    store: dist.Store | None = None
+    store: dist.Store | None = None  # where they meet; None: the group is there already
 
 
 @contextmanager
@@ -58,10 +55,9 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
 
     A process group that is there already is taken over and left as it is (tests and simulations
     make their own). Otherwise `join_group` makes it, of gloo on the host, plus NCCL on GPUs, and it
-    ends with the block. After an error it is left to the end of the process when there are other
-    ranks: taking it down would wait for ranks that may never come.
+    ends with the block.
 
-    Raises SetupError: incomplete environment, no such device, fewer GPUs than processes. A
+    Raise SetupError: incomplete environment, no such device, fewer GPUs than processes. A
     UserError that several ranks raise on their own is reported by the first of them only. What one
     rank raises alone ends the others too, which do not return from here: see `heartbeat`.
     """
@@ -71,12 +67,12 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
         size = dist.get_world_size()
         local_rank = _read_integer("LOCAL_RANK", default=0)
         is_simulated = dist.get_backend() == "fake"
-        store = dist.distributed_c10d._get_default_store()
-        with Heartbeat(None if is_simulated else store, rank, size, timeout) as heartbeat:
+        store = None if is_simulated else dist.distributed_c10d._get_default_store()
+        with Heartbeat(store, rank, size, timeout) as heartbeat:
             yield Meeting(rank, size, local_rank, heartbeat)
         return
     rank, size, local_rank = _read_environment()
-    _check_device_count(_device_type(cfg.device), local_rank)
+    _check_device_count(_choose_device_type(cfg.device), local_rank)
     store = _connect_store(rank, size, timeout)
     healthy = size == 1
     try:
@@ -87,12 +83,14 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
         healthy = True
         raise
     finally:
+        # After an error the group is left to the end of the process when there are other ranks:
+        # taking it down would wait for ranks that may never come.
         if healthy and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _read_environment() -> tuple[int, int, int]:
-    """(rank, size, local rank) from torchrun's variables; (0, 1, 0) without them."""
+    """Return (rank, size, local rank) from torchrun's variables; (0, 1, 0) without them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if os.environ.get(name)]
     if "RANK" not in present and "WORLD_SIZE" not in present:
@@ -121,8 +119,8 @@ def _read_integer(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _device_type(device: str) -> str:
-    """`cpu` or `cuda`, from the config's `device`."""
+def _choose_device_type(device: str) -> str:
+    """Return `cpu` or `cuda` for the config's `device`. Raise SetupError if it is not there."""
     available = torch.get_device_module("cuda").is_available()
     if device == "cuda" and not available:
         raise SetupError(
@@ -135,7 +133,7 @@ def _device_type(device: str) -> str:
 
 
 def _check_device_count(device_type: str, local_rank: int) -> None:
-    """One GPU for each process of this machine."""
+    """Raise SetupError unless there is a GPU for each process of this machine."""
     if device_type == "cpu":
         return
     devices = torch.get_device_module(device_type).device_count()
@@ -148,16 +146,16 @@ def _check_device_count(device_type: str, local_rank: int) -> None:
 
 
 def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
-    """Join the default process group, unless it is there already; return this rank's device. Waits
-    for all ranks.
+    """Join the default process group, unless it is there already; return this rank's device.
+
+    Waits for all ranks.
     """
-    device_type = _device_type(cfg.device)
+    device_type = _choose_device_type(cfg.device)
     if ranks.store is not None:
         if device_type == "cuda":
-            torch.get_device_module(device_type).set_device(ranks.local_rank)
-            torch.get_device_module(
-                device_type
-            ).init()  # else the mesh picks the device once more, and warns
+            device_module = torch.get_device_module(device_type)
+            device_module.set_device(ranks.local_rank)
+            device_module.init()  # else the mesh picks the device once more, and warns
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
         ranks.heartbeat.enter("meeting the other ranks")
         ranks.store.set_timeout(_group_limit(cfg))  # for those that still read their data
@@ -169,21 +167,21 @@ def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
             timeout=_group_limit(cfg),
         )
     return (
-        torch.device(device_type, ranks.local_rank) if device_type != "cpu" else torch.device("cpu")
+        torch.device("cpu") if device_type == "cpu" else torch.device(device_type, ranks.local_rank)
     )
 
 
 def _group_limit(cfg: WorldConfig) -> timedelta:
+    # Twice as long as the heartbeat is patient, 30 days at most.
     timeout = cfg.parallel.heartbeat_timeout_seconds
-    return timedelta(seconds=min(2 * LONG_SECONDS * timeout, _LONGEST_LIMIT))
+    return timedelta(seconds=min(2 * LONG_SECONDS * timeout, 30 * 86400.0))
 
 
 def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
-    """Return the store that the ranks meet at: torchrun's, or rank 0's. `dist.rendezvous` would
-    wait in rank 0.
-    """
+    """Return the store that the ranks meet at: torchrun's, or rank 0's."""
     if size == 1:
         return dist.HashStore()
+    # Not `dist.rendezvous`, which would wait in rank 0 for the other ranks.
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     with Heartbeat(None, rank, size, timeout).limit_connecting(is_made=is_held_by_torchrun):
         return dist.TCPStore(
@@ -199,56 +197,50 @@ def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all
-    processes.
-    """
+    """A rank's place in its pipeline."""
 
-    rank: int
+    rank: int  # among the `size` ranks of the pipeline, first to last
     size: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # their numbers among all processes
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all the processes of a run.
+    """This process among all the processes of a run."""
 
-    rank, size: among all processes; local_rank: on this machine. device: where this rank computes.
-    mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks:
-    which of the different batches is ours: the ranks of a pipeline, of a tensor-parallel group and
-    those that share sequences have the same. tensor: the group that shares matrices; None: each
-    rank has whole ones. context: the group that shares sequences, neighbors in the data dimensions;
-    None: each rank has whole ones. pipeline: this rank's place among those that the layers are
-    divided among. heartbeat: knows what this rank is doing, and ends all ranks if one of them fails
-    or hangs.
-    """
-
-    rank: int
+    rank: int  # among all processes
     size: int
-    local_rank: int
-    device: torch.device
-    mesh: DeviceMesh
+    local_rank: int  # on this machine
+    device: torch.device  # where this rank computes
+    mesh: DeviceMesh  # `pipeline` x `data_replicate` x `data_shard` x `tensor`
+    # Which of the different batches is ours: the ranks of a pipeline, of a tensor-parallel group
+    # and those that share sequences have the same.
     data_rank: int
     data_ranks: int
+    # The group that shares matrices; None: each rank has its own.
     tensor: Group | None = None
+    # The group that shares sequences, neighbors in the data dimensions; None: each has its own.
     context: Group | None = None
+    # This rank's place among those that the layers are divided among.
     pipeline: PipelineRank | None = None
+    # Knows what this rank is doing, and ends all ranks if one of them fails or hangs.
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that speaks and writes shared files."""
+        """Return True on the one rank that speaks and writes shared files."""
         return self.rank == 0
 
     @property
     def copies(self) -> int:
-        """Ranks of this one's stage that have a gradient of their own for each parameter: those of
-        all batches, and of these each that has a part of their sequences.
+        """Return the number of ranks that have a gradient of their own for each parameter.
+
+        Those of this one's stage: of all batches, each that has a part of their sequences.
         """
         return self.data_ranks * (self.context.size if self.context else 1)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over the different batches, in place, on host or device. A
-        collective.
+        """Sum `tensor` over the different batches, in place, on host or device. A collective.
 
         Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on
         the others. Those that share matrices or sequences have the same, which counts once.
@@ -258,28 +250,28 @@ class World:
         if self.copies > 1 or self.pipeline is not None:
             dist.all_reduce(
                 tensor,
-                group=None if self.tensor is None else _flat_without_tensor(self.mesh).get_group(),
+                group=None
+                if self.tensor is None
+                else _flatten_without_tensor(self.mesh).get_group(),
             )
         return tensor
 
     def sum_over_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over the ranks that share this one's sequences, in place. A
-        collective of theirs.
-        """
+        """Sum `tensor` over the ranks that share this one's sequences, in place. A collective."""
         if self.context is not None:
             dist.all_reduce(tensor, group=_resolve_process_group(self.context.name))
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if `flag` is true on any; over the host's group. A collective."""
+        """Return True on every rank if `flag` is true on any. A collective of the host's group."""
         if self.size == 1:
             return flag
-        found = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found[0])
+        flags = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags[0])
 
     def broadcast_json(self, value: Any = None) -> Any:
-        """Rank 0's `value` (anything JSON holds), on every rank. A collective."""
+        """Return rank 0's `value` (anything JSON holds) on every rank. A collective."""
         if self.size == 1:
             return value
         texts = [json.dumps(value)]
@@ -287,9 +279,7 @@ class World:
         return json.loads(texts[0])
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything JSON holds), in rank order, on every rank. A
-        collective.
-        """
+        """Return every rank's `value` (anything JSON holds), in rank order. A collective."""
         if self.size == 1:
             return [value]
         texts = [""] * self.size
@@ -298,8 +288,8 @@ class World:
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """A UserError inside the block on any rank is raised on all of them, with the lowest
-        failing rank's faults.
+        """Raise a UserError of any rank in the block on all ranks, with the lowest failing rank's
+        faults.
 
         Faults are reported once a machine: on every other rank the error carries no lines. Another
         exception keeps its traceback on the rank where it happened; the others end with a
@@ -308,37 +298,38 @@ class World:
         """
         try:
             yield
-        except (
-            Exception
-        ) as error:  # whatever it is, the other ranks must hear of it before they wait for this one
+        except Exception as error:
+            # Whatever it is, the other ranks must hear of it before they wait for this one.
             self._raise_agreed(error)
             raise
         self._raise_agreed(None)
 
-    def _raise_agreed(self, mine: Exception | None) -> None:
-        """Raise what the ranks agree on; return if none has failed, or if `mine` is a bug, to be
-        raised as it is.
+    def _raise_agreed(self, own_error: Exception | None) -> None:
+        """Raise what the ranks agree on, unless none has failed.
+
+        Also not if this rank's error is a bug, which its caller raises as it is.
         """
-        if not self.any(mine is not None):
+        if not self.any(own_error is not None):
             return
-        gathered = self.gather_json(_describe(mine))
-        if mine is not None and not isinstance(mine, UserError):
+        gathered = self.gather_json(_describe(own_error))
+        if own_error is not None and not isinstance(own_error, UserError):
             return
         rank, (kind, faults) = next((rank, entry) for rank, entry in enumerate(gathered) if entry)
         if not kind:
-            raise PeerFailedError(f"rank {rank} failed: {faults[0]}") from mine
-        raise getattr(errors, kind)(*(faults if self.local_rank == 0 else [])) from mine
+            raise PeerFailedError(f"rank {rank} failed: {faults[0]}") from own_error
+        raise getattr(errors, kind)(*(faults if self.local_rank == 0 else [])) from own_error
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`fn(...)` on every rank, under `raise_together`."""
+        """Return `fn(...)`, called on every rank under `raise_together`."""
         with self.raise_together():
             return fn(*args, **kwargs)
 
 
 @contextmanager
 def start_world(cfg: WorldConfig) -> Iterator[World]:
-    """Yield the world of a run that has nothing to do before its ranks are a group. See
-    `meet_ranks`, `make_world`.
+    """Yield the world of a run that has nothing to do before its ranks are a group.
+
+    See `meet_ranks`, `make_world`.
     """
     with meet_ranks(cfg) as ranks:
         yield make_world(cfg, ranks)
@@ -347,86 +338,95 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
 def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     """Return the world of processes that have met, once all have come here.
 
-    Raises SetupError where mesh and ranks differ.
+    Raise SetupError where mesh and ranks differ.
     """
     device = join_group(cfg, ranks)
     shape = tuple(compute_mesh_shape(cfg.parallel, ranks.size).values())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
     if ranks.store is not None:
-        for group in list(
-            dist.distributed_c10d._world.pg_names
-        ):  # their limits are ten minutes by default
+        # The limits of a mesh's groups are ten minutes by default.
+        for group in list(dist.distributed_c10d._world.pg_names):
             dist.distributed_c10d._set_pg_timeout(_group_limit(cfg), group)
-    world = world_of(
-        mesh,
-        rank=ranks.rank,
-        size=ranks.size,
-        local_rank=ranks.local_rank,
-        device=device,
-        context=cfg.parallel.context,
+    return replace(
+        build_world(
+            mesh,
+            rank=ranks.rank,
+            size=ranks.size,
+            local_rank=ranks.local_rank,
+            device=device,
+            context=cfg.parallel.context,
+        ),
+        heartbeat=ranks.heartbeat,
     )
-    return replace(world, heartbeat=ranks.heartbeat)
 
 
-def world_of(
+def build_world(
     mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1
 ) -> World:
-    """Return the world of a mesh with the dimensions `MESH_DIMS`, of whose data dimensions each
-    `context` neighbors share sequences.
+    """Return the world of a mesh with the dimensions `MESH_DIMS`.
+
+    Each `context` neighbors of its data dimensions share sequences.
     """
     sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
-    mine = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
-    group, sequence, place = None, None, None
+    place = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
+    tensor = None
     if sizes["tensor"] > 1:
-        group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
-        _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
+        tensor = Group(mesh.get_group("tensor").group_name, sizes["tensor"], place["tensor"])
+        _flatten_without_tensor(mesh)  # by all ranks, before one of them needs it
+    pipeline = None
     if sizes["pipeline"] > 1:
-        place = PipelineRank(
-            mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist())
-        )
-    data_rank, data_ranks = 0, 1
+        pipeline_ranks = tuple(mesh["pipeline"].mesh.tolist())
+        pipeline = PipelineRank(place["pipeline"], sizes["pipeline"], pipeline_ranks)
+    data_rank = 0
     for name in DATA_DIMS:
-        data_rank, data_ranks = data_rank * sizes[name] + mine[name], data_ranks * sizes[name]
+        data_rank = data_rank * sizes[name] + place[name]
+    sequence = None
     if context > 1:
-        ranks = (
-            mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"])
-            .movedim(2, -1)
-            .reshape(-1, context)
-        )
-        own_group, _ = dist.new_subgroups_by_enumeration(
-            ranks.tolist()
-        )  # every rank makes all of them
+        neighbors = mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"]).movedim(2, -1)
+        # Every rank makes all of the groups.
+        own_group, _ = dist.new_subgroups_by_enumeration(neighbors.reshape(-1, context).tolist())
         sequence = Group(own_group.group_name, context, data_rank % context)
-    others = data_rank // context, data_ranks // context
-    return World(rank, size, local_rank, device, mesh, *others, group, sequence, place)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        device=device,
+        mesh=mesh,
+        data_rank=data_rank // context,
+        data_ranks=prod(sizes[name] for name in DATA_DIMS) // context,
+        tensor=tensor,
+        context=sequence,
+        pipeline=pipeline,
+    )
 
 
-def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
-    """Return all dimensions but those that share matrices as one."""
+def _flatten_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
+    """Return all dimensions but that of tensor parallel as one."""
     return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
 
 
-def communicators(parallel: ParallelConfig, size: int) -> list[int]:
-    """Return the sizes of the groups of a rank that communicate on its device: its dimensions of
-    the mesh, those that share its sequences, and all ranks.
+def count_communicator_ranks(parallel: ParallelConfig, size: int) -> list[int]:
+    """Return the sizes of the groups of a rank that communicate on its device.
 
-    With tensor parallel the ranks of its other dimensions together, if these are several, have one
-    too. The ranks of a pipeline have none of their own: they exchange by twos, and sum over all
-    ranks.
+    These are its dimensions of the mesh, the ranks that share its sequences, and all ranks. With
+    tensor parallel the ranks of its other dimensions together, if these are several, have one too.
+    The ranks of a pipeline have none of their own: they exchange by twos, and sum over all ranks.
     """
     shape = compute_mesh_shape(parallel, size)
     groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
-    sequences = [parallel.context] * (parallel.context > 1)
+    sequences = [parallel.context] if parallel.context > 1 else []
     if parallel.pipeline == 1 and len(groups) < 2:
         return groups + sequences
     several = parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS)
-    together = parallel.tensor > 1 and several
-    return [*groups, *([size // parallel.tensor] if together else []), size, *sequences]
+    if parallel.tensor > 1 and several:
+        groups.append(size // parallel.tensor)
+    return [*groups, size, *sequences]
 
 
 def _describe(error: Exception | None) -> list[Any] | None:
-    """[name of its class in recipe_lib.errors, or of the nearest one it derives from; its faults];
-    name "": a bug.
+    """Return an error as JSON: [name of its class in recipe_lib.errors, its faults].
+
+    The name is that of the nearest class it derives from; "": a bug.
     """
     if error is None:
         return None
@@ -438,12 +438,8 @@ def _describe(error: Exception | None) -> list[Any] | None:
     return [next(known), error.faults]
 
 
-# Seeds: one root in the config, one stream for each use, apart from each other.
-
-
 def derive_seed(root: int, *names: str | int) -> int:
-    """Return a seed in [0, 2^63) for the stream that `names` tell, e.g. `derive_seed(42, "dropout",
-    rank)`.
+    """Return a seed in [0, 2^63) for a named stream, as in `derive_seed(42, "dropout", rank)`.
 
     Streams of different names are unrelated, and none changes when another is added: SHA-256 of
     root and names.
@@ -453,14 +449,13 @@ def derive_seed(root: int, *names: str | int) -> int:
 
 
 def set_seeds(seed: int, world: World, *, alike: bool = False) -> None:
-    """Seed the default generators of Python and torch (host and device) with this rank's dropout
-    stream.
+    """Seed the generators of Python and torch (host and device) with this rank's dropout stream.
 
     No two ranks have the same, those that share matrices neither: each drops of what it alone has,
-    its part of the tokens before a matrix that is cut by rows, its part of the channels before one
-    that is cut by columns. alike: the ranks that share matrices have the same stream, because all
-    of them have all tokens (external models). Weights and data order draw from streams of their
-    own, derived by name; they do not touch these generators.
+    its part of the tokens before a column-parallel matrix, its part of the channels before a
+    row-parallel one. Weights and data order draw from streams of their own, derived by name; they
+    do not touch these generators. alike: the ranks that share matrices have the same stream,
+    because all of them have all tokens (external models).
     """
     stream = derive_seed(seed, "dropout", world.data_rank if alike else world.rank)
     random.seed(stream)

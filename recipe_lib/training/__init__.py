@@ -14,9 +14,10 @@ from recipe_lib.parallel.world import derive_seed
 from recipe_lib.training.export_model import export_trained_adapter, export_trained_model
 from recipe_lib.training.host_memory import check_host_memory
 from recipe_lib.training.loop import Step, TrainingLoop, build_lr_schedule, resume_run
-from recipe_lib.training.micro_batches import (
+from recipe_lib.training.losses import (
     build_head_loss,
     compute_answer_logps,
+    compute_validation_loss,
     evaluate_micro_batches,
     get_values,
 )
@@ -25,7 +26,6 @@ from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, vali
 from recipe_lib.training.run import run_recipe
 from recipe_lib.training.run_description import list_derived_numbers
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import compute_validation_loss
 
 __all__ = [
     "OptimizerLevers",

@@ -1,5 +1,5 @@
-"""Which step of a run is best by a number of its validations, its weights, and when there has been
-no better one for long enough.
+"""The best step of a run by a number of its validations, its weights, and when there has been no
+better one for long enough.
 
 `checkpoint.keep_best` keeps the weights of the best step in output_dir/state/best/step_N and puts
 them back into the model when the steps are done, so that they are what is exported.
@@ -31,51 +31,52 @@ _COUNTS = ("_tokens", "_pairs")  # how much was measured
 
 
 class BestStep:
-    """The best step so far by `checkpoint.best_metric`, on all ranks alike.
-
-    step, value: None before the first finite number. waited: validations since the number was last
-    better, by more than validation.min_delta, than when it was so before. folder: of the best
-    step's weights, in output_dir/state/best; None where none are kept. last: the step that the run
-    has come to, when it has no more.
-    """
+    """The best step so far by `checkpoint.best_metric`, on all ranks alike."""
 
     def __init__(self, cfg: FullFinetuneConfig) -> None:
-        self.metric, self._patience = cfg.checkpoint.best_metric, cfg.validation.patience
-        chosen = cfg.checkpoint.greater_is_better
-        self.greater = not self.metric.endswith(_LOWER) if chosen is None else chosen
-        self.keeps, self._min_delta = cfg.checkpoint.keep_best, cfg.validation.min_delta
+        self.metric = cfg.checkpoint.best_metric
+        self.greater_is_better = (
+            not self.metric.endswith(_LOWER)
+            if cfg.checkpoint.greater_is_better is None
+            else cfg.checkpoint.greater_is_better
+        )
+        self.keeps_weights = cfg.checkpoint.keep_best
         self._exports = cfg.checkpoint.save_model
+        self._patience = cfg.validation.patience
+        self._min_delta = cfg.validation.min_delta
         self._root = Path(cfg.output_dir) / STATE_FOLDER
+        # Both None before the first finite number.
         self.step: int | None = None
         self.value: float | None = None
-        self.waited = 0
-        self.last: int | None = None
+        # Validations since the number was last better by more than validation.min_delta.
+        self.num_waited = 0
+        # The number that was then: the next is compared with it, so that small gains add up.
+        self._reference: float | None = None
+        # The step that the run has come to, when it has no more.
+        self.last_step: int | None = None
+        # Name of the best step's folder in output_dir/state/best; None where none is kept.
         self.folder: str | None = None
-        self._reference: float | None = (
-            None  # what a number has to be better than for `waited` to begin again
-        )
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether the config has a use for it."""
-        return self.keeps or self._patience is not None
+        """Return True if the config has a use for it."""
+        return self.keeps_weights or self._patience is not None
 
     @property
     def is_waited_out(self) -> bool:
-        """Whether the run ends here, before its last step."""
-        return self._patience is not None and self.waited >= self._patience
+        """Return True if the run ends here, before its last step."""
+        return self._patience is not None and self.num_waited >= self._patience
 
     @property
     def exported_step(self) -> int | None:
-        """The step whose weights are exported; None: the run's last."""
+        """Return the step whose weights are exported; None: the run's last."""
         return self.step if self.folder is not None else None
 
     def judge(self, step: int, numbers: Mapping[str, float], world: World) -> bool:
-        """Count a validation after `step`; return True if it is the best so far. Rank 0's number
-        counts. Collective.
+        """Count a validation after `step`; return True if it is the best so far. Collective.
 
-        A number that is not finite is never better. ConfigError if the validation does not give
-        best_metric.
+        A number that is not finite is never better. Raise ConfigError if the validation does not
+        give best_metric.
         """
         if self.metric not in numbers:
             names = [name for name in numbers if not name.endswith(_COUNTS)]
@@ -83,31 +84,36 @@ class BestStep:
                 f"checkpoint.best_metric: found {self.metric}, expected a number of the recipe's"
                 f" validation: {', '.join(names)}{did_you_mean(self.metric, names)}"
             )
-        found = float(world.broadcast_json(float(numbers[self.metric])))
-        if self._is_better(found, self._reference, self._min_delta):
-            self._reference, self.waited = found, 0
+        # Rank 0's number counts: rounding may differ between ranks, what they decide may not.
+        value = float(world.broadcast_json(float(numbers[self.metric])))
+        if self._is_better(value, self._reference, self._min_delta):
+            self._reference = value
+            self.num_waited = 0
         else:
-            self.waited += 1
-        if not self._is_better(found, self.value):
+            self.num_waited += 1
+        if not self._is_better(value, self.value):
             return False
-        self.step, self.value = step, found
+        self.step = step
+        self.value = value
         return True
 
-    def _is_better(self, found: float, than: float | None, by: float = 0.0) -> bool:
-        if not math.isfinite(found):
+    def _is_better(self, value: float, reference: float | None, delta: float = 0.0) -> bool:
+        if not math.isfinite(value):
             return False
-        return than is None or (found > than + by if self.greater else found < than - by)
+        if reference is None:
+            return True
+        return value > reference + delta if self.greater_is_better else value < reference - delta
 
-    def record(self) -> dict[str, Any] | None:
+    def make_record(self) -> dict[str, Any] | None:
         """Return what a saved state keeps of it; None if the config has no use for it."""
         if not self.is_asked_for:
             return None
         return {
             "metric": self.metric,
-            "greater_is_better": self.greater,
+            "greater_is_better": self.greater_is_better,
             "step": self.step,
             "value": self.value,
-            "waited": self.waited,
+            "waited": self.num_waited,
             "reference": self._reference,
             "folder": self.folder,
         }
@@ -116,60 +122,68 @@ class BestStep:
         """Go on from what a state has. A best step that is later than the state is forgotten with
         it. Collective.
 
-        saved: what the run added to the state. Raises CheckpointError if it was another number that
+        saved: what the run added to the state. Raise CheckpointError if it was another number that
         decided, or if the weights of the best step are gone.
         """
-        if not self.is_asked_for:
-            return
         record = saved.get(BEST_RECORD)
-        if record is None:
+        if not self.is_asked_for or record is None:
             return
         for key, was, now in (
             ("best_metric", record["metric"], self.metric),
-            ("greater_is_better", record["greater_is_better"], self.greater),
+            ("greater_is_better", record["greater_is_better"], self.greater_is_better),
         ):
             if was != now:
                 raise CheckpointError(
-                    f"{state}: was saved with checkpoint.{key}={_text(was)}, found {_text(now)};"
-                    " what was best until then was decided by it: set"
-                    f" checkpoint.{key}={_text(was)}"
+                    f"{state}: was saved with checkpoint.{key}={_format_setting(was)}, found"
+                    f" {_format_setting(now)}; what was best until then was decided by it: set"
+                    f" checkpoint.{key}={_format_setting(was)}"
                 )
-        self.waited, self._reference = record["waited"], record["reference"]
-        if not self.keeps:
-            self.step, self.value = record["step"], record["value"]
-        elif record["folder"] is not None:
-            self.step, self.value = record["step"], record["value"]
+        self.num_waited = record["waited"]
+        self._reference = record["reference"]
+        # The state's run kept no weights, so its best step could not be exported: begin anew.
+        if self.keeps_weights and record["folder"] is None:
+            return
+        self.step = record["step"]
+        self.value = record["value"]
+        if self.keeps_weights:
             self.folder = run_on_rank_0(
                 world, lambda: copy_best_state(state, self._root, record["folder"])
             )
-            run_on_rank_0(world, lambda: prune_best(self._root, self.folder))
+            self.prune(world)
 
-    def keep(self, step: int, model: nn.Module, world: World) -> None:
+    def save_weights(self, step: int, model: nn.Module, world: World) -> None:
         """Save the weights of this best step, and then remove those of others that no state needs.
         Collective.
         """
-        root = self._root / BEST_FOLDER
         extra = {"step": step, "metric": self.metric, "value": self.value}
-        path = save_state(root, step, model, None, extra, world, None)
+        path = save_state(
+            self._root / BEST_FOLDER,
+            step,
+            model,
+            optimizer=None,
+            extra=extra,
+            world=world,
+            keep=None,
+        )
         self.folder = path.name
-        self.remove_others(world)
+        self.prune(world)
 
-    def remove_others(self, world: World) -> None:
+    def prune(self, world: World) -> None:
         """Remove the weights of best steps that neither this run nor any of its states needs.
         Collective.
         """
-        if self.keeps:
+        if self.keeps_weights:
             run_on_rank_0(world, lambda: prune_best(self._root, self.folder))
 
-    def load(self, model: nn.Module, last: int, total_steps: int, world: World) -> None:
-        """Put the weights of the best step into the model, which is at the step `last`, when the
-        steps are done. Collective.
+    def load(self, model: nn.Module, last_step: int, total_steps: int, world: World) -> None:
+        """Put the weights of the best step into the model, which is at `last_step`, when the steps
+        are done. Collective.
         """
         if not self.is_asked_for:
             return
-        self.last = last
-        get_logger().info("%s", self.sentence(total_steps))
-        if self.folder is None or self.step == last:
+        self.last_step = last_step
+        get_logger().info("%s", self.describe_outcome(total_steps))
+        if self.folder is None or self.step == last_step:
             return
         path = self._root / BEST_FOLDER / self.folder
         with phase("loading the best step"):
@@ -181,58 +195,56 @@ class BestStep:
                 )
             load_state(path, model, None, world)
 
-    def sentence(self, total_steps: int) -> str | None:
-        """`best step 40 of 60: validation_loss 1.2340`, and whether the run stopped early; None if
-        the config has no use for it. total_steps: that the run was to have.
+    def describe_outcome(self, total_steps: int) -> str | None:
+        """Return `best step 40 of 60: validation_loss 1.2340`, and if the run stopped early; None
+        if the config has no use for it.
+
+        total_steps: that the run was to have.
         """
         if not self.is_asked_for:
             return None
         value = "" if self.value is None else f"{self.metric} {self.value:.4f}"
+        last_step = total_steps if self.last_step is None else self.last_step
         early = ""
-        if self.is_waited_out and self.last is not None and self.last < total_steps:
-            many = "s" if self._patience != 1 else ""
-            early = (
-                f"; stopped early (of {total_steps} steps) after {self.waited} validation{many}"
-                " without improvement"
-            )
-        last = total_steps if self.last is None else self.last
+        if self.is_waited_out and last_step < total_steps:
+            waited = pluralize(self.num_waited, "validation")
+            early = f"; stopped early (of {total_steps} steps) after {waited} without improvement"
         if self.folder is not None:
-            return f"best step {self.step} of {last}: {value}{early}"
-        why = (
-            f"the best was step {self.step}: {value}"
-            if value
-            else f"no validation gave a finite {self.metric}"
-        )
-        return f"last step {last}; {why}{early}"
+            return f"best step {self.step} of {last_step}: {value}{early}"
+        if value:
+            return f"last step {last_step}; the best was step {self.step}: {value}{early}"
+        return f"last step {last_step}; no validation gave a finite {self.metric}{early}"
 
-    def facts(self, total_steps: int) -> dict[str, Any]:
-        """For the summary; empty if the config has no use for it."""
+    def list_facts(self, total_steps: int) -> dict[str, Any]:
+        """Return what the summary says of it; empty if the config has no use for it."""
         if not self.is_asked_for:
             return {}
-        found = {"best_metric": self.metric, "best_step": self.step, "best_value": self.value}
+        facts = {"best_metric": self.metric, "best_step": self.step, "best_value": self.value}
         if self.folder is not None:
-            found["best_weights"] = f"{STATE_FOLDER}/{BEST_FOLDER}/{self.folder}"
+            facts["best_weights"] = f"{STATE_FOLDER}/{BEST_FOLDER}/{self.folder}"
         if self._exports:
-            found["exported_step"] = self.exported_step or self.last
-        return found | {"outcome": self.sentence(total_steps)}
+            facts["exported_step"] = self.exported_step or self.last_step
+        return facts | {"outcome": self.describe_outcome(total_steps)}
 
 
-def _text(value: Any) -> str:
+def _format_setting(value: Any) -> str:
+    """Return a value as a command line takes it: `true`, not `True`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def describe_best(cfg: FullFinetuneConfig) -> list[str]:
-    """Return a line for the log: by which number the best step is found, and what follows from it."""
+    """Return a line for the log: by which number the best step is found, and what follows."""
     best = BestStep(cfg)
     if not best.is_asked_for:
         return []
-    parts = [f"best step: by {best.metric}, {'higher' if best.greater else 'lower'} is better"]
-    if best.keeps:
+    better = "higher" if best.greater_is_better else "lower"
+    parts = [f"best step: by {best.metric}, {better} is better"]
+    if best.keeps_weights:
         parts.append("its weights are kept and exported")
     if cfg.validation.patience is not None:
-        by = f" by more than {cfg.validation.min_delta:g}" if cfg.validation.min_delta else ""
+        margin = f" by more than {cfg.validation.min_delta:g}" if cfg.validation.min_delta else ""
         parts.append(
             f"the run stops after {pluralize(cfg.validation.patience, 'validation')} without"
-            f" improvement{by}; the learning rate is scheduled over all steps all the same"
+            f" improvement{margin}; the learning rate is scheduled over all steps all the same"
         )
     return ["; ".join(parts)]

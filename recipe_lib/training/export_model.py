@@ -1,8 +1,14 @@
-"""What a run leaves for others: the trained model, or an adapter and perhaps the model with it
-merged in.
+"""What a run leaves for others: the trained model or an adapter, its model card, and the commands to
+go on with.
+
+Recipes end with `export_trained_model` or `export_trained_adapter`. The commands are ready to be
+copied, and only such as work with what was written; `tune export` prints them too.
 """
 
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +17,25 @@ from torch import nn
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.peft_folders import compute_file_rank, export_adapter
-from recipe_lib.checkpoint.side_files import get_public_name, make_model_card
+from recipe_lib.checkpoint.side_files import CHAT_TEMPLATE, get_public_name, make_model_card
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, resolve_base_name
-from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, LoraFinetuneConfig
 from recipe_lib.data import find_trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.world import World
-from recipe_lib.training.added_parameters import warn_of_export
-from recipe_lib.training.metrics import METRICS_FILE, read_metrics
-from recipe_lib.training.next_commands import (
-    ANYWHERE,
-    adapter_commands,
-    merge_command,
-    model_commands,
-    own_recipe,
-    run_commands,
-    tell_next,
-)
-from recipe_lib.training.resolve_model import ResolvedModel
+from recipe_lib.training.records import read_run_metrics
+from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB
+
+ANYWHERE = Path("FOLDER")  # of an export, in the model card that travels with it
+_SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what `--max-lora-rank` of vLLM may be
+_SERVED_TARGETS = {"q", "k", "v", "o", "gate", "up", "down"}
+_KNOWN_VALIDATION = ("validation_loss", "validation_tokens")
 
 
 def export_trained_model(
@@ -48,28 +49,27 @@ def export_trained_model(
     Collective.
     """
     folder = Path(cfg.output_dir) / MODEL_FOLDER
-    usable = _can_generate(cfg, model)
+    is_usable = _can_generate(cfg, model)
+    card_commands = list_model_commands(ANYWHERE) if is_usable else []
     export_model(
         model,
         source.spec,
         source.config,
         folder,
         tokenizer_folder=data.tokenizer_path,
-        max_shard_bytes=_shard_bytes(cfg),
+        max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
         world=world,
-        **_trained_with(cfg, data),
+        **_find_chat_conventions(cfg, data),
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(
-            cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False
-        ),
+        card=_make_card(cfg, source, data, world, commands=card_commands, is_adapter=False),
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
     if source.folder is not None and world.is_main:
         log_left_out(source.spec, source.folder, "export")
-    _tell_rounding(cfg, is_adapter=False)
-    if usable:
-        tell_next([*model_commands(folder), *run_commands(cfg)])
+    _log_rounding(cfg, is_adapter=False)
+    if is_usable:
+        log_next_commands([*list_model_commands(folder), *list_run_commands(cfg)])
 
 
 def export_trained_adapter(
@@ -81,24 +81,20 @@ def export_trained_adapter(
 ) -> None:
     """Write output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged.
     Collective.
-
-    The model is merged from the checkpoint's files: weights of a random start (model.preset) are in
-    none.
     """
     folder = Path(cfg.output_dir) / ADAPTER_FOLDER
-    beside, usable = (
-        _trained_with(cfg, data),
-        source.folder is not None and _can_generate(cfg, model),
+    merged_folder = Path(cfg.output_dir) / MODEL_FOLDER
+    # Without a checkpoint nobody can load the adapter's base: its random weights are in no file.
+    is_usable = source.folder is not None and _can_generate(cfg, model)
+    chat_conventions = _find_chat_conventions(cfg, data)
+    list_commands = partial(
+        list_adapter_commands,
+        lora=cfg.lora,
+        rank=compute_file_rank(source.spec, cfg.lora),
+        template=chat_conventions["chat_template"] is not None,
     )
-    shown = get_public_name(source.name, source.folder)
-
-    def commands(adapter: Path, base: str) -> list[str]:
-        rank, has_template = (
-            compute_file_rank(source.spec, cfg.lora),
-            beside["chat_template"] is not None,
-        )
-        return adapter_commands(adapter, base, cfg.lora, rank=rank, template=has_template)
-
+    public_base = get_public_name(source.name, source.folder)
+    card_commands = list_commands(ANYWHERE, public_base) if is_usable else []
     export_adapter(
         model,
         source.spec,
@@ -109,101 +105,87 @@ def export_trained_adapter(
         base_folder=source.folder,
         source_config=source.config,
         tokenizer_folder=data.tokenizer_path,
-        **beside,
+        **chat_conventions,
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(
-            cfg, source, data, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True
-        ),
+        card=_make_card(cfg, source, data, world, commands=card_commands, is_adapter=True),
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
-    merged = Path(cfg.output_dir) / MODEL_FOLDER
+    # Merged from the checkpoint's files: weights of a random start (model.preset) are in none.
     if cfg.lora.merge_on_save and source.folder is not None:
+        card_commands = list_model_commands(ANYWHERE) if is_usable else []
         merge_adapter(
             source.folder,
             folder,
-            merged,
+            merged_folder,
             quantize=cfg.lora.quantize_base,
             implementation=cfg.model.implementation,
             dtype=DTYPES[cfg.dtype],
             ranks=world,
             tokenizer_folder=data.tokenizer_path,
-            **beside,
-            max_shard_bytes=_shard_bytes(cfg),
-            card=_card(
-                cfg,
-                source,
-                data,
-                world,
-                model_commands(ANYWHERE) if usable else [],
-                is_adapter=False,
-            ),
+            **chat_conventions,
+            max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
+            card=_make_card(cfg, source, data, world, commands=card_commands, is_adapter=False),
         )
-        get_logger().info("model: %s", merged)
-    _tell_rounding(cfg, is_adapter=not cfg.lora.merge_on_save or source.folder is None)
-    if usable:
-        merge = [merge_command(Path(cfg.output_dir), recipe=own_recipe(cfg))]
-        stays = merged.exists() and not cfg.overwrite_output_dir  # of a run that is gone on with
-        then = model_commands(merged) if cfg.lora.merge_on_save else [] if stays else merge
-        tell_next([*commands(folder, source.name), *then, *run_commands(cfg)])
+        get_logger().info("model: %s", merged_folder)
+    _log_rounding(cfg, is_adapter=not cfg.lora.merge_on_save or source.folder is None)
+    if is_usable:
+        commands = list_commands(folder, source.name)
+        if cfg.lora.merge_on_save:
+            commands += list_model_commands(merged_folder)
+        # The model of a run that is gone on with stays, and `tune export --merge` would refuse.
+        elif cfg.overwrite_output_dir or not merged_folder.exists():
+            recipe = find_copied_recipe(cfg)
+            commands.append(format_merge_command(Path(cfg.output_dir), recipe=recipe))
+        log_next_commands([*commands, *list_run_commands(cfg)])
 
 
-def _tell_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
+def _log_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
     if cfg.qat is not None:
         get_logger().info("%s", describe_export(cfg.qat, cfg.qat_group_size, is_adapter=is_adapter))
 
 
-def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
-    """Return what the tokenizer's own files may not say: the template of the samples, and what ends
-    an answer.
+def _find_chat_conventions(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
+    """Return what the tokenizer's own files may not say: the template of the samples, and the ids
+    that end an answer.
     """
     template = find_trained_template(cfg, data.tokenizer, data.dataset.report.chats)
     return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
-
-
-def _card(
-    cfg: FullFinetuneConfig,
-    source: ResolvedModel,
-    data: TrainingData,
-    world: World,
-    commands: list[str],
-    *,
-    is_adapter: bool,
-) -> str | None:
-    """On rank 0, which has the records of the run and writes the export."""
-    if not world.is_main:
-        return None
-    return run_card(
-        cfg,
-        source.folder,
-        commands,
-        is_adapter=is_adapter,
-        run=Path(cfg.output_dir),
-        step=data.best.exported_step,
-        exported=data.best.sentence(data.total_steps),
-    )
 
 
 def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
     """Return True if `tune generate` loads what was written: no model of a plugin, none with
     parameters of a recipe, and none with a score head.
     """
-    if cfg.scores_sequences:
+    if cfg.scores_sequences or cfg.model.implementation not in ("native", "transformers"):
         return False
-    return cfg.model.implementation in ("native", "transformers") and not find_extra_tensors(
-        model, saved=True
+    return not find_extra_tensors(model, saved=True)
+
+
+def _make_card(
+    cfg: FullFinetuneConfig,
+    source: ResolvedModel,
+    data: TrainingData,
+    world: World,
+    *,
+    commands: list[str],
+    is_adapter: bool,
+) -> str | None:
+    """Return the card on rank 0, which has the records of the run and writes the export."""
+    if not world.is_main:
+        return None
+    return make_run_card(
+        cfg,
+        source.folder,
+        commands,
+        is_adapter=is_adapter,
+        run=Path(cfg.output_dir),
+        step=data.best.exported_step,
+        exported=data.best.describe_outcome(data.total_steps),
     )
 
 
-def _shard_bytes(cfg: FullFinetuneConfig) -> int:
-    return int(cfg.checkpoint.max_shard_gib * GIB)
-
-
-# The card of a run's export: its config, how it was trained, and the results that metrics.jsonl has
-# of it.
-
-
-def run_card(
+def make_run_card(
     cfg: FullFinetuneConfig,
     base_folder: Path | None,
     commands: list[str],
@@ -213,70 +195,62 @@ def run_card(
     step: int | None = None,
     exported: str | None = None,
 ) -> str:
-    """Return the text. commands: what to do with the export. run: the folder with the run's
-    metrics. step: the last one of what is exported; None: the run's. exported: why it is that one,
-    where a best step was looked for.
+    """Return the text of a model card: the config, how it was trained, and the results.
+
+    commands: what to do with the export. run: the folder with the run's metrics. step: the last one
+    of what is exported; None: the run's. exported: why it is that one, where a best step was looked
+    for.
     """
-    path = run / METRICS_FILE
-    lines = [
-        line
-        for line in (read_metrics(path) if path.is_file() else [])
-        if step is None or line["step"] <= step
-    ]
+    lines = [line for line in read_run_metrics(run) if step is None or line["step"] <= step]
+    base = cfg.model.preset or ""
+    if cfg.model.path and base_folder:
+        base = resolve_base_name(cfg.model.path, base_folder)
     return make_model_card(
         cfg,
-        base=(
-            resolve_base_name(cfg.model.path, base_folder)
-            if cfg.model.path and base_folder
-            else cfg.model.preset or ""
-        ),
+        base=base,
         base_folder=base_folder,
         lora=cfg.trained_adapters,
         is_adapter=is_adapter,
         commands=commands,
-        plan=plan_of(cfg, lines),
-        results=({"exported": exported} if exported else {}) | results_of(lines),
+        plan=describe_training(cfg, lines),
+        results=({"exported": exported} if exported else {}) | describe_results(lines),
     )
 
 
-def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:
+def describe_training(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:
     """Return how it was trained, in words. lines: of metrics.jsonl."""
-    steps = [line for line in lines if "loss" in line]
-    many = cfg.gradient_accumulation_steps
-    found = {
+    last_step: dict[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
+    rate_per_device = last_step.get("tokens_per_second_per_device")
+    scales = f"{cfg.qat_group_size} weights" if cfg.qat == "int4" else "each row"
+    texts = {
         "batch": (
-            f"batch_size {cfg.batch_size} x gradient_accumulation_steps {many} on each data rank"
-        )
-    }
-    found["sequences"] = f"up to {cfg.max_seq_len:,} tokens" + (
-        ", packed" if cfg.data.packing else ""
-    )
-    found["optimizer"] = (
-        f"{cfg.optimizer.name}, learning rate {cfg.optimizer.lr:g}, then {cfg.lr_scheduler.type}"
-    )
-    found["weights"] = cfg.dtype
-    if cfg.qat is not None:
-        scales = f"{cfg.qat_group_size} weights" if cfg.qat == "int4" else "each row"
-        found["rounding"] = (
+            f"batch_size {cfg.batch_size} x gradient_accumulation_steps"
+            f" {cfg.gradient_accumulation_steps} on each data rank"
+        ),
+        "sequences": (f"up to {cfg.max_seq_len:,} tokens{', packed' if cfg.data.packing else ''}"),
+        "optimizer": (
+            f"{cfg.optimizer.name}, learning rate {cfg.optimizer.lr:g}, then"
+            f" {cfg.lr_scheduler.type}"
+        ),
+        "weights": cfg.dtype,
+        "rounding": (
             f"linears trained in {cfg.qat}, a scale for {scales}; saved are the weights before"
             " rounding"
-        )
-    last: Mapping[str, Any] = steps[-1] if steps else {}
-    if last.get("tokens_per_second_per_device"):
-        found["devices"] = (
-            f"{round(last['tokens_per_second'] / last['tokens_per_second_per_device'])}"
-        )
-    if last.get("epoch"):
-        found["passes over the data"] = f"{last['epoch']:.3g}"
-    return found
+            if cfg.qat
+            else ""
+        ),
+        "devices": (
+            f"{round(last_step['tokens_per_second'] / rate_per_device)}" if rate_per_device else ""
+        ),
+        "passes over the data": f"{last_step['epoch']:.3g}" if last_step.get("epoch") else "",
+    }
+    return {name: text for name, text in texts.items() if text}
 
 
-_KNOWN = ("validation_loss", "validation_tokens")
+def describe_results(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """Return what the run has come to, in words; empty without its metrics.
 
-
-def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what the run has come to, in words; empty without its metrics. lines: of
-    metrics.jsonl.
+    lines: of metrics.jsonl.
     """
     steps = [line for line in lines if "loss" in line]
     if not steps:
@@ -287,20 +261,126 @@ def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
     peaks = [
         line["peak_memory_reserved_gib"] for line in steps if line.get("memory_kind") == "device"
     ]
-    last: Mapping[str, Any] = next(
+    last_validation: dict[str, Any] = next(
         (line for line in reversed(lines) if "validation_loss" in line), {}
     )
-    checked = [name for name in last if name.startswith("validation_") and name not in _KNOWN]
-    found = {
+    texts = {
         "optimizer steps": f"{steps[-1]['step']:,}",
         "label tokens": f"{sum(line.get('label_tokens') or 0 for line in steps):,}",
-        "loss of the first step": _number(steps[0].get("loss")),
-        "loss of the last step": _number(steps[-1].get("loss")),
-        "validation loss at the end": _number(losses[-1] if losses else None),
+        "loss of the first step": _format_number(steps[0].get("loss")),
+        "loss of the last step": _format_number(steps[-1].get("loss")),
+        "validation loss at the end": _format_number(losses[-1] if losses else None),
         "peak memory of a rank, measured": f"{max(peaks):.2f} GiB" if peaks else "",
-    } | {name.replace("_", " "): _number(last[name]) for name in checked}
-    return {name: text for name, text in found.items() if text}
+    }
+    for name, value in last_validation.items():
+        if name.startswith("validation_") and name not in _KNOWN_VALIDATION:
+            texts[name.replace("_", " ")] = _format_number(value)
+    return {name: text for name, text in texts.items() if text}
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, (int, float)) and abs(value) < float("inf") else ""
+
+
+def list_model_commands(folder: Path) -> list[str]:
+    """Return the commands for a model folder of one of our families."""
+    return [_format_command("tune", "generate", folder), _format_command("vllm", "serve", folder)]
+
+
+def list_adapter_commands(
+    folder: Path,
+    base: str,
+    lora: LoraConfig,
+    *,
+    rank: int,
+    with_base: bool = False,
+    template: bool = False,
+) -> list[str]:
+    """Return the commands for an adapter.
+
+    base: what it was trained on. rank: of the file, which may stack adapters. with_base: the
+    adapter does not find its base by itself. template: it has a chat template of its own.
+    """
+    commands = [
+        _format_command("tune", "generate", folder, *(["--base", base] if with_base else []))
+    ]
+    max_rank = next((allowed for allowed in _SERVED_RANKS if allowed >= rank), None)
+    # vLLM loads no DoRA and no other targets: no command then, rather than one that fails.
+    if not lora.dora and max_rank is not None and set(lora.targets) <= _SERVED_TARGETS:
+        options = ["--enable-lora", "--lora-modules", f"mine={folder}", "--max-lora-rank", max_rank]
+        if template:  # the server takes the base's own otherwise
+            options += ["--chat-template", folder / CHAT_TEMPLATE]
+        commands.append(_format_command("vllm", "serve", base, *options))
+    return commands
+
+
+def list_gguf_commands(file: Path, *, is_adapter: bool = False) -> list[str]:
+    """Return the commands for a GGUF file; an adapter goes with the file of its base."""
+    if is_adapter:
+        return [_format_command("llama-cli", "-m", "BASE.gguf", "--lora", file)]
+    return [_format_command("llama-cli", "-m", file)]
+
+
+def list_quantized_commands(folder: Path) -> list[str]:
+    """Return the commands for a folder whose linears are quantized."""
+    # None of `tune`, which does not read such a folder.
+    return [_format_command("vllm", "serve", folder)]
+
+
+def list_run_commands(cfg: FullFinetuneConfig) -> list[str]:
+    """Return the commands for a run: evaluate it, where it has held-out answers; quantize it as it
+    was trained to be.
+    """
+    output = Path(cfg.output_dir)
+    recipe = find_copied_recipe(cfg)
+    options = [] if recipe is None else ["--recipe", recipe]
+    commands = []
+    if cfg.validation.source is not None and cfg.samples == "answers":
+        commands.append(_format_command("tune", "eval", output, *options))
+    if cfg.qat in ("int4", "int8"):
+        commands.append(_format_command("tune", "export", output, "--quantize", cfg.qat, *options))
+    return commands
+
+
+def format_merge_command(
+    checkpoint: Path, base: str | None = None, recipe: str | None = None
+) -> str:
+    """Return the command that merges the adapter of a run or a folder.
+
+    base: given where it is not found. recipe: the file of a copied one.
+    """
+    options = ["--base", base] if base else []
+    if recipe:
+        options += ["--recipe", recipe]
+    return _format_command("tune", "export", checkpoint, "--merge", *options)
+
+
+def find_copied_recipe(cfg: FullFinetuneConfig) -> str | None:
+    """Return the file of the recipe whose config has keys of its own; None for a shipped one.
+
+    Reading such a run again takes the file.
+    """
+    module = type(cfg).__module__
+    if module.startswith("recipe_lib."):
+        return None
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+def log_next_commands(commands: Iterable[str]) -> None:
+    """Log a line for each command, which a terminal does not break."""
+    for command in commands:
+        get_logger().info("next: %s", command, extra={"is_command": True})
+
+
+def print_next_commands(commands: Iterable[str]) -> None:
+    """Print a line for each command on standard output."""
+    for command in commands:
+        print(f"next: {command}")
+
+
+def _format_command(*words: object) -> str:
+    # A path such as `-x` would be read as an option.
+    return shlex.join(
+        f"./{word}" if isinstance(word, Path) and str(word)[0] == "-" else str(word)
+        for word in words
+    )

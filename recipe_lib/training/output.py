@@ -1,4 +1,5 @@
-"""The output folder of a run: whether it may be used, and what is in it.
+"""The output folder of a run: checks that it may be used, its lock, and what is kept of a run that
+another one replaces.
 
 output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
            state/step_N/   to go on from                 summary.json    how it ended
@@ -52,35 +53,28 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import find_object, open_regular, parse_json
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
-from recipe_lib.training.report_page import REPORT_FILE
+from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
 TRACKERS_FOLDER = "trackers"
 CONFIG_FILE = "config.yaml"
 PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)
 FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, REPORT_FILE)
 
-_TRACKED = re.compile(
+# Files that a tracker has written, also one that was killed before they were recorded.
+_TRACKER_FILES = re.compile(
     r"tensorboard/events\.out\.tfevents\.[^/]+|wandb/(offline-)?run-.+|wandb/(latest-run|debug[^/]*)"
 )
+# Every config.yaml that a run wrote has them.
 _CONFIG_KEYS = {
-    "recipe",
-    "model",
-    "data",
-    "optimizer",
-    "seed",
-    "dtype",
-    "batch_size",
-    "output_dir",
-    "overwrite_output_dir",
-    "resume",
-}
+    "recipe", "model", "data", "optimizer", "seed", "dtype", "batch_size", "output_dir",
+    "overwrite_output_dir", "resume",
+}  # fmt: skip
 _NOT_READ = ("output_dir", "resume", "data.cache_dir")
 
 
 def check_output(cfg: FullFinetuneConfig) -> None:
-    """ConfigError if output_dir holds what this run would mix with, read, or replace though no run
-    wrote it.
+    """Raise ConfigError if output_dir holds what this run would mix with, read, or replace though
+    no run wrote it.
 
     Nothing is written.
     """
@@ -89,14 +83,14 @@ def check_output(cfg: FullFinetuneConfig) -> None:
     check_folder(folder)
     if not folder.is_dir():
         return
-    unlock_output(_lock(folder, fcntl.LOCK_SH))
+    unlock_output(_lock_folder(folder, fcntl.LOCK_SH))
     check_inputs(cfg)
     check_earlier_run(cfg)
     _check_ours(cfg, folder)
 
 
 def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
-    unrecorded = first_unrecorded(folder, replaced=cfg.overwrite_output_dir)
+    unrecorded = find_unrecorded(folder, replaced=cfg.overwrite_output_dir)
     if unrecorded is not None:
         raise ConfigError(
             f"output_dir: {unrecorded} is not, or no longer, what a run wrote, and would be"
@@ -108,12 +102,12 @@ def lock_output(cfg: FullFinetuneConfig) -> int | None:
     """Make the folder and keep other runs out of it until `unlock_output`, or until this process
     ends.
 
-    ConfigError if another run is in it. StorageError.
+    Raise ConfigError if another run is in it, and StorageError.
     """
     folder = Path(cfg.output_dir)
     with files.report_storage_faults():
         folder.mkdir(parents=True, exist_ok=True)
-    return _lock(folder, fcntl.LOCK_EX)
+    return _lock_folder(folder, fcntl.LOCK_EX)
 
 
 def unlock_output(lock: int | None) -> None:
@@ -122,10 +116,9 @@ def unlock_output(lock: int | None) -> None:
         os.close(lock)
 
 
-def _lock(folder: Path, kind: int) -> int | None:
-    """Return a locked descriptor of the folder itself, so that no file is left; None where the file
-    system has no locks.
-    """
+def _lock_folder(folder: Path, kind: int) -> int | None:
+    """Return a locked descriptor of the folder; None where the file system has no locks."""
+    # Of the folder itself, so that no lock file is left.
     descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -144,9 +137,9 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 def open_output(cfg: FullFinetuneConfig) -> None:
     """Make the folder, clear what killed runs left, and write config.yaml. On one rank.
-    ConfigError, StorageError.
 
-    The run that `overwrite_output_dir` replaces stays, out of the way, until `drop_earlier`.
+    Raise ConfigError and StorageError. The run that `overwrite_output_dir` replaces stays, out of
+    the way, until `drop_earlier`.
     """
     folder = Path(cfg.output_dir)
     with files.report_storage_faults():
@@ -156,15 +149,14 @@ def open_output(cfg: FullFinetuneConfig) -> None:
         begin_record(folder)
         if cfg.overwrite_output_dir:
             keep_earlier(folder)
-        text = format_config(
-            dataclasses.replace(cfg, overwrite_output_dir=False, resume=None)
-        )  # those are of this start only
-        files.replace_text(folder / CONFIG_FILE, text)
+        # These two are of this start only.
+        written = dataclasses.replace(cfg, overwrite_output_dir=False, resume=None)
+        files.replace_text(folder / CONFIG_FILE, format_config(written))
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """CheckpointError unless a step means the same sequences now as in the run that saved the state
-    at `path`.
+    """Raise CheckpointError unless a step means the same sequences now as in the run that saved the
+    state at `path`.
     """
     if saved["global_batch_size"] != now["global_batch_size"]:
         raise CheckpointError(
@@ -172,13 +164,13 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f" found {now['global_batch_size']}; make batch_size x gradient_accumulation_steps x"
             f" ranks {saved['global_batch_size']} again"
         )
-    found = now["order"] | {"seed": now["seed"]}
+    settings = {"seed": now["seed"]} | now["order"]
     for key, was in ({"seed": saved["seed"]} | saved["order"]).items():
-        if was != found[key]:
+        if was != settings[key]:
             raise CheckpointError(
                 f"{path}: was saved with {key}={json.dumps(was)}, found"
-                f" {key}={json.dumps(found[key])}; the order of the sequences follows from it: set"
-                f" {key}={json.dumps(was)}"
+                f" {key}={json.dumps(settings[key])}; the order of the sequences follows from it:"
+                f" set {key}={json.dumps(was)}"
             )
     if saved["data"] != now["data"]:
         raise CheckpointError(
@@ -189,8 +181,9 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
 
 
 def check_inputs(cfg: FullFinetuneConfig) -> None:
-    """ConfigError if an input lies in a part of output_dir that runs replace; links and relative
-    paths are followed.
+    """Raise ConfigError if an input lies in a part of output_dir that runs replace.
+
+    Links and relative paths are followed.
     """
     root = Path(cfg.output_dir).resolve()
     names = (
@@ -200,43 +193,37 @@ def check_inputs(cfg: FullFinetuneConfig) -> None:
         *FILES,
         *(path.name for path in root.glob(f"{EARLIER_FOLDER}*")),
     )
-    places = [root / name for name in names if (root / name).exists()]
-    places += [place.resolve() for place in places]
-    for key, text in input_paths(cfg):
-        for read in _read_through(key, os.path.expanduser(text)):
-            inside = next(
-                (place for place in places if read == place or place in read.parents), None
-            )
-            if inside is not None:
-                raise ConfigError(
-                    f"{key}: {show(text)} is read from {inside}, which a run in this output_dir"
-                    " replaces; copy it elsewhere, or choose another output_dir"
-                )
+    replaced_paths = [root / name for name in names if (root / name).exists()]
+    replaced_paths += [path.resolve() for path in replaced_paths]
+    for key, text in list_input_paths(cfg):
+        for read_path in _resolve_links(key, os.path.expanduser(text)):
+            for path in replaced_paths:
+                if path in (read_path, *read_path.parents):
+                    raise ConfigError(
+                        f"{key}: {show(text)} is read from {path}, which a run in this output_dir"
+                        " replaces; copy it elsewhere, or choose another output_dir"
+                    )
 
 
-def input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
-    """(key, path) of everything that a config's run reads from the disk, as it was written."""
+def list_input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of everything that a config's run reads from the disk, as it was written."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
     for name, key in read_schema(config_class).keys.items():
         value: Any = attrgetter(name)(cfg)
         if key.section_class is not None:
-            inner = [
-                word
-                for word, each in read_schema(key.section_class).keys.items()
-                if each.limits.get("path")
-            ]
-            for number, item in enumerate(value):
-                yield from (
-                    (f"{name}[{number}].{word}", str(getattr(item, word))) for word in inner
-                )
+            item_keys = read_schema(key.section_class).keys.items()
+            path_names = [item_name for item_name, item in item_keys if item.limits.get("path")]
+            for number, section in enumerate(value):
+                for path_name in path_names:
+                    yield f"{name}[{number}].{path_name}", str(getattr(section, path_name))
         elif name not in _NOT_READ and value and (key.limits.get("path") or name == "model.preset"):
             yield name, str(value)
     yield from (("--plugin", str(path)) for path in list_loaded_plugins())
 
 
-def _read_through(key: str, path: str) -> Iterator[Path]:
-    """Where a path leads; of a folder also where its files lie, as they may be links (data folders:
-    all of them).
+def _resolve_links(key: str, path: str) -> Iterator[Path]:
+    """Yield the file or folder that a path leads to, and of a folder also those that its links
+    lead to; of a folder of data all its files.
     """
     yield Path(os.path.realpath(path))
     if os.path.isdir(path):
@@ -251,32 +238,34 @@ def _read_through(key: str, path: str) -> Iterator[Path]:
 # when they go.
 #
 #     output_dir/model/ adapter/   stay, until the new ones are whole and are exchanged with them
-#                earlier/          its states, config.yaml, metrics.jsonl, summary.json, report.html and trackers/
+#                earlier/          its states, config.yaml, metrics.jsonl, summary.json,
+#                                  report.html and trackers/
 #
 # Both go when the new run has written its model; a run that stops, diverges or is killed before
 # leaves them. What no run wrote is never removed: it is refused before anything changes.
 
 
-def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
+def find_unrecorded(root: Path, *, replaced: bool) -> Path | None:
     """Return the first path that no run wrote among those that a run writes to.
 
     replaced: the earlier run is replaced; otherwise the run goes on, or finds only records of one
     that left nothing.
     """
     record = read_record(root)
-    left = record.records if record and replaced else {}
-    for name in FILES:
-        is_changed = name in left and (root / name).exists() and not is_as_listed(root / name, left)
-        if is_changed or not is_record(root / name):
-            return root / name
+    listing = record.records if record and replaced else {}
+    for path in (root / name for name in FILES):
+        is_changed = path.name in listing and path.exists() and not is_as_listed(path, listing)
+        if is_changed or not is_record(path):
+            return path
     for name in PUBLISHED:
-        found = find_unrecorded_file(root, name)
-        if found is not None:
-            return found
+        unrecorded = find_unrecorded_file(root, name)
+        if unrecorded is not None:
+            return unrecorded
     if not replaced:
         return None
-    found = find_unrecorded_in_states(root / STATE_FOLDER)
-    return found if found is not None else _unrecorded_tracked(root, root / TRACKERS_FOLDER)
+    return find_unrecorded_in_states(root / STATE_FOLDER) or _find_unrecorded_tracker_file(
+        root, root / TRACKERS_FOLDER
+    )
 
 
 def is_record(path: Path) -> bool:
@@ -307,11 +296,9 @@ def is_record(path: Path) -> bool:
         return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary[
             "versions"
         ]
-    marks = (
-        'content="tune-recipes: run"',
-        "--c0:",
-    )  # the second: of pages that earlier versions wrote
-    return begin.startswith("<!DOCTYPE html>") and any(mark in begin for mark in marks)
+    # The second mark is of pages that earlier versions wrote.
+    has_mark = 'content="tune-recipes: run"' in begin or "--c0:" in begin
+    return begin.startswith("<!DOCTYPE html>") and has_mark
 
 
 def _parse_object(text: str) -> dict[str, Any]:
@@ -323,7 +310,7 @@ def _parse_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
+def _find_unrecorded_tracker_file(root: Path, folder: Path) -> Path | None:
     """Return the first file in `trackers/` that no tracker is known to have written."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return folder
@@ -334,7 +321,7 @@ def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
         if (
             (not path.is_dir() or path.is_symlink())
             and name not in known
-            and not _TRACKED.fullmatch(name)
+            and not _TRACKER_FILES.fullmatch(name)
         ):
             return path
     return None
@@ -342,22 +329,26 @@ def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
 
 def begin_record(root: Path) -> None:
     """Make the record of a new output folder, or take out of an old one what is no longer there."""
-    record = read_record(root)
-    listed = record.folders if record else {}
-    there = {
-        name: listings for name, listings in listed.items() if listings and (root / name).exists()
+    old = read_record(root)
+    record = old or OutputRecord()
+    folders = {
+        name: listings
+        for name, listings in record.folders.items()
+        if listings and (root / name).exists()
     }
-    if record is None or there != record.folders or record.records:
-        write_record(root, replace(record or OutputRecord(), folders=there, records={}))
+    new = replace(record, folders=folders, records={})
+    if new != old:
+        write_record(root, new)
 
 
-def note_written(root: Path) -> None:
+def record_written_files(root: Path) -> None:
     """Add to the record what trackers have written, and how the run leaves its own files."""
-    folder, record = root / TRACKERS_FOLDER, read_record(root)
+    record = read_record(root)
     if record is None:
         return
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    record.trackers = sorted(there | set(record.trackers))
+    folder = root / TRACKERS_FOLDER
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    record.trackers = sorted(names | set(record.trackers))
     record.records = {name: describe_file(root / name) for name in FILES if (root / name).is_file()}
     write_record(root, record)
 
@@ -375,16 +366,13 @@ def remove_leftovers(root: Path) -> None:
 def keep_earlier(root: Path) -> None:
     """Make room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
     record = read_record(root) or OutputRecord()
-    there = [name for name in PUBLISHED if (root / name).exists()]
-    has_states = any(
-        chain(
-            (root / STATE_FOLDER).glob("step_*"), (root / STATE_FOLDER / BEST_FOLDER).glob("step_*")
-        )
-    )
-    record.earlier = there
-    if has_states or (there and not record.kept):
+    record.earlier = [name for name in PUBLISHED if (root / name).exists()]
+    states = root / STATE_FOLDER
+    has_states = any(chain(states.glob("step_*"), (states / BEST_FOLDER).glob("step_*")))
+    if has_states or (record.earlier and not record.kept):
         folder = find_free(root / EARLIER_FOLDER)
         record.kept = [*(name for name in record.kept if name != folder.name), folder.name]
+        # The record first: a run that is killed in the middle leaves no folder that is unknown.
         write_record(root, record)
         _copy_records(root, folder)
         for name in (TRACKERS_FOLDER, STATE_FOLDER):
@@ -395,15 +383,11 @@ def keep_earlier(root: Path) -> None:
         write_record(root, record)
     for name in (METRICS_FILE, SUMMARY_FILE, REPORT_FILE):
         files.remove_file(root / name)
-    places = [str(root / name) for name in (*record.earlier, *record.kept)]
-    if places:
-        get_logger().info(
-            "overwrite_output_dir: the earlier run stays until this one's model is complete: %s",
-            ", ".join(places),
-        )
+    _log_earlier_run(root, record, "the earlier run stays until this one's model is complete")
 
 
 def _copy_records(root: Path, folder: Path) -> None:
+    # Under a temporary name, so that `folder` has all of them or does not exist.
     temporary = files.make_temporary_path(folder)
     files.make_folder(temporary)
     for name in FILES:
@@ -414,52 +398,56 @@ def _copy_records(root: Path, folder: Path) -> None:
 
 def drop_earlier(root: Path) -> None:
     """Remove the run that was replaced, once this one has written its own model or adapter.
-    StorageError.
+
+    Raise StorageError.
     """
     record = read_record(root)
     if record is None or not (record.earlier or record.kept):
         return
     if not set(record.folders) - set(record.earlier):
-        say_kept(root)
+        log_kept_run(root)
         return
     for name in record.earlier:
         unrecorded = find_unlisted_file(root / name, record.folders.get(name, []))
-        if _is_ours(root / name, unrecorded) and (root / name).exists():
-            files.remove_folder(root / name)
+        if _remove_unless(unrecorded, root / name):
             record.folders.pop(name, None)
     for name in record.kept:
-        if _is_ours(root / name, _unrecorded_kept(root, root / name)) and (root / name).exists():
-            files.remove_folder(root / name)
-    record.earlier, record.kept = [], [name for name in record.kept if (root / name).exists()]
+        _remove_unless(_find_unrecorded_earlier(root, root / name), root / name)
+    record.earlier = []
+    record.kept = [name for name in record.kept if (root / name).exists()]
     write_record(root, record)
 
 
-def _unrecorded_kept(root: Path, folder: Path) -> Path | None:
+def _find_unrecorded_earlier(root: Path, folder: Path) -> Path | None:
     """Return the first path in a folder of `keep_earlier` that is not of the run."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in (*FILES, STATE_FOLDER, TRACKERS_FOLDER):
             return path
-    found = [folder / name for name in FILES if not is_record(folder / name)]
     return (
-        next(iter(found), None)
+        next((folder / name for name in FILES if not is_record(folder / name)), None)
         or find_unrecorded_in_states(folder / STATE_FOLDER)
-        or _unrecorded_tracked(root, folder / TRACKERS_FOLDER)
+        or _find_unrecorded_tracker_file(root, folder / TRACKERS_FOLDER)
     )
 
 
-def _is_ours(folder: Path, unrecorded: Path | None) -> bool:
+def _remove_unless(unrecorded: Path | None, folder: Path) -> bool:
+    """Remove a folder, unless it has a path that no run wrote; return True if it was removed."""
     if unrecorded is not None:
         get_logger().warning("warning: %s stays: %s was not written by a run", folder, unrecorded)
-    return unrecorded is None
+        return False
+    if not folder.exists():
+        return False
+    files.remove_folder(folder)
+    return True
 
 
-def say_kept(root: Path) -> None:
+def log_kept_run(root: Path) -> None:
     """Say where a run is that was to be replaced, and was not."""
-    record = read_record(root)
-    places = [str(root / name) for name in (*record.earlier, *record.kept)] if record else []
-    if places:
-        get_logger().info(
-            "overwrite_output_dir: this run has written no model; the earlier run is still"
-            " there: %s",
-            ", ".join(places),
-        )
+    record = read_record(root) or OutputRecord()
+    _log_earlier_run(root, record, "this run has written no model; the earlier run is still there")
+
+
+def _log_earlier_run(root: Path, record: OutputRecord, sentence: str) -> None:
+    paths = [str(root / name) for name in (*record.earlier, *record.kept)]
+    if paths:
+        get_logger().info("overwrite_output_dir: %s: %s", sentence, ", ".join(paths))

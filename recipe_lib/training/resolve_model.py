@@ -1,45 +1,56 @@
-"""Where a run's model comes from, a checkpoint or a shape to fill at random; checked before memory
-is taken.
+"""The model of a run, from a checkpoint or a shape to fill at random, and the checks before it takes
+memory and before its weights are read.
+
+A recipe calls `resolve_model`, then `validate_parallelism` with what that found. `run_recipe` checks
+the parameters that a recipe adds to a model and that no family knows: a checkpoint may lack their
+values, and an export may lose them.
 """
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from recipe_lib.adapters import add_adapters
 from recipe_lib.adapters.peft_names import find_adapted_modules
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
+from recipe_lib.checkpoint.model_export import find_extra_fault
 from recipe_lib.config.local_files import ADAPTER_CONFIG, find_downloaded_model, resolve_base_name
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, ConfigError, SetupError
+from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models import build_meta, read_config, read_preset_config, read_spec
 from recipe_lib.models.families import build_scored_spec, read_run_spec
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.meta_init import check_extra, find_extra_tensors
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.pipeline.balance import split_layers
-from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.tensor import check_tensor
+from recipe_lib.parallel.world import World
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """name: of a preset, a hub id, or the full path of a folder. folder: the checkpoint's; None:
-    random weights. config: what config.json holds.
-    """
+    """The model that a config names."""
 
-    name: str
-    folder: Path | None
-    config: dict[str, Any]
+    name: str  # of a preset, a hub id, or the full path of a folder
+    folder: Path | None  # the checkpoint's; None: random weights
+    config: dict[str, Any]  # what config.json holds
     spec: ModelSpec
 
 
 def resolve_model(
     cfg: ModelConfig, *, scored: bool = False, num_labels: int | None = None
 ) -> ResolvedModel:
-    """Return the model that `model.path` or `model.preset` names; of a checkpoint the headers of
-    all weights are checked.
+    """Return the model that `model.path` or `model.preset` names.
 
-    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raises
+    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raise
     CheckpointError; for a model that is not native also SetupError and ConfigError.
     """
     name = cfg.path or cfg.preset or ""
@@ -56,18 +67,18 @@ def resolve_model(
     else:
         spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
+        # From the headers of all files: a broken checkpoint is told of before memory is taken.
         check_weights(spec, folder)
     return ResolvedModel(resolve_base_name(name, folder) if folder else name, folder, config, spec)
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
-    """Refuse a model that the ranks of `parallel.tensor` and `parallel.context` cannot share, or
-    whose layers are too few for the stages of `parallel.pipeline` or others than
-    `parallel.pipeline_balance` lists, and adapters that it would not have where the config says.
-    Raise ConfigError, with what fits.
+    """Refuse a model that the ranks cannot share, or adapters that it would not have where the
+    config says. Raise ConfigError, with what fits.
     """
     adapters = cfg.trained_adapters
     if adapters is not None:
+        # On a model without bytes, for what it raises.
         dtype = DTYPES[cfg.dtype]
         add_adapters(build_meta(spec, dtype), adapters, dtype)
         find_adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
@@ -76,20 +87,134 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
         check_tensor(spec, cfg.parallel, quantize)
         check_context(spec, cfg.parallel)
     if cfg.parallel.pipeline > 1:
-        split_layers(spec, cfg)
+        split_layers(spec, cfg)  # refuses too few layers, and others than pipeline_balance lists
 
 
 def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
-    """As `validate_parallelism`, if the model's config.json is on this machine's disk; no weight is
-    looked at.
-    """
+    """Validate as `validate_parallelism`, if the model's config.json is on this machine's disk."""
     if cfg.model.implementation != "native":
         return
-    named = Path(cfg.model.path).expanduser() if cfg.model.path else None
-    folder = (
-        named if named is None or named.is_dir() else find_downloaded_model(str(cfg.model.path))
-    )
-    if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
-        return
+    folder = None
+    if cfg.model.path:
+        named = Path(cfg.model.path).expanduser()
+        folder = named if named.is_dir() else find_downloaded_model(cfg.model.path)
+        if folder is None or not (folder / "config.json").is_file():
+            return
     config = read_config(folder) if folder else read_preset_config(cfg.model.preset or "")
     validate_parallelism(cfg, read_run_spec(cfg, config, str(folder or cfg.model.preset)))
+
+
+def collect_models(recipe: Any) -> dict[str, nn.Module]:
+    """Return the recipe's modules by the name of the attribute that holds them, each once."""
+    # By identity: a recipe may keep one module under two names.
+    models: dict[int, tuple[str, nn.Module]] = {}
+    for name, value in vars(recipe).items():
+        if isinstance(value, nn.Module):
+            models.setdefault(id(value), (name, value))
+    return dict(models.values())
+
+
+def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
+    """Refuse, before weights are read, extra parameters that nothing initializes or that the export
+    would lose.
+
+    Collective. Raise SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
+    """
+    check_each_model(recipe, world, check_extra)
+    for model in collect_models(recipe).values():
+        # A stage of a pipeline has a part of the names, and the fault is told on all ranks.
+        fault = find_extra_fault(cfg.checkpoint, _merge_stages(world, _count_extra_elements(model)))
+        if fault is not None:
+            raise ConfigError(fault)
+
+
+def check_trained(recipe: Any, world: World) -> None:
+    """Refuse a trained extra parameter that the recipe's optimizers leave out.
+
+    Collective. Raise SetupError on all ranks.
+    """
+    stepped: set[int] = set()
+    for value in vars(recipe).values():
+        if isinstance(value, Optimizer):
+            for group in value.param_groups:
+                stepped.update(map(id, group["params"]))
+
+    def check(model: nn.Module) -> None:
+        if not any(id(parameter) in stepped for parameter in model.parameters()):
+            return  # a reference, say
+        for name, tensor in find_extra_tensors(model).items():
+            if tensor.requires_grad and id(tensor) not in stepped:
+                raise SetupError(
+                    f"{name}: requires a gradient, and no optimizer has it; give build_optimizer"
+                    " every parameter that requires one, or freeze it by requires_grad_(False)"
+                )
+
+    check_each_model(recipe, world, check)
+
+
+def check_each_model(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
+    """Raise on all ranks what a check raises of any model of the recipe. Collective."""
+    with world.raise_together():
+        for model in collect_models(recipe).values():
+            check(model)
+
+
+def describe_extra(model: nn.Module, world: World) -> list[str]:
+    """Return lines for the log: the parameters and buffers that no family has, and where their
+    values are from. Collective in a pipeline.
+    """
+    loaded_names = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
+    counts = _count_extra_elements(model)
+    lines = []
+    for is_loaded, origin in (
+        (False, "start from reset_parameters, no checkpoint has them"),
+        (True, "are read"),
+    ):
+        # Gathered even if this rank has none: all ranks have to take part.
+        merged = _merge_stages(
+            world,
+            {name: count for name, count in counts.items() if (name in loaded_names) == is_loaded},
+        )
+        if merged:
+            lines.append(
+                f"extra parameters: {sum(merged.values()):,} numbers {origin}:"
+                f" {shorten_names(merged)}"
+            )
+    return lines
+
+
+def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
+    """Say which tensors of an exported folder other programs will not load. Collective in a
+    pipeline.
+    """
+    saved_extra = _merge_stages(world, _count_extra_elements(model, saved=True))
+    if saved_extra:
+        warn_on_first_rank(
+            "warning: %s: transformers and other programs ignore its extra parameters, and so"
+            " compute something else; a recipe that adds them reads them: %s",
+            folder,
+            shorten_names(saved_extra),
+        )
+
+
+def shorten_names(names: Iterable[str]) -> str:
+    """Return the names, those of several layers together: `model.layers.*.mlp.extra.weight (5)`."""
+    counts = Counter(
+        ".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names
+    )
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
+
+
+def _count_extra_elements(model: nn.Module, *, saved: bool = False) -> dict[str, int]:
+    """Return the elements of each extra tensor by its name; saved: only of those in a state dict."""
+    return {name: tensor.numel() for name, tensor in find_extra_tensors(model, saved=saved).items()}
+
+
+def _merge_stages(world: World, local_counts: dict[str, int]) -> dict[str, int]:
+    """Return the counts of all ranks; only stages of a pipeline have different tensors."""
+    if world.pipeline is None:
+        return local_counts
+    merged: dict[str, int] = {}
+    for counts in world.gather_json(local_counts):
+        merged |= counts
+    return merged

@@ -1,5 +1,8 @@
 """Everything a run says while it trains, in one object: metrics.jsonl, the progress line, trackers,
 the summary.
+
+`RunLog` opens the output folder and records each step; `Progress` shows it; a tracker is tensorboard,
+wandb, trackio or a plugin's, each an extra that is imported when it is asked for.
 """
 
 import dataclasses
@@ -7,9 +10,9 @@ import importlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self
@@ -30,34 +33,30 @@ from recipe_lib.redaction import redact_values
 from recipe_lib.report.phases import can_draw, has_unicode, hide_rows, is_in_phase, show_rows
 from recipe_lib.report.planned import read_planned_figures
 from recipe_lib.report.terminal import SOFT
-from recipe_lib.training.metrics import MetricsFile, write_summary
 from recipe_lib.training.output import (
     drop_earlier,
     lock_output,
-    note_written,
+    log_kept_run,
     open_output,
-    say_kept,
+    record_written_files,
     unlock_output,
 )
-from recipe_lib.training.report_page import write_report
+from recipe_lib.training.records import MetricsFile, write_report, write_summary
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_clock, format_count, format_seconds
 
-STOPPED_EARLY = (  # all that was to be done is, since validation.patience ended the steps
-    "stopped early"
-)
-SHORTEST_BAR, LONGEST_BAR = 8, 60  # columns
-RECENT = 0.9  # weight of the steps before in the mean seconds of a step
-_NOT_FINITE = "not finite"
+# A status of the summary: validation.patience ended the steps, and so all is done.
+STOPPED_EARLY = "stopped early"
+SHORTEST_BAR = 8  # columns
+LONGEST_BAR = 60
+PAST_WEIGHT = 0.9  # of the steps before in the mean seconds of a step
 _NOT_SHOWN = ("validation_tokens", "validation_pairs")  # of a validation: the same each time
 # Which numbers are left out first where the room is short; the loss never is.
 _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
 
 class RunLog:
-    """Opens the output folder of a run and records its steps; ranks other than the main one record
-    nothing.
-    """
+    """The records of a run in its output folder; ranks other than the main one record nothing."""
 
     def __init__(
         self,
@@ -68,10 +67,15 @@ class RunLog:
         done: int,
         data: Mapping[str, Any] | None = None,
     ):
-        """done: steps that an earlier process has trained; lines after it are cut from
-        metrics.jsonl. data: as `data_facts` counts them. A collective.
+        """Open the output folder. A collective.
+
+        done: steps that an earlier process has trained; lines after it are cut from metrics.jsonl.
+        data: as `count_data` counts them.
         """
-        self._cfg, self._world, self._total, self._data = cfg, world, total_steps, data
+        self._cfg = cfg
+        self._world = world
+        self._total_steps = total_steps
+        self._data = data
         self._folder = Path(cfg.output_dir)
         self._began = time.monotonic()
         self._lock: int | None = None
@@ -86,15 +90,15 @@ class RunLog:
             self._trackers = open_trackers(cfg) if world.is_main else []
         self._progress = Progress(cfg.log, total_steps, world, done=done)
 
-    def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
-        """Record one optimizer step. own: the names of the recipe's own numbers."""
+    def record_step(self, line: Mapping[str, Any], recipe_metrics: Sequence[str] = ()) -> None:
+        """Record one optimizer step. recipe_metrics: names of the numbers that the recipe adds."""
         self._record(line)
-        self._progress.step(line, own)
+        self._progress.show_step(line, recipe_metrics)
 
-    def validation(self, line: Mapping[str, Any]) -> None:
+    def record_validation(self, line: Mapping[str, Any]) -> None:
         """Record one validation."""
         self._record(line)
-        self._progress.validation(line)
+        self._progress.show_validation(line)
 
     def _record(self, line: Mapping[str, Any]) -> None:
         if self._metrics:
@@ -109,9 +113,9 @@ class RunLog:
             tracker.log(numbers, line["step"])
 
     def close(self, status: str, facts: Mapping[str, Any] | None = None) -> None:
-        """End the progress line and the trackers, and write summary.json and report.html; with all
-        steps done and the model written, removes the run that this one replaces. status: how it
-        ended. facts: more for the summary.
+        """End the progress line and the trackers, and write summary.json and report.html.
+
+        status: how the run ended. facts: more for the summary.
         """
         self._closed = True
         self._progress.close()
@@ -124,24 +128,25 @@ class RunLog:
                 status,
                 dataclasses.asdict(self._cfg),
                 wall_seconds=time.monotonic() - self._began,
-                total_steps=self._total,
+                total_steps=self._total_steps,
                 world_size=self._world.size,
                 facts={
                     **(facts or {}),
                     "data": self._data,
                     "planned": read_planned_figures(self._folder),
-                    "changed_settings": changed_settings(self._cfg),
+                    "changed_settings": list_changed_settings(self._cfg),
                 },
             )
             report = write_report(self._folder)
             if status != "failed":  # there the error is what is to be read
                 get_logger().info("report: %s", report)
             with report_storage_faults():
-                note_written(self._folder)
+                record_written_files(self._folder)
+                # With all steps done and the model written, this run takes the other's place.
                 if status in ("done", STOPPED_EARLY):
                     drop_earlier(self._folder)
                 else:
-                    say_kept(self._folder)
+                    log_kept_run(self._folder)
 
     def __enter__(self) -> Self:
         return self
@@ -158,115 +163,120 @@ class RunLog:
 
 
 class Progress:
-    """Shows the lines that go to metrics.jsonl; ranks other than the main one show nothing.
+    """The lines of metrics.jsonl as a user sees them; ranks other than the main one show nothing.
 
     progress = Progress(cfg.log, total_steps, world, done=step)
-    progress.step(line)          # every step; a plain line each cfg.every_n_steps, and for the last step
-    progress.validation(line)
+    progress.show_step(line)        # a plain line each cfg.every_n_steps, and for the last step
+    progress.show_validation(line)
     progress.close()
     """
 
     def __init__(self, cfg: LogConfig, total_steps: int, world: World, *, done: int = 0) -> None:
-        """done: steps that an earlier process has already trained."""
-        self._cfg = cfg
-        self._total = total_steps
+        """Begin to show rows that move, where the terminal can.
+
+        done: steps that an earlier process has already trained.
+        """
+        self._every_n_steps = cfg.every_n_steps
+        self._total_steps = total_steps
         self._done = done
         self._trained = 0  # steps of this process
-        self._seconds = 0.0  # of a step
-        self._last = time.monotonic()
+        self._step_seconds = 0.0  # a running mean
+        self._last_time = time.monotonic()
+        # The last step, and the names in it of the numbers that the recipe adds.
         self._line: Mapping[str, Any] = {}
-        self._own: Sequence[str] = ()
-        self._shown = world.is_main
-        self._live = self._shown and not is_quiet() and (
-            cfg.progress == "live" or (cfg.progress == "auto" and can_draw())
-        )  # fmt: skip
-        if self._live:
-            show_rows(self._rows)
+        self._recipe_metrics: Sequence[str] = ()
+        self._is_shown = world.is_main
+        is_wanted = cfg.progress == "live" or (cfg.progress == "auto" and can_draw())
+        self._is_live = self._is_shown and not is_quiet() and is_wanted
+        if self._is_live:
+            show_rows(self._draw_rows)
 
-    def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
-        """Show one optimizer step. own: the names of the recipe's own numbers."""
+    def show_step(self, line: Mapping[str, Any], recipe_metrics: Sequence[str] = ()) -> None:
+        """Show one optimizer step. recipe_metrics: names of the numbers that the recipe adds."""
         now = time.monotonic()
-        seconds, self._last = now - self._last, now
+        seconds = now - self._last_time
+        self._last_time = now
         self._trained += 1
         # The first step is longer than others, so it counts only as long as there is no other.
-        self._seconds = (
-            seconds if self._trained <= 2 else RECENT * self._seconds + (1 - RECENT) * seconds
-        )
-        self._done, self._line, self._own = line["step"], line, own
-        if self._shown and (self._done % self._cfg.every_n_steps == 0 or self._done == self._total):
-            get_logger().info(self._plain(line))
+        if self._trained > 2:
+            seconds = PAST_WEIGHT * self._step_seconds + (1 - PAST_WEIGHT) * seconds
+        self._step_seconds = seconds
+        self._done = line["step"]
+        self._line = line
+        self._recipe_metrics = recipe_metrics
+        is_due = self._done % self._every_n_steps == 0 or self._done == self._total_steps
+        if self._is_shown and is_due:
+            get_logger().info(self._format_plain_line())
 
-    def validation(self, line: Mapping[str, Any]) -> None:
+    def show_validation(self, line: Mapping[str, Any]) -> None:
         """Show one validation; a line of its own."""
-        if self._shown:
-            rest = [
-                name for name in line if name.startswith("validation_") and name not in _NOT_SHOWN
-            ]
+        if self._is_shown:
             numbers = [
-                f"{name.removeprefix('validation_').replace('_', ' ')} {_number(line[name])}"
-                for name in rest
+                f"{name.removeprefix('validation_').replace('_', ' ')} {_format_number(line[name])}"
+                for name in line
+                if name.startswith("validation_") and name not in _NOT_SHOWN
             ]
-            get_logger().info(f"step {line['step']}/{self._total}  validation {'  '.join(numbers)}")
+            get_logger().info(
+                f"step {line['step']}/{self._total_steps}  validation {'  '.join(numbers)}"
+            )
 
     def close(self) -> None:
         """Take the rows away; the lines stay."""
-        hide_rows(self._rows)
-        self._live = False
+        hide_rows(self._draw_rows)
+        self._is_live = False
 
-    def _plain(self, line: Mapping[str, Any]) -> str:
-        """Return a line; in the width of the terminal if it stands above rows that move, which show
-        the time left.
-        """
-        begin, end = (
-            f"step {self._done}/{self._total}  ",
-            f"  eta {format_seconds(self._seconds_left())}",
+    def _format_plain_line(self) -> str:
+        """Return the line of the last step."""
+        begin = f"step {self._done}/{self._total_steps}  "
+        numbers = _format_numbers(self._line, self._recipe_metrics)
+        if not self._is_live:
+            seconds_left = format_seconds(self._estimate_seconds_left())
+            return f"{begin}{'  '.join(numbers)}  eta {seconds_left}"
+        # Above rows that move, which show the time left; they count on no line being broken.
+        columns = shutil.get_terminal_size((80, 24)).columns - 1 - len(begin)
+        return begin + "  ".join(_select_fitting(numbers, columns))
+
+    def _estimate_seconds_left(self) -> float:
+        return self._step_seconds * (self._total_steps - self._done)
+
+    def _draw_rows(self, width: int) -> list[Text]:
+        """Return the bar with step and time left, and the numbers in as much room as there is."""
+        eta = format_clock(self._estimate_seconds_left()) if self._trained else "?"
+        share = self._done / self._total_steps if self._total_steps else 1.0
+        begin = f"step {self._done}/{self._total_steps} "
+        end = f" {share:.0%}  eta {eta}"
+        columns = max(SHORTEST_BAR, min(LONGEST_BAR, width - len(begin) - len(end)))
+        num_full = round(columns * share)
+        full, empty = ("━", "━") if has_unicode() else ("=", "-")
+        bar = Text.assemble(
+            (begin, "bold"),
+            (full * num_full, "green"),
+            (empty * (columns - num_full), "bright_black"),
+            end,
         )
-        if not self._live:
-            return begin + "  ".join(_numbers(line, self._own)) + end
-        room = shutil.get_terminal_size((80, 24)).columns - 1 - len(begin)
-        return begin + "  ".join(_fitting(_numbers(line, self._own), room))
-
-    def _seconds_left(self) -> float:
-        return self._seconds * (self._total - self._done)
-
-    def _rows(self, width: int) -> list[Text]:
-        """Return the bar, step and time left, which are always there; the numbers, in as much room
-        as there is.
-        """
-        left = f"eta {format_clock(self._seconds_left())}" if self._trained else "eta ?"
-        share = self._done / self._total if self._total else 1.0
-        begin, end = f"step {self._done}/{self._total} ", f" {share:.0%}  {left}"
-        room = max(SHORTEST_BAR, min(LONGEST_BAR, width - len(begin) - len(end)))
-        full = "━" if has_unicode() else "="
-        bar = Text(begin, style="bold")
-        bar.append(full * round(room * share), style="green")
-        bar.append(
-            (full if full == "━" else "-") * (room - round(room * share)), style="bright_black"
-        )
-        bar.append(end)
-        if is_in_phase():
+        if is_in_phase():  # which has a row of its own
             return [bar]
         if not self._line:
-            return [
-                bar,
-                Text(
-                    f"the first step began {format_clock(time.monotonic() - self._last)} ago",
-                    style=SOFT,
-                ),
-            ]
-        return [bar, Text("  ".join(_fitting(_numbers(self._line, self._own), width)))]
+            waited = format_clock(time.monotonic() - self._last_time)
+            return [bar, Text(f"the first step began {waited} ago", style=SOFT)]
+        numbers = _format_numbers(self._line, self._recipe_metrics)
+        return [bar, Text("  ".join(_select_fitting(numbers, width)))]
 
 
-def _numbers(line: Mapping[str, Any], own: Sequence[str]) -> list[str]:
-    """Return the numbers of a step line, each named and with its unit; a recipe's own stand after
-    the loss.
+def _format_numbers(line: Mapping[str, Any], recipe_metrics: Sequence[str]) -> list[str]:
+    """Return the numbers of a step line, each named and with its unit; those that the recipe adds
+    stand after the loss.
     """
     memory = line["peak_memory_active_gib"]
     kind = "resident" if line["memory_kind"] != "device" else "peak"
     return [
-        f"loss {_number(line['loss'])}",
-        *(f"{name.replace('_', ' ')} {_own_number(name, line[name])}" for name in own),
-        f"grad norm {_number(line['grad_norm'])}",
+        f"loss {_format_number(line['loss'])}",
+        *(
+            f"{name.replace('_', ' ')}"
+            f" {_format_number(line[name], is_count=name.endswith('_tokens'))}"
+            for name in recipe_metrics
+        ),
+        f"grad norm {_format_number(line['grad_norm'])}",
         f"lr {line['lr']:.2e}",
         f"{format_count(line['tokens_per_second_per_device'])} tokens/s/device",
         f"labels {line['label_token_fraction']:.0%}",
@@ -274,45 +284,40 @@ def _numbers(line: Mapping[str, Any], own: Sequence[str]) -> list[str]:
     ]
 
 
-def _fitting(numbers: list[str], room: int) -> list[str]:
-    """Those that fit into so many columns; the loss always."""
-    kept = list(numbers)
+def _select_fitting(numbers: list[str], columns: int) -> list[str]:
+    """Return the numbers that fit into so many columns; the loss always."""
+    shown = list(numbers)
     for name in _LEFT_OUT:
-        if len("  ".join(kept)) > room:
-            kept = [
-                number for number in kept if not (number.startswith(name) or number.endswith(name))
+        if len("  ".join(shown)) > columns:
+            shown = [
+                number for number in shown if not (number.startswith(name) or number.endswith(name))
             ]
-    while len(kept) > 1 and len("  ".join(kept)) > room:
-        kept.pop()
-    return kept
+    while len(shown) > 1 and len("  ".join(shown)) > columns:
+        shown.pop()
+    return shown
 
 
-def _own_number(name: str, value: float | None) -> str:
-    """Return a recipe's own number: what its name says are tokens is counted."""
-    text = _number(value)
-    return f"{value:,.0f}" if name.endswith("_tokens") and text != _NOT_FINITE else text
+def _format_number(value: float | None, *, is_count: bool = False) -> str:
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
-def _number(value: float | None) -> str:
-    return f"{value:.4f}" if value is not None and math.isfinite(value) else _NOT_FINITE
-
-
-def data_facts(data: TrainingData) -> dict[str, Any]:
+def count_data(data: TrainingData) -> dict[str, Any]:
     """Return counts of the training data and, if there are any, of those for validation, as they
     were made into sequences.
-
-    packs: packed sequences of the first epoch, packed_share: how much of them is tokens, not
-    padding; without packing neither is there.
     """
-    found = {"training": _counts(data.dataset.report)}
-    if (share := data.plan.compute_packed_share()) is not None:
-        found["training"] |= {"packs": data.plan.packs(), "packed_share": share}
+    counts = {"training": _count_dataset(data.dataset.report)}
+    packed_share = data.plan.compute_packed_share()  # of tokens; the rest of a pack is padding
+    if packed_share is not None:
+        # The packed sequences of the first epoch.
+        counts["training"] |= {"packs": data.plan.packs(), "packed_share": packed_share}
     if data.validation_dataset is not None:
-        found["validation"] = _counts(data.validation_dataset.report)
-    return found
+        counts["validation"] = _count_dataset(data.validation_dataset.report)
+    return counts
 
 
-def _counts(report: DataReport) -> dict[str, Any]:
+def _count_dataset(report: DataReport) -> dict[str, Any]:
     return {
         "source": report.source,
         "format": report.format,
@@ -331,35 +336,28 @@ def _counts(report: DataReport) -> dict[str, Any]:
     }
 
 
-def changed_settings(cfg: Any) -> dict[str, list[str]]:
-    """Key -> [its value, its default] of what is not at its default, as a config writes them."""
-    schema: type = type(cfg)
-    found = {}
-    for name, key in read_schema(schema).keys.items():
-        value = reduce(getattr, name.split("."), cfg)
+def list_changed_settings(cfg: Any) -> dict[str, list[str]]:
+    """Return by key [its value, its default] of what is not at its default, as a config writes
+    them.
+    """
+    config_class: type = type(cfg)
+    changed = {}
+    for name, key in read_schema(config_class).keys.items():
+        value = attrgetter(name)(cfg)
         if key.required or value != key.default:
-            found[name] = [
-                format_value(value),
-                "required" if key.required else format_value(key.default),
-            ]
-    return found
-
-
-# Trackers: tensorboard, wandb and trackio with one small protocol; each an extra, imported when
-# asked for.
+            default = "required" if key.required else format_value(key.default)
+            changed[name] = [format_value(value), default]
+    return changed
 
 
 class Tracker(Protocol):
-    """Where metrics go besides metrics.jsonl."""
+    """A receiver of metrics besides metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the numbers of one step."""
 
     def close(self) -> None:
-        """Send what is left and ends the run at the tracker."""
-
-
-Builder = Callable[[str, str, Path, Mapping[str, Any]], Tracker]
+        """Send what is left, and end the run at the tracker."""
 
 
 def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
@@ -370,8 +368,12 @@ def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
     folder = Path(cfg.output_dir)
     run_name = cfg.log.run_name if cfg.log.run_name is not None else folder.name
     settings = redact_values(dataclasses.asdict(cfg))
-    builders: list[Builder] = [get_registered("log.trackers", name) for name in cfg.log.trackers]
-    return [build(cfg.log.project, run_name, folder / "trackers", settings) for build in builders]
+    return [
+        get_registered("log.trackers", name)(
+            cfg.log.project, run_name, folder / "trackers", settings
+        )
+        for name in cfg.log.trackers
+    ]
 
 
 @register("log.trackers", "tensorboard")
@@ -381,7 +383,7 @@ class TensorBoard:
     def __init__(
         self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]
     ) -> None:
-        _require("tensorboard")
+        _import_tracker("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
@@ -404,7 +406,7 @@ class Trackio:
     def __init__(
         self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]
     ) -> None:
-        self._run: Any = _require("trackio")
+        self._run: Any = _import_tracker("trackio")
         self._run.init(project=project, name=run_name, config=dict(settings))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -421,7 +423,7 @@ class WandB(Trackio):  # whose functions are named as wandb's
     def __init__(
         self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]
     ) -> None:
-        wandb = _require("wandb")
+        wandb = _import_tracker("wandb")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
@@ -435,7 +437,7 @@ class WandB(Trackio):  # whose functions are named as wandb's
             ) from error
 
 
-def _require(package: str) -> ModuleType:
+def _import_tracker(package: str) -> ModuleType:
     """Return the imported package, or one line that says how to get it."""
     try:
         return importlib.import_module(package)

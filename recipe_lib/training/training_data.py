@@ -1,5 +1,8 @@
-"""A recipe's data as one object: tokenizer, datasets, which sequences each step takes, and the
+"""A recipe's data as one object: tokenizer, datasets, the sequences that each step takes, and the
 batches made of them.
+
+`prepare_data` tokenizes before the ranks wait for each other; `TrainingData` is what `setup_data`
+of a recipe keeps.
 """
 
 import os
@@ -36,13 +39,7 @@ from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, vali
 
 
 class TrainingData:
-    """What `setup_data` of a recipe keeps.
-
-    tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None.
-    dataset, validation_dataset (or None): datasets. plan: which sequences each step takes, a
-    function of (seed, epoch, step) alone; total_steps: of the run. questions: those of the
-    validation that answers are generated to. best: the best step until now, by its validations.
-    """
+    """The samples of a run on one rank, and the order in which steps take them."""
 
     def __init__(
         self,
@@ -51,11 +48,11 @@ class TrainingData:
         world: World,
         prepared: PreparedData | None = None,
     ) -> None:
-        """Takes what is prepared; else tokenizes, or maps what is in the cache. Raises
-        DataError.
-        """
-        self._cfg, self._world = cfg, world
+        """Take what is prepared; else tokenize, or map what is in the cache. Raise DataError."""
+        self.cfg = cfg
+        self._world = world
         self.tokenizer_path = _find_tokenizer_path(cfg, source)
+        # A file in place of the tokenizer's own, for recipes that render texts themselves.
         self.chat_template = (
             Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         )
@@ -71,6 +68,7 @@ class TrainingData:
         if note := self.dataset.report.describe_plain_template():
             warn_on_first_rank(note)
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
+        # Which sequences each step takes: a function of (seed, epoch, step) alone.
         self.plan = DataPlan(
             self.dataset,
             seed=derive_seed(cfg.seed, "data"),
@@ -79,57 +77,47 @@ class TrainingData:
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         )
         self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
-        self.questions = self._questions()
-        self.best = BestStep(cfg)
+        # Metrics of `validation.metrics` that likelihoods tell, and those of generated answers.
+        self.scored_metrics = [name for name in cfg.validation.metrics if name in SCORED_METRICS]
+        self.generated_metrics = list_generated_metrics(cfg)
+        self.questions = self._build_questions()  # of the validation, to generate answers to
+        self.best = BestStep(cfg)  # until now, by the validations
 
-    def _questions(self) -> dict[int, Question]:
-        """Return what validation generates answers to. ConfigError where a metric of answers finds
-        none to measure.
+    def _build_questions(self) -> dict[int, Question]:
+        """Return the questions that validation generates answers to.
+
+        Raise ConfigError where a metric of answers finds none to measure.
         """
         if self.validation_dataset is None or not self.generated_metrics:
             return {}
-        found = build_questions(self.validation_dataset, self.tokenizer.stop_ids)
-        if not found:
+        questions = build_questions(self.validation_dataset, self.tokenizer.stop_ids)
+        if not questions:
             raise ConfigError(
                 f"validation.metrics: {self.generated_metrics[0]} is measured of answers, and no"
-                f" sequence of {self._cfg.validation.source} has a question before one; remove it,"
+                f" sequence of {self.cfg.validation.source} has a question before one; remove it,"
                 " or choose other samples"
             )
-        return found
-
-    @property
-    def scored_metrics(self) -> list[str]:
-        """Of `validation.metrics` those that likelihoods tell."""
-        return [name for name in self._cfg.validation.metrics if name in SCORED_METRICS]
-
-    @property
-    def generated_metrics(self) -> list[str]:
-        """Of `validation.metrics` those of generated answers."""
-        return list_generated_metrics(self._cfg)
-
-    def generation_options(self) -> dict[str, Any]:
-        """Return how validation generates answers, for `generate_answers`: the likeliest tokens."""
-        validation = self._cfg.validation
-        return {
-            "batch_size": validation.batch_size or self._cfg.batch_size,
-            "seed": self._cfg.seed,
-            "max_new_tokens": validation.max_new_tokens,
-            "stop_ids": self.tokenizer.stop_ids,
-        }
+        return questions
 
     def identity(self) -> dict[str, Any]:
         """Return what has to be the same for a step to mean the same sequences."""
-        order = {"data.shuffle": self._cfg.data.shuffle, "data.packing": self._cfg.data.packing}
         return {
             "data": self.dataset.fingerprint,
             "global_batch_size": self.global_batch_size,
-            "seed": self._cfg.seed,
-            "order": order | {"weight": [float(weight) for weight in self.dataset.weights]},
+            "seed": self.cfg.seed,
+            "order": {
+                "data.shuffle": self.cfg.data.shuffle,
+                "data.packing": self.cfg.data.packing,
+                "weight": [float(weight) for weight in self.dataset.weights],
+            },
         }
 
     def batches(self, first_step: int) -> Iterator[StepBatches]:
-        """This rank's micro-batches of each step from `first_step` (from 0) on, on the device."""
-        cfg, world = self._cfg, self._world
+        """Return this rank's micro-batches of each step from `first_step`, counted from 0, on the
+        device.
+        """
+        cfg = self.cfg
+        world = self._world
         batch_size, count = compute_micro_batches(cfg)
         return make_training_steps(
             self.dataset,
@@ -148,53 +136,54 @@ class TrainingData:
         )
 
     def validation_batches(self) -> Iterator[StepBatches]:
-        """Return all validation sequences, each once, one micro-batch a time, on the device."""
+        """Yield all validation sequences, each once, one micro-batch a time, on the device."""
         if self.validation_dataset is None:
             return
-        cfg, world = self._cfg, self._world
+        cfg = self.cfg
         for batches in make_validation_steps(
             self.validation_dataset,
-            world.data_rank,
-            world.data_ranks,
-            cfg.validation.batch_size or cfg.batch_size,
-            self.tokenizer.pad_id,
+            self._world.data_rank,
+            self._world.data_ranks,
+            batch_size=cfg.validation.batch_size or cfg.batch_size,
+            pad_id=self.tokenizer.pad_id,
             multiple=compute_padded_multiple(cfg),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
             mismatched=cfg.max_seq_len if cfg.compares_mismatched else None,
         ):
-            yield batches.to(world.device)
+            yield batches.to(self._world.device)
 
     def report(self) -> list[str]:
         """Return lines on what was read and what was left out."""
         validation = self.validation_dataset
-        found = format_report_lines(
+        lines = format_report_lines(
             self.dataset.report, validation.report if validation is not None else None
         )
         if (
             self.dataset.report.template == "chat"
             and self.tokenizer.dated_template != self.tokenizer.chat_template
         ):
-            found.append(
+            lines.append(
                 f"data: the chat template asks for today's date; it is {DATE:%d %b %Y} in training,"
                 " and in the template of what is exported, so that a text is the same on each day"
             )
-        return found
+        return lines
 
 
-def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
-    """Tokenize into the cache, in parallel: called before ranks wait for each other in a process
+def prepare_data(cfg: FullFinetuneConfig) -> PreparedData | UserError:
+    """Tokenize into the cache, in parallel; called before ranks wait for each other in a process
     group.
 
     With several ranks what is wrong with config, model or data is returned, to be raised on all of
     them; alone it is raised.
     """
     try:
+        # First what is soonest seen: none of this reads a sample.
         check_output(cfg)
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
-        found = settle_formats(cfg)
+        format_lines = settle_formats(cfg)
         prepared = build_datasets(cfg, load_tokenizer_for(cfg, source))
-        for line in found:
+        for line in format_lines:
             get_logger().info(line)
         return prepared
     except UserError as error:
@@ -203,8 +192,8 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
         return error
 
 
-def prepared_or_raised(prepared: PreparedData | UserError) -> PreparedData:
-    """Return what `prepare` has made, or raises what it has returned."""
+def get_prepared(prepared: PreparedData | UserError) -> PreparedData:
+    """Return what `prepare_data` has made, or raise what it has returned."""
     if isinstance(prepared, UserError):
         raise prepared
     return prepared

@@ -207,6 +207,8 @@ NOT_OURS = {
     "test_wires.py",
     "anchored_finetune.py",
     "lion.py",
+    "saved_dtype.py",
+    "count.py",
 }
 
 

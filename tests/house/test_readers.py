@@ -60,7 +60,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/tokenizers/chat_template.py": {"json.loads": _PIPE},
     "recipe_lib/checkpoint/side_files.py": {"json.loads": "a text of the tokenizers library"},
     "recipe_lib/tokenizers/template_process.py": {"json.loads": _PIPE},
-    "recipe_lib/training/metrics.py": {"json.loads": "a text that the function itself has written"},
+    "recipe_lib/training/records.py": {"json.loads": "a text that the function itself has written"},
 }
 
 

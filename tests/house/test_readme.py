@@ -322,6 +322,7 @@ def license_is_bsd() -> None:
 DOCUMENTS = "tests/house/test_documents.py"
 LEVERS = "tests/recipes/test_levers.py::test_losses_are_those_of_the_plain_run_or_it_is_refused"
 ARITHMETIC = f"{DOCUMENTS}::test_readme_arithmetic"
+CHECKED_DATA = "tests/cli/test_data.py::test_check_finds_every_fault"
 PRESETS = f"{DOCUMENTS}::test_every_preset_is_in_the_table"
 TIES: dict[str, Callable[[], None] | str] = {
     "of 0.1 to 120 billion parameters": sizes_of_models,
@@ -346,6 +347,8 @@ TIES: dict[str, Callable[[], None] | str] = {
     "## The 24 GB story": ARITHMETIC,
     "on four cards of 24 GB is a matter": four_cards,
     "Let N be the parameters": ARITHMETIC,
+    "The model's width d is 4,096": ARITHMETIC,
+    "A sequence has s tokens": ARITHMETIC,
     "AdamW's two states, sharded": ARITHMETIC,
     "| layer inputs, kept with": ARITHMETIC,
     "one layer's own results": ARITHMETIC,
@@ -363,7 +366,9 @@ TIES: dict[str, Callable[[], None] | str] = {
     "The second fits in 24 GB": four_cards,
     "This is arithmetic, not a measurement": what_ran_on_a_gpu,
     "What has run on a GPU, and what has not": what_ran_on_a_gpu,
+    "No card of 24 GB was": what_ran_on_a_gpu,
     "of the same model on one card": one_card,
+    "The 14.96 GiB of weights and the optimizer's states": one_card,
     "Gradients are not clipped": one_card,
     "What these levers keep, move and free is tested": what_ran_on_a_gpu,
     "fit 1, 2, 4 and 8 cards of 24 GB": fit_page,
@@ -376,19 +381,23 @@ TIES: dict[str, Callable[[], None] | str] = {
         "tests/cli/test_doctor.py::test_a_fault_is_found_and_told_with_its_remedy"
     ),
     "For Llama 3 8B with rank 16": adapters_of_8b,
+    "The frozen weights are what remains to fit": adapters_of_8b,
     "On several cards, configs whose model fits one of 24 GB": (
         "tests/models/test_planned_peaks.py::test_adapters_have_whole_models_where_they_fit"
     ),
     "no rank ever holds the model in 16 bits": (
         "tests/adapters/test_quantized_sharded.py::test_loading_reads_a_ranks_blocks_in_pieces"
     ),
-    "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
+    "It names invalid ones by cause": CHECKED_DATA,
+    "It finds duplicates, validation samples": CHECKED_DATA,
+    "The exit code is 2 if there is a fault": CHECKED_DATA,
     "`checkpoint.keep_best` exports the best step": "tests/recipes/test_best_runs.py",
     "A model goes to llama.cpp and Ollama": "tests/checkpoint/gguf/test_gguf_models.py",
     "`qat=int4` trains it for the bits": (
         "tests/recipes/test_qat_runs.py::"
         "test_what_transformers_loads_quantized_computes_what_training_computed"
     ),
+    "peaks of whole configs were measured": what_ran_on_a_gpu,
     "have not been measured on a GPU": what_ran_on_a_gpu,
     "| `batch_size=1` with": LEVERS,
     "| `data.packing=true`": (

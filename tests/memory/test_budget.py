@@ -262,7 +262,7 @@ def test_what_a_pipeline_may_keep_at_once(schedule: str) -> None:
     per_rank = count_stages(parallel) // ranks
     for rank in range(ranks):
         layers = {stage: range(1) for stage in list_rank_stages(parallel, rank)}
-        moments = Pipeline.in_flight(
+        moments = Pipeline.list_in_flight(
             SimpleNamespace(layers=layers, _parallel=parallel, _place=rank), count
         )  # type: ignore[arg-type]
         assert max(sum(one.values()) for one in moments) == compute_in_flight(

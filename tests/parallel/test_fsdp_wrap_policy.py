@@ -29,7 +29,7 @@ from recipe_lib.parallel import (
     shard_tensors,
     start_world,
 )
-from recipe_lib.parallel.fsdp import parameter_bytes, resolve_wrapping
+from recipe_lib.parallel.fsdp import count_parameter_bytes, resolve_wrapping
 from recipe_lib.units import MIB, format_bytes
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, build_small_spec
@@ -141,8 +141,8 @@ def test_layers_are_found_by_type_not_by_name() -> None:
 
 def test_bytes_and_the_line_of_the_log() -> None:
     model = small()
-    assert parameter_bytes(model) == 3 * LAYER + 2 * MATRIX + WIDTH * 4
-    assert parameter_bytes(small(tied=True)) == 3 * LAYER + MATRIX + WIDTH * 4
+    assert count_parameter_bytes(model) == 3 * LAYER + 2 * MATRIX + WIDTH * 4
+    assert count_parameter_bytes(small(tied=True)) == 3 * LAYER + MATRIX + WIDTH * 4
     assert (
         describe_units(model, Parallel(units=resolve_wrapping(model, "auto")))
         == "FSDP units: model.embed_tokens 64.00 KiB, lm_head 64.00 KiB, 3 x 36.25 KiB; always"
@@ -245,7 +245,7 @@ def test_experts_are_units_within_their_layers() -> None:
     assert {name: units[name] for name in units if "experts" in name[0]} == {
         (f"model.layers.{layer}.mlp.experts",): experts for layer in (0, 2)
     }
-    assert sum(units.values()) + 2 * 2048 == parameter_bytes(model)
+    assert sum(units.values()) + 2 * 2048 == count_parameter_bytes(model)
     assert units[("model.layers.0",)] < experts // 10
     for policy, whole in (("layers", False), ("memory_efficient", True), ("auto", True)):
         found = resolve_wrapping(model, policy, whole_layers=whole)

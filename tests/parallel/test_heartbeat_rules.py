@@ -5,7 +5,7 @@ import pytest
 from recipe_lib.parallel import heartbeat as beats
 from recipe_lib.parallel.heartbeat import (
     Beat,
-    all_stand,
+    are_all_stuck,
     find_behind,
     find_silent,
     is_overdue,
@@ -79,9 +79,9 @@ def test_all_stand_only_when_each_one_does() -> None:
         Beat(patience=beats.STEP_SECONDS, still=300),
         Beat(patience=beats.STEP_SECONDS, still=1),
     )
-    assert all_stand({0: stands, 1: stands}, 60.0)
-    assert not all_stand({0: stands, 1: moves}, 60.0)
-    assert not all_stand({0: stands, 1: Beat(patience=beats.LONG_SECONDS, still=300)}, 60.0)
+    assert are_all_stuck({0: stands, 1: stands}, 60.0)
+    assert not are_all_stuck({0: stands, 1: moves}, 60.0)
+    assert not are_all_stuck({0: stands, 1: Beat(patience=beats.LONG_SECONDS, still=300)}, 60.0)
 
 
 def test_numbers_of_many_ranks_are_cut() -> None:

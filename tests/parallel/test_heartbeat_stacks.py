@@ -16,19 +16,19 @@ from recipe_lib.parallel.thread_stacks import (
     StackLine,
     WatchedThread,
     describe_place,
+    get_current_thread,
     is_compiling,
-    stack_of,
-    this_thread,
+    read_stack,
 )
 
 
 def seen_during(work: Callable[[], None]) -> list[list[StackLine]]:
     """This thread's stacks, from another one, while it does the work."""
-    main, over, found = this_thread(), threading.Event(), []
+    main, over, found = get_current_thread(), threading.Event(), []
 
     def look() -> None:
         while not over.is_set():
-            found.append(stack_of(main))
+            found.append(read_stack(main))
             time.sleep(0.002)
 
     thread = threading.Thread(target=look)
@@ -51,7 +51,7 @@ def test_the_stack_of_another_thread() -> None:
     ].line == line
     assert describe_place(inner) == f"at parallel/test_heartbeat_stacks.py:{line} (<lambda>)"
     assert not is_compiling(inner)
-    assert stack_of(WatchedThread(12345, None)) == []
+    assert read_stack(WatchedThread(12345, None)) == []
 
 
 def test_deep_stacks_are_cut_at_their_outer_end() -> None:

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError, run_for_exit_code
-from recipe_lib.parallel.world import World, communicators, start_world, world_of
+from recipe_lib.parallel.world import World, build_world, count_communicator_ranks, start_world
 from tests.distributed.ranks import RankFailure, free_port, run_ranks
 
 
@@ -69,7 +69,10 @@ def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, ..
 
 
 def test_groups_that_communicate() -> None:
-    found = [communicators(ParallelConfig(**parallel), size) for parallel, size in COMMUNICATING]
+    found = [
+        count_communicator_ranks(ParallelConfig(**parallel), size)
+        for parallel, size in COMMUNICATING
+    ]
     assert found == [
         [],
         [8],
@@ -276,7 +279,7 @@ def test_the_world_of_two_pipelines_of_shared_matrices() -> None:
     for rank in range(8):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
         mesh = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=MESH_DIMS)
-        world = world_of(mesh, rank, 8, rank, torch.device("cpu"))
+        world = build_world(mesh, rank, 8, rank, torch.device("cpu"))
         dist.destroy_process_group()
         stage, copy, column = rank // 4, rank // 2 % 2, rank % 2
         assert (world.data_rank, world.data_ranks) == (copy, 2)

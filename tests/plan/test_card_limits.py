@@ -14,7 +14,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World
 from recipe_lib.plan.build_plan import simulate_rank
-from recipe_lib.training.run import check_card
+from recipe_lib.training.run import check_capability
 from tests.house.files import ROOT
 from tests.plan.apart import build_settings, call_in_fork
 
@@ -101,5 +101,5 @@ def test_a_run_is_refused_on_such_a_card(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         ConfigError, match=r"dtype: found bf16 for Tesla T4 of compute capability 7\.5"
     ):
-        check_card(FullFinetuneConfig(dtype="bf16"), world)
-    check_card(FullFinetuneConfig(dtype="fp32"), world)
+        check_capability(FullFinetuneConfig(dtype="bf16"), world)
+    check_capability(FullFinetuneConfig(dtype="fp32"), world)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import main as tune
-from recipe_lib.training.metrics import read_metrics
+from recipe_lib.training.records import read_metrics
 from tests.cli.commands import ROOT, build_environment
 from tests.distributed.ranks import run_ranks
 

@@ -15,7 +15,11 @@ from recipe_lib.checkpoint.run_files import read_record
 from recipe_lib.checkpoint.side_files import make_model_card
 from recipe_lib.cli.main import main
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.training.next_commands import adapter_commands, merge_command, model_commands
+from recipe_lib.training.export_model import (
+    format_merge_command,
+    list_adapter_commands,
+    list_model_commands,
+)
 from tests.cli.adapter_runs import write_adapter_run
 from tests.recipes.runs import DPO, FULL, LORA, ROOT, run_here, write_stories
 
@@ -162,7 +166,7 @@ def test_no_commands_for_what_has_no_base(
 def test_what_vllm_serves() -> None:
     def served(**settings: Any) -> bool:
         rank = settings.pop("rank", 16)
-        found = adapter_commands(Path("a"), "b", LoraConfig(**settings), rank=rank)
+        found = list_adapter_commands(Path("a"), "b", LoraConfig(**settings), rank=rank)
         assert found[0] == "tune generate a"
         return len(found) == 2
 
@@ -172,9 +176,9 @@ def test_what_vllm_serves() -> None:
         and not served(dora=True)
         and not served(target_modules=["q", "embedding"])
     )
-    assert model_commands(Path("-m")) == ["tune generate ./-m", "vllm serve ./-m"]
+    assert list_model_commands(Path("-m")) == ["tune generate ./-m", "vllm serve ./-m"]
     assert (
-        merge_command(Path("r"), "b c", "m.py")
+        format_merge_command(Path("r"), "b c", "m.py")
         == "tune export r --merge --base 'b c' --recipe m.py"
     )
 

@@ -76,7 +76,7 @@ def test_the_best_and_the_end_are_those_of_a_plain_loop(
         for place, number in enumerate(numbers):
             best.judge(place, {"validation_x": number}, WORLD)
             if trial % 2:
-                record, best = best.record(), best_step(**keys)
+                record, best = best.make_record(), best_step(**keys)
                 best.restore({"best": record}, tmp_path, WORLD)
             if best.is_waited_out:
                 found = place
@@ -98,8 +98,11 @@ def test_the_best_and_the_end_are_those_of_a_plain_loop(
     ],
 )
 def test_the_name_says_which_way_is_better(metric: str, greater: bool):
-    assert best_step(best_metric=metric).greater is greater
-    assert best_step(best_metric=metric, greater_is_better=not greater).greater is not greater
+    assert best_step(best_metric=metric).greater_is_better is greater
+    assert (
+        best_step(best_metric=metric, greater_is_better=not greater).greater_is_better
+        is not greater
+    )
 
 
 def test_a_number_that_validation_does_not_give_is_named():
@@ -141,12 +144,12 @@ def test_one_sentence_says_what_is_exported(
 ):
     best, model = best_step(tmp_path, **keys), nn.Linear(2, 2)
     for at, number in enumerate(numbers):
-        if best.judge(at + 1, {"validation_loss": number}, WORLD) and best.keeps:
-            best.keep(at + 1, model, WORLD)
+        if best.judge(at + 1, {"validation_loss": number}, WORLD) and best.keeps_weights:
+            best.save_weights(at + 1, model, WORLD)
     best.load(model, len(numbers), 9, WORLD)
-    assert best.sentence(9) == said
-    assert best.facts(9).get("outcome") == said
-    assert best.facts(9).get("exported_step") == (
+    assert best.describe_outcome(9) == said
+    assert best.list_facts(9).get("outcome") == said
+    assert best.list_facts(9).get("exported_step") == (
         None if said is None else int(re.findall(r"step (\d+)", said)[0])
     )
 
@@ -173,9 +176,15 @@ def state(output: Path, step: int, best: BestStep) -> Path:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     path = save_state(
-        output / "state", step, model, optimizer, {"step": step, "best": best.record()}, WORLD, 2
+        output / "state",
+        step,
+        model,
+        optimizer,
+        {"step": step, "best": best.make_record()},
+        WORLD,
+        2,
     )
-    best.remove_others(WORLD)
+    best.prune(WORLD)
     return path
 
 
@@ -184,7 +193,7 @@ def test_the_weights_of_a_best_step_stay_while_a_state_or_the_run_names_them(tmp
 
     def better(step: int) -> None:
         assert best.judge(step, {"validation_loss": 1.0 / step}, WORLD)
-        best.keep(step, model, WORLD)
+        best.save_weights(step, model, WORLD)
 
     better(1)
     better(2)
@@ -201,10 +210,10 @@ def test_the_weights_of_a_best_step_stay_while_a_state_or_the_run_names_them(tmp
 def test_a_later_best_step_is_forgotten_with_the_steps_that_are_trained_again(tmp_path: Path):
     best, model = best_step(tmp_path, keep_best=True), nn.Linear(2, 2)
     best.judge(1, {"validation_loss": 2.0}, WORLD)
-    best.keep(1, model, WORLD)
-    record, saved = best.record(), state(tmp_path, 1, best)
+    best.save_weights(1, model, WORLD)
+    record, saved = best.make_record(), state(tmp_path, 1, best)
     best.judge(2, {"validation_loss": 1.0}, WORLD)
-    best.keep(2, model, WORLD)
+    best.save_weights(2, model, WORLD)
     assert kept(tmp_path) == ["step_1", "step_2"]
     again = best_step(tmp_path, keep_best=True)
     again.restore({"best": record}, saved, WORLD)
@@ -270,10 +279,10 @@ def test_a_state_without_a_best_step_is_gone_on_from(tmp_path: Path, record: Any
 def test_another_runs_state_brings_its_best_step_along(tmp_path: Path):
     first, model = best_step(tmp_path / "first", keep_best=True), nn.Linear(2, 2)
     first.judge(1, {"validation_loss": 1.0}, WORLD)
-    first.keep(1, model, WORLD)
+    first.save_weights(1, model, WORLD)
     saved = state(tmp_path / "first", 1, first)
     second = best_step(tmp_path / "second", keep_best=True)
-    second.restore({"best": first.record()}, saved, WORLD)
+    second.restore({"best": first.make_record()}, saved, WORLD)
     assert kept(tmp_path / "second") == kept(tmp_path / "first") == ["step_1"]
     copied = nn.Linear(2, 2)
     second.load(copied, 3, 3, WORLD)

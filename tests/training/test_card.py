@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from recipe_lib.training.export_model import results_of
-from recipe_lib.training.metrics import step_metrics
+from recipe_lib.training.export_model import describe_results
+from recipe_lib.training.records import build_step_metrics
 
 
 def lines(kind: str, *gibs: float) -> list[dict]:
@@ -16,7 +16,7 @@ def lines(kind: str, *gibs: float) -> list[dict]:
     for step, gib in enumerate(gibs, 1):
         peak = {"active": 0, "allocated": 0, "reserved": int(gib * 2**30), "kind": kind}
         made.append(
-            step_metrics(
+            build_step_metrics(
                 step=step,
                 epoch=step / 2,
                 loss=1 / step,
@@ -44,7 +44,7 @@ TRAINED = {
 
 
 def test_the_peak_of_a_device_is_the_largest_of_its_steps() -> None:
-    assert results_of(lines("device", 3.5, 2.0)) == {
+    assert describe_results(lines("device", 3.5, 2.0)) == {
         **TRAINED,
         "peak memory of a rank, measured": "3.50 GiB",
     }
@@ -52,5 +52,5 @@ def test_the_peak_of_a_device_is_the_largest_of_its_steps() -> None:
 
 @pytest.mark.parametrize("kind", ["resident set", "resident set since start"])
 def test_the_memory_of_a_cpu_process_is_not_in_the_card(kind: str) -> None:
-    assert results_of(lines(kind, 3.5, 2.0)) == TRAINED
-    assert results_of(lines(kind, 1.0, 9.0)) == TRAINED
+    assert describe_results(lines(kind, 3.5, 2.0)) == TRAINED
+    assert describe_results(lines(kind, 1.0, 9.0)) == TRAINED

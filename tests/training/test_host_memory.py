@@ -188,7 +188,7 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(
 def test_a_pipeline_has_several_micro_batches_under_way() -> None:
     moments = [{0: 1, 3: 0}, {0: 2, 3: 1}, {0: 1, 3: 2}]
     pipeline = SimpleNamespace(
-        layers={0: range(0, 2), 3: range(9, 12)}, in_flight=lambda count: moments[:count]
+        layers={0: range(0, 2), 3: range(9, 12)}, list_in_flight=lambda count: moments[:count]
     )
     parallel = Parallel(pipeline)  # type: ignore[arg-type]
     cfg = config("memory.activation_offload=true", "gradient_accumulation_steps=3")

@@ -23,15 +23,14 @@ from recipe_lib.checkpoint.run_files import (
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.training.metrics import MetricsFile, write_summary
 from recipe_lib.training.output import (
     check_output,
     drop_earlier,
     is_record,
-    note_written,
     open_output,
+    record_written_files,
 )
-from recipe_lib.training.report_page import write_report
+from recipe_lib.training.records import MetricsFile, write_report, write_summary
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at
 from tests.checkpoint.tiny import list_tree
@@ -72,7 +71,7 @@ def finish(root: Path, status: str = "done") -> None:
     (root / "trackers" / "tensorboard" / "events.out.tfevents.1.host.2.3").write_text("event")
     write_summary(root, status, {}, wall_seconds=1.0, total_steps=1, world_size=1)
     write_report(root)
-    note_written(root)
+    record_written_files(root)
 
 
 def earlier_run(root: Path, *names: str) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from recipe_lib.training.metrics import MetricsFile, step_metrics, write_summary
-from recipe_lib.training.report_page import write_report
+from recipe_lib.training.records import MetricsFile, build_step_metrics, write_report, write_summary
 
 PEAK = {"active": 2**30, "allocated": 2**31, "reserved": 3 * 2**30, "kind": "device"}
 
@@ -27,7 +26,7 @@ def write_run(
     peak = PEAK if kind == "device" else dict.fromkeys(("active", "allocated", "reserved"), 2**30)
     for step in range(1, steps + 1):
         metrics.append(
-            step_metrics(
+            build_step_metrics(
                 step=step,
                 epoch=step / 10,
                 loss=5.0 / step if step != 3 else math.nan,

@@ -15,16 +15,16 @@ ALONE = SimpleNamespace(any=lambda flag: flag)
 @pytest.mark.parametrize("number, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
 def test_a_signal_sets_the_flag_and_nothing_else(number: signal.Signals, name: str) -> None:
     with StopSignal() as stop:
-        assert stop.received is None and not stop.agreed(ALONE)
+        assert stop.received is None and not stop.agree(ALONE)
         os.kill(os.getpid(), number)
-        assert stop.received == name and stop.agreed(ALONE)
+        assert stop.received == name and stop.agree(ALONE)
 
 
 def test_several_sigterm_are_one() -> None:
     with StopSignal() as stop:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed(ALONE)
+        assert stop.agree(ALONE)
 
 
 def test_the_former_handlers_come_back() -> None:
@@ -59,10 +59,10 @@ def test_a_signal_at_one_rank_stops_all_of_them() -> None:
 
         agreed = []
         with start_world(FullFinetuneConfig(device="cpu")) as world, StopSignal() as stop:
-            agreed.append(stop.agreed(world))
+            agreed.append(stop.agree(world))
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            agreed.append(stop.agreed(world))
+            agreed.append(stop.agree(world))
         return agreed
 
     assert run_ranks(work, 2) == [[False, True], [False, True]]

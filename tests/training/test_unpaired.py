@@ -15,10 +15,10 @@ from recipe_lib.data.dataset import Dataset
 from recipe_lib.errors import ConfigError
 from recipe_lib.methods.dpo.checks import check_labels
 from recipe_lib.methods.dpo.config import DpoConfig
-from recipe_lib.methods.dpo.kl import estimate_kl
 from recipe_lib.methods.dpo.loss import (
     compute_single_answer_loss,
     compute_step_metrics,
+    estimate_kl,
 )
 from recipe_lib.models import build_spec, read_config
 from recipe_lib.models.decoder import Decoder

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe_lib.training.validation import compute_validation_loss, sum_over_validation
+from recipe_lib.training.losses import compute_validation_loss, sum_over_validation
 
 BATCHES = SimpleNamespace(micro_batches=[None], num_label_tokens=4, num_items=2)
 ONE: Any = SimpleNamespace(pipeline=None)

@@ -12,7 +12,7 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 
 @dataclass
 class DistillConfig:
-    """Distillation: the model also learns a teacher's next-token probabilities (arXiv 1503.02531)."""
+    """Distillation: a model also learns a teacher's next-token probabilities (arXiv 1503.02531)."""
 
     teacher: str | None = key(
         None,
@@ -89,6 +89,7 @@ def _find_teacher_fault(cfg: Any) -> str | None:
     )
 
 
+# What the levers cost, as a plan that proposes them says it.
 _ROUNDED = "the teacher's weights are rounded"
 _RULES = (
     Rule(
@@ -139,7 +140,9 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
     )
     distill: DistillConfig = field(default_factory=DistillConfig)
     adapters_instead = {"distill.trainable": "adapters"}
+    # The teacher is planned from its config.json, or from a preset in its place.
     other_models = {"distill.teacher": "distill.teacher_preset"}
+    # By which it takes less memory, those of least memory first.
     other_model_levers = {
         "distill.quantize_teacher": {
             "nf4": _ROUNDED,
@@ -155,12 +158,14 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
         "distill.trainable",
     )
     rules = _RULES
+    # What other tools call these keys, for the hint of an error.
     key_aliases = {
         "distill": "kd kd_config distillation",
         "distill.teacher": "teacher_model teacher_model_name_or_path teacher_model_path",
         "distill.temperature": "kd_temperature",
         "distill.weight": "kd_alpha kd_ratio",
     }
+    # Other tools store a teacher's logits; there is no such key here.
     key_answers = {
         "distill.from_disk": "the teacher runs with the model: distill.teacher names it;"
         " distill.quantize_teacher and distill.stream_teacher make it fit"

@@ -12,8 +12,8 @@ from recipe_lib.data import Batch
 from recipe_lib.methods.distill.config import DistillConfig
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
+from recipe_lib.training.losses import add_to_each, name_validation, sum_over_validation
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import add_to_each, name_validation, sum_over_validation
 
 
 def compute_distillation_means(
@@ -44,7 +44,11 @@ def validate_distillation(
     """
     sums = torch.zeros(2, device=world.device, dtype=torch.float64)
     num_label_tokens, _ = sum_over_validation(
-        model, parallel, data, add_to_each(parallel, add_sums, sums), sums
+        model,
+        parallel,
+        data,
+        compute_sums=add_to_each(parallel, add_sums, sums),
+        sums=sums,
     )
     means = compute_distillation_means(sums, num_label_tokens, keys, world)
     return name_validation(means) | {"validation_tokens": num_label_tokens}

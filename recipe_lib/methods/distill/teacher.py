@@ -19,8 +19,8 @@ from recipe_lib.ops.distillation import TeacherStates
 from recipe_lib.optim.optimizers import count_local_bytes
 from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
-from recipe_lib.parallel.fsdp import evaluated_in_parts
-from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.fsdp import evaluate_in_parts
+from recipe_lib.parallel.tensor import check_tensor
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.host_memory import check_host_memory
@@ -39,12 +39,15 @@ def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
     try:
         source = resolve_model(ModelConfig(path=keys.teacher, preset=keys.teacher_preset))
         spec = cast(DecoderSpec, source.spec)
+        # It is divided among the ranks as the model is.
         check_tensor(spec, cfg.parallel, keys.quantize_teacher)
         check_context(spec, cfg.parallel)
         if keys.quantize_teacher != "none":
+            # On a model without bytes, for what it raises.
             dtype = DTYPES[cfg.dtype]
             quantize_frozen(build_meta(spec, dtype), keys.quantize_teacher, dtype)
     except (CheckpointError, ConfigError) as error:
+        # The library speaks of the keys of the model and its adapters, the user set the teacher's.
         named = [
             fault.replace("lora.quantize_base", "distill.quantize_teacher")
             for fault in error.faults
@@ -83,6 +86,7 @@ def find_first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
 
 
 def _format_token(tokenizer: Tokenizer, token: int) -> str:
+    # Escaped, since a token may be a part of a character.
     try:
         return repr(tokenizer.get_token_bytes(token).decode("utf-8", errors="backslashreplace"))
     except (DataError, IndexError, KeyError):
@@ -126,12 +130,12 @@ def compute_teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
     head; no logits.
     """
     # Layers without the head are no forward of the root, at whose end FSDP frees what it gathered.
-    with evaluated_in_parts(teacher):
+    with evaluate_in_parts(teacher):
         hidden = teacher.hidden_states(batch.tokens, batch.positions, batch.attention)
 
     # Called for a chunk of the tokens at a time, so that logits of all of them never exist.
     def head(hidden: Tensor, **kwargs: object) -> Tensor:
-        with evaluated_in_parts(teacher, head=True):
+        with evaluate_in_parts(teacher, head=True):
             return cast(Tensor, teacher.lm_head(hidden, **kwargs))
 
     return TeacherStates(hidden, head, batch.labels)

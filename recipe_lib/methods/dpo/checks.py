@@ -22,7 +22,7 @@ def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
     """Raise ConfigError for training samples of one label alone, and for steps of one sample, which
     no other can be compared with.
     """
-    values = data.dataset.values
+    values = data.dataset.values  # 1 for an answer that is wanted, else 0
     num_desirable = int((values > 0).sum())
     if num_desirable in (0, len(values)):
         label = "true" if num_desirable else "false"
@@ -31,6 +31,7 @@ def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
             " that are wanted and some that are not; add the others, or train on the answers"
             " themselves with lora_finetune_distributed"
         )
+    # With packing a step of one pack has several samples.
     if cfg.loss == "kto" and data.global_batch_size == 1 and len(data.plan.slots(0)[0]) == 1:
         raise ConfigError(
             "batch_size: found steps of one sample, expected two or more: dpo.loss=kto compares"
@@ -45,6 +46,7 @@ def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | Non
     """
     if reference is not None or not cfg.needs_reference:
         return
+    # Such as what a copied recipe adds, or unfreezes.
     moving = [
         name
         for name, parameter in model.named_parameters()
@@ -67,4 +69,5 @@ def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
         return f"reference: none, dpo.{key}"
     if reference is None:
         return "reference: the model without its adapters"
-    return f"reference: a frozen copy, {format_bytes(count_local_bytes(reference.parameters()))} per rank"
+    memory = format_bytes(count_local_bytes(reference.parameters()))
+    return f"reference: a frozen copy, {memory} per rank"

@@ -88,6 +88,7 @@ class DpoConfig:
         return self.loss != "simpo" and not self.reference_free
 
 
+# What a format's samples are is known by its name: these are told before a sample is read.
 _RULES = (
     Rule(
         keys=("dpo.loss", "data.format"),
@@ -123,6 +124,7 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     )
     dpo: DpoConfig = field(default_factory=DpoConfig)
     adapters_instead = {"dpo.trainable": "adapters"}
+    # The others change numbers, not the models and tensors of a step.
     memory_keys = (
         "dpo.loss",
         "dpo.reference_free",
@@ -131,6 +133,7 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         "dpo.trainable",
     )
     rules = _RULES
+    # What other tools call these keys, for the hint of an error.
     key_aliases = {
         "dpo": "rl preference dpo_config pref",
         "dpo.beta": "dpo_beta pref_beta rl_beta beta",
@@ -141,6 +144,7 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         "dpo.reference_free": "rl_reference_free",
     }
     section_aliases = {"rl": "dpo", "preference": "dpo", "dpo_config": "dpo"}
+    # Of these words those that other recipes' keys have, too.
     ambiguous_names = frozenset(
         ("loss_type", "label_smoothing", "beta", "gamma", "finetuning_type")
     )
@@ -158,8 +162,8 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     @property
     def own_loss(self) -> str | None:
         """Return the loss of `dpo.loss`."""
-        what = "answers" if self.dpo.takes_single_answers else "pairs"
-        return f"the loss of {what} is dpo.loss, {self.dpo.loss}"
+        samples = "answers" if self.dpo.takes_single_answers else "pairs"
+        return f"the loss of {samples} is dpo.loss, {self.dpo.loss}"
 
     @property
     def runs_reference(self) -> bool:
@@ -170,7 +174,7 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     def validation_numbers(self) -> tuple[str, ...]:
         """Return the names of means over all pairs, or answers."""
         metrics = ["loss", "reward_chosen", "reward_rejected", "reward_margin"]
-        if not self.dpo.takes_single_answers:
+        if not self.dpo.takes_single_answers:  # which of two answers is better takes a pair
             metrics.append("reward_accuracy")
         if self.compares_mismatched:
             metrics.append("kl")

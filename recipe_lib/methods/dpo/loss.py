@@ -1,5 +1,5 @@
 """Losses over pairs of answers, one chosen and one rejected, or over single ones with a label, from
-the log-probabilities of their tokens.
+the log-probabilities of their tokens; KTO's estimate of the KL divergence; and validation.
 
 With w and l for the chosen and the rejected answer, p the policy and q the reference:
 
@@ -20,13 +20,24 @@ mean of log p - log q over all samples of the step, each prompt with the answer 
 it (of the first, the last one's), and 0 at the least. No gradient goes through it.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipe_lib.data import Batch
 from recipe_lib.methods.dpo.config import DpoConfig
-from recipe_lib.training.micro_batches import get_values
+from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
+from recipe_lib.training.losses import get_values, name_validation, sum_over_validation
+from recipe_lib.training.training_data import TrainingData
+
+# From micro-batches to the log-probabilities of the answers of each, when they are asked for; None
+# where another rank of the pipeline has them, or there is no reference.
+ComputeLogps = Callable[[Sequence[Batch]], Iterator[Any]]
 
 PAIR_SUMS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
 SINGLE_ANSWER_SUMS = ("loss", "reward_chosen", "reward_rejected", "num_chosen", "num_rejected")
@@ -59,6 +70,7 @@ def compute_pair_loss(
     reference both answers are equally likely. The loss is to be divided by the pairs of the whole
     step.
     """
+    # Without a reference, q is the same for all answers: log q drops out of the differences.
     log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
     rewards = cfg.beta * log_ratios
     # By turns, as a batch numbers its sequences.
@@ -74,7 +86,7 @@ def _compute_pair_losses(margins: Tensor, cfg: DpoConfig) -> Tensor:
     """Return the loss of each pair `[p]`; margins: the chosen answer's reward minus the rejected
     one's `[p]`.
     """
-    if cfg.loss == "ipo":
+    if cfg.loss == "ipo":  # of log-ratios, without beta
         return (margins / cfg.beta - 1 / (2 * cfg.beta)).square()
     if cfg.loss == "simpo":
         return -F.logsigmoid(margins - cfg.simpo_gamma)
@@ -104,7 +116,7 @@ def compute_single_answer_loss(
     # Sums and counts of both kinds: a micro-batch, or a rank, may have none of one.
     desirable = is_desirable.to(losses.dtype)
     undesirable = 1 - desirable
-    rewards = cfg.beta * log_ratios.detach()
+    rewards = cfg.beta * log_ratios.detach()  # for the log
     weights = cfg.desirable_weight * desirable + cfg.undesirable_weight * undesirable
     loss = (weights * losses).sum()
     sums = [
@@ -131,6 +143,7 @@ def compute_step_metrics(
     sums: over all ranks. The mean reward of no answer of a kind is 0.
     """
     if cfg.takes_single_answers:
+        # Each kind by its own number, which a step may have none of.
         metrics = {
             "loss": sums[0] / max(1, num_items),
             "reward_chosen": sums[1] / sums[3].clamp(min=1),
@@ -142,3 +155,84 @@ def compute_step_metrics(
     if kl is not None:
         metrics["kl"] = kl
     return metrics
+
+
+@torch.no_grad()
+def estimate_kl(
+    policy_logps: Iterable[Tensor | None],
+    reference_logps: Iterable[Tensor | None],
+    num_items: int,
+    world: World,
+) -> Tensor:
+    """Return KTO's estimate of KL(policy || reference), a scalar fp64 on the device. A collective.
+
+    policy_logps, reference_logps: of each mismatched micro-batch of this rank. num_items: of all
+    ranks.
+    """
+    # One number for all micro-batches of all ranks, made before the first of them: a step does not
+    # depend on how it is divided.
+    total = sum_log_ratios(policy_logps, reference_logps, world)
+    return average_log_ratios(total, num_items, world)
+
+
+def sum_log_ratios(
+    policy_logps: Iterable[Tensor | None],
+    reference_logps: Iterable[Tensor | None],
+    world: World,
+) -> Tensor:
+    """Return the sum of log p - log q over this rank's mismatched answers."""
+    total = torch.zeros((), device=world.device, dtype=torch.float64)
+    for policy, reference in zip(policy_logps, reference_logps, strict=True):
+        if policy is not None:  # another rank of the pipeline has it
+            total += (policy if reference is None else policy - reference).sum()
+    return total
+
+
+def average_log_ratios(total: Tensor, num_items: int, world: World) -> Tensor:
+    """Return the estimate from the sums of all ranks, not below 0. A collective."""
+    return (world.all_reduce_sum(total) / max(1, num_items)).clamp(min=0)
+
+
+def validate_preference(
+    model: nn.Module,
+    parallel: Parallel,
+    compute_policy_logps: ComputeLogps,
+    compute_reference_logps: ComputeLogps,
+    cfg: DpoConfig,
+    data: TrainingData,
+    world: World,
+) -> dict[str, float]:
+    """Return means over all validation pairs, or single answers, each counted once; without
+    dropout. Collective.
+    """
+    kl = None
+    if cfg.loss == "kto":  # over all samples: a pass before the one that takes the losses
+        log_ratios = torch.zeros((), device=world.device, dtype=torch.float64)
+
+        def add_log_ratios(mismatched: Sequence[Batch]) -> list[Tensor]:
+            policy_logps = compute_policy_logps(mismatched)
+            # One sum for all of them: `sum_over_validation` takes any number.
+            return [sum_log_ratios(policy_logps, compute_reference_logps(mismatched), world)]
+
+        _, num_items = sum_over_validation(
+            model,
+            parallel,
+            data,
+            compute_sums=add_log_ratios,
+            sums=log_ratios,
+            take=attrgetter("mismatched"),
+        )
+        kl = average_log_ratios(log_ratios, num_items, world)
+
+    def compute_sums(micro_batches: Sequence[Batch]) -> Iterator[Tensor | None]:
+        reference_logps = compute_reference_logps(micro_batches)
+        policy_logps = compute_policy_logps(micro_batches)
+        for batch, policy in zip(micro_batches, policy_logps, strict=True):
+            if policy is not None:  # another rank of the pipeline has it
+                yield compute_preference_loss(policy, next(reference_logps), batch, kl, cfg)[1]
+
+    sums = torch.zeros(count_sums(cfg), device=world.device, dtype=torch.float64)
+    _, num_items = sum_over_validation(model, parallel, data, compute_sums=compute_sums, sums=sums)
+    metrics = compute_step_metrics(world.all_reduce_sum(sums), num_items, kl, cfg)
+    counted = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
+    return name_validation(metrics) | {counted: num_items}

@@ -44,6 +44,7 @@ class RewardConfig:
     )
 
 
+# What a format's samples are is known by its name: these are told before a sample is read.
 _RULES = (
     Rule(
         keys=("reward.loss", "data.format"),

@@ -1,5 +1,7 @@
-"""Samples of reward models and classifiers: what is checked, the numbers of the classes, and what
-an export says of them.
+"""Samples of reward models and classifiers: their checks, the numbers of the classes, and the names
+and the padding that an export says.
+
+A recipe calls `prepare_items` when its data are open.
 """
 
 from dataclasses import replace
@@ -32,7 +34,7 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
                     f"{place}: .margin: found no finite number, expected one, or no margin; correct"
                     " the sample"
                 )
-        names = ["LABEL_0"]
+        names = ["LABEL_0"]  # as transformers names a single label
     else:
         names = _name_classes(data.dataset, source)
         data.dataset = _number_classes(data.dataset, names)
@@ -61,33 +63,33 @@ def _name_classes(dataset: Dataset, source: ResolvedModel) -> list[str]:
     them; numbers are their own, and other names are in the order of the alphabet.
     """
     classes = sorted(dataset.report.classes)
-    where = dataset.report.source
+    source_name = dataset.report.source
     num_labels = getattr(source.spec, "num_labels", 0)
     if len(classes) < 2:
         raise DataError(
-            f"{where}: found one class ({', '.join(classes)}) in all samples, expected two or more;"
-            " add samples of others"
+            f"{source_name}: found one class ({', '.join(classes)}) in all samples, expected two or"
+            " more; add samples of others"
         )
-    numbers = [name for name in classes if name.isdecimal()]
-    known = source.config.get("label2id") if count_head_labels(source.config) else None
-    if isinstance(known, dict) and set(classes) <= set(known):
-        return [name for name, _ in sorted(known.items(), key=lambda item: item[1])]
-    if numbers and len(numbers) < len(classes):
-        other = next(name for name in classes if not name.isdecimal())
+    # A head that is trained on keeps the rows that it has.
+    label_ids = source.config.get("label2id") if count_head_labels(source.config) else None
+    if isinstance(label_ids, dict) and set(classes) <= set(label_ids):
+        return [name for name, _ in sorted(label_ids.items(), key=lambda item: item[1])]
+    numbered = [name for name in classes if name.isdecimal()]
+    if numbered and len(numbered) < len(classes):
+        named = next(name for name in classes if not name.isdecimal())
         raise DataError(
-            f"{where}: found classes by number ({numbers[0]}) and by name ({other}), expected one"
-            " kind; name all of them, or number them from 0 on"
+            f"{source_name}: found classes by number ({numbered[0]}) and by name ({named}),"
+            " expected one kind; name all of them, or number them from 0 on"
         )
-    names = [str(number) for number in range(num_labels)] if numbers else classes
-    if (numbers and max(map(int, numbers)) >= num_labels) or len(names) != num_labels:
-        count = max(map(int, numbers)) + 1 if numbers else len(classes)
-        shown = ", ".join(
-            sorted(classes, key=lambda name: (len(name), name) if numbers else (0, name))[:8]
-        )
+    # Numbers are their own, also where the samples do not have all of them.
+    names = [str(number) for number in range(num_labels)] if numbered else classes
+    count = max(map(int, numbered)) + 1 if numbered else len(classes)
+    if count > num_labels or len(names) != num_labels:
+        shown = sorted(classes, key=lambda name: (len(name), name) if numbered else (0, name))[:8]
         more = ", ..." if len(classes) > 8 else ""
         raise ConfigError(
-            f"reward.num_labels: found {num_labels}, and {count} classes in {where}"
-            f" ({shown}{more}{', counted from 0' if numbers else ''}); set"
+            f"reward.num_labels: found {num_labels}, and {count} classes in {source_name}"
+            f" ({', '.join(shown)}{more}{', counted from 0' if numbered else ''}); set"
             f" reward.num_labels={count}, or correct the labels"
         )
     return names
@@ -97,9 +99,9 @@ def _name_exported_classes(names: list[str], source: ResolvedModel) -> list[str]
     """Return the names of the classes as they are exported: those that are numbers in the samples
     have the checkpoint's names, or those that transformers gives.
     """
-    known = source.config.get("id2label") if count_head_labels(source.config) else None
-    known = known if isinstance(known, dict) else {}
-    return [str(known.get(name, f"LABEL_{name}")) if name.isdecimal() else name for name in names]
+    labels = source.config.get("id2label") if count_head_labels(source.config) else None
+    labels = labels if isinstance(labels, dict) else {}
+    return [str(labels.get(name, f"LABEL_{name}")) if name.isdecimal() else name for name in names]
 
 
 def _number_classes(dataset: Dataset, names: list[str]) -> Dataset:
@@ -114,6 +116,7 @@ def _number_classes(dataset: Dataset, names: list[str]) -> Dataset:
             f"{dataset.report.source}: found the class {unknown[0]}, which no training sample has;"
             f" expected one of {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
         )
+    # Until here the values are places in `report.classes`.
     numbers = np.array([names.index(name) for name in classes], dtype=np.float64)
     return dataset.replace_values(numbers[dataset.values.astype(np.int64)])
 
@@ -122,7 +125,7 @@ def _find_padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
     """Return the id that others are to pad with: that of the tokenizer's padding; else of a token
     that is for nothing else, or BOS.
     """
-    # They find a sequence's end by where padding begins, so that none may end with it.
+    # Other programs find a sequence's end by where padding begins, so that none may end with it.
     ends = dataset.find_last_ids()
     if tokenizer.pad_id is not None and tokenizer.pad_id not in ends:
         return tokenizer.pad_id

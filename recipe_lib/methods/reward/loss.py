@@ -1,11 +1,14 @@
 """Losses of a score head, which is read at the last token of each sequence: of pairs of answers,
-and over classes.
+and over classes; and validation.
 
     pairwise         -log sigmoid(r_w - r_l - m), Bradley-Terry, with r the scores of a chosen and a
                      rejected answer and m the pair's margin; plus c (r_w + r_l)^2 (arXiv
                      2312.09244)
     classification   -log softmax(scores)[class]
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,10 @@ from recipe_lib.data import Batch
 from recipe_lib.methods.reward.config import RewardConfig
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.chunked_heads import IGNORED
+from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
+from recipe_lib.training.losses import add_to_each, name_validation, sum_over_validation
+from recipe_lib.training.training_data import TrainingData
 
 PAIR_SUMS = ("loss", "reward_chosen", "reward_rejected", "accuracy")
 CLASS_SUMS = ("loss", "accuracy")
@@ -86,3 +93,28 @@ def compute_score_metrics(sums: Tensor, num_items: int, cfg: RewardConfig) -> di
     if cfg.loss == "pairwise":
         metrics["reward_margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
     return metrics
+
+
+def validate_scores(
+    model: Decoder,
+    parallel: Parallel,
+    add_sums: Callable[[Batch, Tensor], Any],
+    cfg: RewardConfig,
+    data: TrainingData,
+    world: World,
+) -> dict[str, float]:
+    """Return means over all validation items, each counted once; without dropout. Collective.
+
+    add_sums: runs a micro-batch, and adds what `list_summed_metrics` names to a tensor.
+    """
+    sums = torch.zeros(len(list_summed_metrics(cfg)), device=world.device, dtype=torch.float64)
+    _, num_items = sum_over_validation(
+        model,
+        parallel,
+        data,
+        compute_sums=add_to_each(parallel, add_sums, sums),
+        sums=sums,
+    )
+    metrics = compute_score_metrics(world.all_reduce_sum(sums), num_items, cfg)
+    counted = "validation_pairs" if cfg.loss == "pairwise" else "validation_sequences"
+    return name_validation(metrics) | {counted: num_items}

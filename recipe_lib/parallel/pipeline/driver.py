@@ -1,5 +1,6 @@
-"""Runs a step's micro-batches through the stages of a rank, in the order of its schedule, and holds
-no tensor for longer than that order needs.
+"""Run a step's micro-batches through the stages of a rank, in the order of its schedule.
+
+No tensor is held for longer than that order needs.
 
     for micro_batch in pipeline.train(batches.micro_batches, accumulation):
         pipeline.backward(compute_loss(micro_batch))     # on the rank with the last stage alone
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, count_stages, find_stage_rank
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -33,6 +33,7 @@ from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, enable_split_backward
 from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.parallel.gradient_accumulation import DeferredReduction, GradientAccumulation
 from recipe_lib.parallel.pipeline import schedules as kinds
@@ -56,11 +57,13 @@ class OnItsWay:
     """A tensor that is being received or sent, kept until somebody has waited for it."""
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
-        self._tensor, self._work = tensor, work
+        self._tensor = tensor
+        self._work = work  # None: the tensor is there
 
     def wait(self) -> Tensor:
-        """Return the tensor when it is there, or taken: the host waits for gloo, the device's
-        stream for NCCL.
+        """Return the tensor when it is there, or taken.
+
+        The host waits for gloo, the device's stream for NCCL.
         """
         if self._work is not None:
             self._work.wait()
@@ -68,7 +71,7 @@ class OnItsWay:
 
 
 class Transport:
-    """What one rank of a pipeline sends to and receives from the others.
+    """The exchange of tensors between one rank of a pipeline and the others.
 
     Two ranks have to exchange their tensors in one order, which is the schedule's affair: NCCL
     knows no tags. gloo does, and gets them, so that there a mistake would be noticed. Ranks that
@@ -114,38 +117,37 @@ class Transport:
         tag: int,
         device: torch.device | None = None,
     ) -> OnItsWay:
-        """Ask the rank at `place` of the pipeline for a tensor, on the rank's device or the one
-        where it was sent.
-        """
+        """Ask the rank at `place` for a tensor; device: None for where this rank computes."""
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
-        with self._heartbeat.exchange(self._ranks[place]):
-            return OnItsWay(
-                tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag)
-            )
+        peer = self._ranks[place]
+        with self._heartbeat.exchange(peer):
+            return OnItsWay(tensor, dist.irecv(tensor, peer, group=self._group, tag=tag))
 
     def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
         """Send a tensor to the rank at `place`."""
         tensor = tensor.contiguous()
-        with self._heartbeat.exchange(self._ranks[place]):
-            return OnItsWay(
-                tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag)
-            )
+        peer = self._ranks[place]
+        with self._heartbeat.exchange(peer):
+            return OnItsWay(tensor, dist.isend(tensor, peer, group=self._group, tag=tag))
 
 
-def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
-    """Add the gradient that the rank at another place has of the same parameter to this rank's;
-    both call it.
+def _sum_with(peer: int, parameter: Tensor, transport: Transport) -> None:
+    """Add the gradient that the rank at another place has of the same parameter to this rank's.
 
-    One of the two is at place 0. Without a gradient, which is so on both, nothing is done.
+    Both call it, and one of them is at place 0. Without a gradient, which is so on both, nothing is
+    done.
     """
     if parameter.grad is None:
         return
-    own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    gradient = get_local(parameter.grad)
     # In one order for the two, as everywhere: first the first rank's, then the last one's.
-    sent = transport.send(own, other, tag=0) if other != 0 else None
-    received = transport.receive(tuple(own.shape), own.dtype, other, 0, own.device).wait()
-    (sent or transport.send(own, other, tag=0)).wait()  # before it is written to
-    own.add_(received)
+    sent = transport.send(gradient, peer, tag=0) if peer != 0 else None
+    arriving = transport.receive(
+        tuple(gradient.shape), gradient.dtype, peer, tag=0, device=gradient.device
+    )
+    received = arriving.wait()
+    (sent or transport.send(gradient, peer, tag=0)).wait()  # before it is written to
+    gradient.add_(received)
 
 
 # Told of each action that begins, and by None of the end of a run of them: who simulates a step
@@ -155,21 +157,16 @@ on_action: Callable[[Action | None], None] | None = None
 
 @dataclass
 class _Kept:
-    """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph."""
+    """A micro-batch in a stage from forward to backward, besides autograd's graph."""
 
-    received: Tensor | None
-    """Its input, for the gradient of it; None where nobody wants that."""
+    received: Tensor | None  # its input, for the gradient of it; None where nobody wants that
+    # The way into the graph from its output, which is gone; None where nothing is trained.
     graph: GradientEdge | None
-    """The way into the graph from its output, which is gone; None where nothing is trained."""
-    hidden: Tensor | None
-    """Of the last stage, its output, for the head."""
+    hidden: Tensor | None = None  # of the last stage, its output, for the head
 
 
 class Pipeline:
     """The stages of one rank."""
-
-    layers: dict[int, range]
-    """By stage, the numbers of its layers."""
 
     def __init__(
         self,
@@ -179,28 +176,31 @@ class Pipeline:
         layers: dict[int, range],
         dtype: torch.dtype,
     ) -> None:
-        """Make the runner of a model that is cut down to these layers, and called by `run_part`
-        from now on.
+        """Make the runner of a model that is cut down to these layers, and runs by `run_part`.
 
-        dtype: of hidden states.
+        layers: by stage, the numbers of its layers. dtype: of hidden states.
         """
         assert world.pipeline is not None
         self.layers = layers
-        self._model, self._parallel, self._world = model, cfg.parallel, world
-        self._place, self._stages = world.pipeline.rank, count_stages(cfg.parallel)
+        self._model = model
+        self._parallel = cfg.parallel
+        self._world = world
+        self._place = world.pipeline.rank
+        self._stages = count_stages(cfg.parallel)
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step
-        self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
+        # By training and micro-batches, see `_get_orders`.
+        self._orders: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = dtype
         self._parts = model.find_stage_parts()
-        self._turn: tuple[int, Tensor] | None = None  # the stage that runs, and its tokens
+        self._current: tuple[int, Tensor] | None = None  # the stage that runs, and its tokens
         self._hidden: Tensor | None = None  # of the micro-batch whose head runs
         self._reduction: DeferredReduction | None = None  # of the step that runs
 
     @property
     def has_last(self) -> bool:
-        """True on the rank with the last stage, which alone knows losses."""
+        """Return True on the rank with the last stage, which alone knows losses."""
         return self._stages - 1 in self.layers
 
     def run_part(
@@ -213,19 +213,19 @@ class Pipeline:
         head_loss: HeadLoss | None = None,
         cache: None = None,
     ) -> Tensor:
-        """Run the part of the model whose turn it is, in place of its forward: the layers of a
-        stage, or norm and head behind the last one's.
+        """Run the part of the model whose turn it is, in place of its forward.
 
-        tokens: of the first stage and the head; of another stage what the one before gave.
+        That is the layers of a stage, or norm and head behind the last one's. tokens: of the first
+        stage and the head; of another stage what the one before gave.
         """
         if self._hidden is not None:
             return self._model.run_head(self._hidden, tokens, labels=labels, head_loss=head_loss)
-        if self._turn is None:
+        if self._current is None:
             raise RuntimeError(
                 "a model that is divided among the ranks of a pipeline runs by `train` or"
                 " `evaluate`"
             )
-        stage, stage_tokens = self._turn
+        stage, stage_tokens = self._current
         return self._model.run_stage(
             tokens if stage else None, stage_tokens, positions, attention, self.layers[stage]
         )
@@ -233,11 +233,11 @@ class Pipeline:
     def train(
         self, batches: Sequence[Batch], accumulation: GradientAccumulation | None = None
     ) -> Iterator[Batch]:
-        """Run forward and backward of all micro-batches; yield each, on the rank with the last
-        stage, when its loss is to go `backward`. Collective in a pipeline.
+        """Run forward and backward of all micro-batches. A collective of the pipeline.
 
-        While the caller has a micro-batch, a call of the model runs norm and head on its hidden
-        states. accumulation: how gradients are added up; whoever gives it finishes it.
+        On the rank with the last stage yield each when its loss is to go `backward`. While the
+        caller has a micro-batch, a call of the model runs norm and head on its hidden states.
+        accumulation: how gradients are added up; whoever gives it finishes it.
         """
         # In each step anew: a recipe may freeze or thaw between them.
         self._trains = self._agree_on_training()
@@ -253,19 +253,18 @@ class Pipeline:
             accumulation.add()  # what was reduced after the last action
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the head, and of the hidden states of the micro-batch that the
-        caller of `train` has.
-        """
+        """Compute the gradients of the head, and of its micro-batch's hidden states."""
         if self._reduction is None:
             raise RuntimeError("the head of a pipeline goes backward in the loop over `train`")
         # Not sooner: until here the head's units may still be kept for the next micro-batch.
-        self._reduction.reduce_if_last(self.head())
+        self._reduction.reduce_if_last(self.get_head_modules())
         loss.backward()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], compute: Callable[[int, Any], Any]) -> list[Any]:
-        """Run forward alone; return what `compute` makes of the number of each micro-batch and
-        itself on the rank with the last stage, and None for each on the others.
+        """Run forward alone; return what `compute` makes of each micro-batch and its number.
+
+        On ranks without the last stage that is None for each.
         """
         results: list[Any] = [None] * len(batches)
         step = _Step(self, batches, trains=False)
@@ -275,12 +274,10 @@ class Pipeline:
         return results
 
     def sum_tied_gradients(self) -> None:
-        """Add up the gradients of an embedding that is the head on another rank, on both; once a
-        step.
-        """
+        """Add up the gradients of an embedding that is another rank's head, once a step."""
         last = find_stage_rank(self._parallel, self._stages - 1)
         if self._model.spec.tied and last != 0 and self._place in (0, last):
-            sum_with(
+            _sum_with(
                 last - self._place,
                 self._model.get_parameter(f"{self._parts.embedding}.weight"),
                 self._use_transport(),
@@ -288,16 +285,18 @@ class Pipeline:
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The tied embedding, where another rank has it too and this is the last: one of them
-        counts in norms.
+        """Return the tied embedding where another rank has it too and this is the last.
+
+        One of the two counts in norms.
         """
         last = find_stage_rank(self._parallel, self._stages - 1)
         is_copy = self._model.spec.tied and last != 0 and self._place == last
         return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
-    def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """Return what this rank may keep at once: by stage, the micro-batches between their forward
-        and their backward.
+    def list_in_flight(self, micro_batches: int) -> list[dict[int, int]]:
+        """Return what this rank may keep at once, each once.
+
+        By stage, that is the micro-batches between their forward and their backward.
         """
         moments: list[dict[int, int]] = []
         for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
@@ -316,44 +315,39 @@ class Pipeline:
     def _get_orders(
         self, micro_batches: int, *, training: bool
     ) -> tuple[list[Action], dict[int, list[Action]]]:
-        """Return this rank's actions, and by number of an action the sends that the others have
-        taken when it begins.
+        """Return this rank's actions, and by an action's number the sends taken when it begins.
 
         They have if every rank is as fast as the others; where one is not, a rank waits there for
         those behind it. Each rank waits so in an order that the simulation has shown to come to its
         end.
         """
         key = (training, micro_batches)
-        if key not in self._known:
-            orders = (compute_orders if training else compute_forward_orders)(
-                self._parallel, micro_batches
-            )
-            lists = add_transfers(orders, self._parallel)
-            timeline, own = (
-                simulate(lists, self._parallel, lambda action: kinds.UNITS[action.kind]),
-                lists[self._place],
-            )
+        if key not in self._orders:
+            compute = compute_orders if training else compute_forward_orders
+            orders = add_transfers(compute(self._parallel, micro_batches), self._parallel)
+            timeline = simulate(orders, self._parallel, lambda action: kinds.UNITS[action.kind])
+            order = orders[self._place]
             taken: dict[int, list[Action]] = {}
-            for send, number in find_taken(timeline, own, self._place, self._parallel).items():
+            for send, number in find_taken(timeline, order, self._place, self._parallel).items():
                 taken.setdefault(number, []).append(send)
-            self._known[key] = own, taken
-        return self._known[key]
+            self._orders[key] = (order, taken)
+        return self._orders[key]
 
     def _agree_on_training(self) -> list[bool]:
-        """Return for each stage, and at last for the head, whether any of its parameters is
-        trained: which gradients have to be sent is known by all.
+        """Return for each stage, and at last for the head, whether a parameter of it is trained.
 
-        Raise ConfigError if nothing is trained.
+        So all ranks know which gradients have to be sent. Raise ConfigError if nothing is trained.
         """
-        mine = {stage: _are_trained(self.layers_of(stage)) for stage in self.layers}
+        own_stages = {stage: _has_trained(self.get_stage_modules(stage)) for stage in self.layers}
         if self.has_last:
-            mine[self._stages] = _are_trained(self.head())
-        is_alone = not holds_values(self._world.device) or dist.get_backend() == "fake"
-        if is_alone:  # in a simulation: the others' are like ours
-            return [mine.get(stage, any(mine.values())) for stage in range(self._stages + 1)]
+            own_stages[self._stages] = _has_trained(self.get_head_modules())
+        if not holds_values(self._world.device) or dist.get_backend() == "fake":
+            # In a simulation the other ranks' stages are like this one's.
+            default = any(own_stages.values())
+            return [own_stages.get(stage, default) for stage in range(self._stages + 1)]
         is_trained: dict[str, bool] = {}  # by number of a stage
-        for of_rank in self._world.gather_json(mine):
-            is_trained |= of_rank
+        for stages_of_rank in self._world.gather_json(own_stages):
+            is_trained |= stages_of_rank
         if not any(is_trained.values()):
             raise ConfigError(
                 "optimizer: found no parameter that requires a gradient; leave at least one"
@@ -361,20 +355,18 @@ class Pipeline:
             )
         return [is_trained[str(stage)] for stage in range(self._stages + 1)]
 
-    def layers_of(self, stage: int) -> list[nn.Module]:
-        """Return the layers of one of this rank's stages, and of the first the embedding: the head
-        is after all stages.
-        """
+    def get_stage_modules(self, stage: int) -> list[nn.Module]:
+        """Return the layers of one of this rank's stages, with the first one's the embedding."""
         names = [self._parts.layers[number] for number in self.layers[stage]]
         names += self._parts.first if stage == 0 else ()
         return [self._model.get_submodule(name) for name in names]
 
-    def head(self) -> list[nn.Module]:
+    def get_head_modules(self) -> list[nn.Module]:
         """Return what is behind the last layer."""
         return [self._model.get_submodule(name) for name in self._parts.last]
 
 
-def _are_trained(modules: Sequence[nn.Module]) -> bool:
+def _has_trained(modules: Sequence[nn.Module]) -> bool:
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
@@ -405,10 +397,10 @@ class _Step:
     def run(
         self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]
     ) -> Iterator[tuple[int, Batch]]:
-        """Run all actions; yield the number of each micro-batch and itself when its hidden states
-        are there, and the caller is to run the head. At the end nothing of it is alive.
+        """Run all actions; yield each micro-batch and its number when its head is to be run.
 
-        taken: by number of an action, the sends done before it.
+        Its hidden states are there then, and the caller runs the head on them. At the end nothing
+        of the step is alive. taken: by number of an action, the sends done before it.
         """
         reducing = self._reduction.begin(actions)
         note = on_action or (lambda action: None)
@@ -444,8 +436,8 @@ class _Step:
 
     def _begin(self, action: Action) -> None:
         """Tell the heartbeat what this rank is at."""
-        what = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
-        self._heartbeat.action = f"{what} in stage {action.stage}"
+        words = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
+        self._heartbeat.action = f"{words} in stage {action.stage}"
 
     def _run_forward(self, action: Action) -> Iterator[tuple[int, Batch]]:
         stage = action.stage
@@ -455,17 +447,18 @@ class _Step:
         received = None if stage == 0 else self._take(action)
         if received is not None and self._trains and self._has_input_gradient(stage):
             received.requires_grad_()
-        pipeline._turn = stage, batch.tokens
+        pipeline._current = (stage, batch.tokens)
         try:
             output = pipeline._model(
                 batch.tokens if received is None else received, batch.positions, batch.attention
             )
         finally:
-            pipeline._turn = None
+            pipeline._current = None
         if self._trains:
-            graph = get_gradient_edge(output) if output.requires_grad else None
-            received_with_gradient = received if self._has_input_gradient(stage) else None
-            self._kept[stage, number] = _Kept(received_with_gradient, graph, None)
+            self._kept[stage, number] = _Kept(
+                received=received if self._has_input_gradient(stage) else None,
+                graph=get_gradient_edge(output) if output.requires_grad else None,
+            )
         if stage < pipeline._stages - 1:
             self._hand_on(action, output.detach())
         elif self._trains:
@@ -475,9 +468,7 @@ class _Step:
             yield from self._lend(number, output)
 
     def _lend(self, number: int, hidden: Tensor) -> Iterator[tuple[int, Batch]]:
-        """Yield a micro-batch; until the caller asks for the next, a call of the model runs the
-        head on these hidden states.
-        """
+        """Yield a micro-batch, while a call of the model runs the head on these hidden states."""
         pipeline = self._pipeline
         pipeline._hidden = hidden
         try:
@@ -492,7 +483,7 @@ class _Step:
             gradient = yield from self._run_head(action.micro_batch, kept)
         else:
             gradient = self._take(action) if kept.graph is not None else None
-        self._reduction.reduce_if_last(self._pipeline.layers_of(action.stage))
+        self._reduction.reduce_if_last(self._pipeline.get_stage_modules(action.stage))
         if kept.graph is not None:
             torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
         del gradient
@@ -507,9 +498,7 @@ class _Step:
     def _run_head(
         self, number: int, kept: _Kept
     ) -> Generator[tuple[int, Batch], None, Tensor | None]:
-        """Return the gradient of the last stage's output, for which the caller runs the head
-        forward and backward.
-        """
+        """Return the gradient of the last stage's output, once the caller has run the head."""
         hidden = kept.hidden
         kept.hidden = None
         assert hidden is not None
@@ -518,14 +507,14 @@ class _Step:
 
     def _run_input_gradient(self, action: Action) -> Iterator[tuple[int, Batch]]:
         """Run backward without the weight gradients of linears, which are deferred."""
-        with self._reduction.unreduced(), defer_weight_gradients() as later:
+        with self._reduction.postpone_reduction(), defer_weight_gradients() as later:
             yield from self._run_backward(action)
         self._later[action.stage, action.micro_batch] = later
 
     def _run_weight_gradients(self, action: Action) -> None:
         pipeline = self._pipeline
-        head = pipeline.head() if action.stage == pipeline._stages - 1 else []
-        self._reduction.reduce_if_last([*pipeline.layers_of(action.stage), *head])
+        head = pipeline.get_head_modules() if action.stage == pipeline._stages - 1 else []
+        self._reduction.reduce_if_last([*pipeline.get_stage_modules(action.stage), *head])
         self._reduction.add(self._later.pop((action.stage, action.micro_batch)))
 
     def _receive(self, action: Action) -> None:
@@ -544,9 +533,7 @@ class _Step:
         return self._arriving.pop(receive).wait()
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
-        """Give a tensor to a stage of this rank as it is; for another rank's it waits for its turn
-        to be sent.
-        """
+        """Give a tensor to a stage of this rank as it is; another rank's waits to be sent."""
         exchange = get_exchange(action, self._pipeline._stages)
         assert exchange is not None
         send, receive = exchange
@@ -579,14 +566,13 @@ class _Step:
         pipeline = self._pipeline
         rows, length = self._batches[number].tokens.shape
         local_shape = torch.Size((rows, length // pipeline._parallel.context))
-        return pipeline._model.compute_hidden_shape(
-            local_shape, pipeline._parallel.tensor
-        ), pipeline._dtype
+        shape = pipeline._model.compute_hidden_shape(local_shape, pipeline._parallel.tensor)
+        return shape, pipeline._dtype
 
     def _get_place(self, action: Action) -> int:
         return find_stage_rank(self._pipeline._parallel, action.stage)
 
     def _make_tag(self, receive: Action) -> int:
         """Return the tag of a transfer, by the stage that receives."""
-        number = receive.micro_batch * self._pipeline._stages + receive.stage
-        return number * 2 + (receive.kind == kinds.RECEIVE_GRADIENT)
+        is_gradient = receive.kind == kinds.RECEIVE_GRADIENT
+        return 2 * (receive.micro_batch * self._pipeline._stages + receive.stage) + is_gradient

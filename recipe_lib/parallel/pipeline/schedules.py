@@ -1,5 +1,4 @@
-"""What each rank of a pipeline does, in which order: forwards, backwards, and what it sends and
-receives between them.
+"""List what each rank of a pipeline does, in which order: forwards, backwards, sends, receives.
 
 The orders of the interleaved and zero-bubble schedules are those that torch.distributed.pipelining
 makes; GPipe (arXiv 1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. ZBV and
@@ -14,13 +13,18 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from recipe_lib.config.mesh import count_stages, count_stages_per_rank, find_stage_rank
+from recipe_lib.config.mesh import (
+    count_stages,
+    count_stages_per_rank,
+    find_stage_rank,
+    list_rank_stages,
+)
 from recipe_lib.config.schema import ParallelConfig
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
 MAKING_GRADIENTS = (BACKWARD, INPUT, WEIGHT)
-# Of what a stage takes from the next one or the one before, and what it sends there.
+# What a stage takes from the next one or the one before, and what it sends there.
 RECEIVE_ACTIVATION, SEND_ACTIVATION = "RF", "SF"
 RECEIVE_GRADIENT, SEND_GRADIENT = "RB", "SB"
 WORDS = {
@@ -48,12 +52,10 @@ _KINDS = {
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """What a stage does with a micro-batch. kind: one of COMPUTE, or RF, SF, RB, SB: it receives or
-    sends.
-    """
+    """An action of a stage on a micro-batch."""
 
     stage: int
-    kind: str
+    kind: str  # of COMPUTE, or RF, SF, RB, SB: it receives or sends
     micro_batch: int
 
     def __str__(self) -> str:
@@ -69,41 +71,43 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those
     worth having.
     """
-    name, ranks = parallel.pipeline_schedule, parallel.pipeline
+    name = parallel.pipeline_schedule
+    ranks = parallel.pipeline
     if name in ("gpipe", "1f1b"):
         return {
             rank: _order_one_forward_one_backward(name, rank, ranks, micro_batches)
             for rank in range(ranks)
         }
-    from torch.distributed.pipelining import (
-        schedules,
-    )  # 834 modules, a second; few runs have such a schedule
+    # Here, since it imports 834 modules in a second, and few runs have such a schedule.
+    from torch.distributed.pipelining import schedules
 
     # For any other number torch's interleaved classes, which have rounds of one size, leave out
     # backwards or count on after the last micro-batch, without a word. What is too many is left out
     # of the larger order, which stays a legal one: micro-batches do not wait for each other.
-    whole = micro_batches
-    while name != "zbv" and whole % max(1, whole // ranks):
-        whole += 1
-    rounds = max(1, whole // ranks)
-    # What the methods read of themselves; the classes want stages with memory to be made
+    padded = micro_batches
+    while name != "zbv" and padded % max(1, padded // ranks):
+        padded += 1
+    rounds = max(1, padded // ranks)
+    # What the methods read of themselves; the classes want stages with memory to be made.
     settings = SimpleNamespace(
         pp_group_size=ranks,
         n_local_stages=count_stages_per_rank(parallel),
         num_stages=count_stages(parallel),
-        _n_microbatches=whole,
+        _n_microbatches=padded,
         number_of_rounds=rounds,
-        microbatches_per_round=whole // rounds,
+        microbatches_per_round=padded // rounds,
     )
-    make = {
+    make_order = {
         "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
         "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
         "zbv": schedules.ScheduleZBVZeroBubble,
     }[name]._calculate_single_rank_operations
-    orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
+    orders = {
+        rank: _read_actions(make_order(settings, rank), micro_batches) for rank in range(ranks)
+    }
     if parallel.pipeline_max_deferred_weight_grads is not None:
         orders = {
-            rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads)
+            rank: _limit_deferred(order, parallel.pipeline_max_deferred_weight_grads)
             for rank, order in orders.items()
         }
     _check_complete(orders, count_stages(parallel), micro_batches)
@@ -111,8 +115,9 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
 
 
 def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
-    """Return what there is after each action of a rank's list: by stage the micro-batches between F
-    and B or I, and those between I and W.
+    """Return what there is after each action of a rank's list, by stage.
+
+    It is the number of micro-batches between F and B or I, and of those between I and W.
     """
     moments: list[dict[int, tuple[int, int]]] = []
     now: dict[int, tuple[int, int]] = {}
@@ -125,35 +130,38 @@ def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
     return moments
 
 
-def _sooner(order: list[Action], most: int) -> list[Action]:
-    """Return the order with weight gradients made sooner where more than `most` would wait: before
-    another input gradient.
+def _limit_deferred(order: list[Action], most: int) -> list[Action]:
+    """Return the order with weight gradients made sooner where more than `most` would wait.
+
+    They are made before another input gradient.
     """
-    found: list[Action] = []
+    limited: list[Action] = []
     waiting: list[Action] = []  # in the order in which they began to
     for action in order:
         if action.kind == INPUT:
             while len(waiting) >= most:
-                found.append(waiting.pop(0))
+                limited.append(waiting.pop(0))
             waiting.append(Action(action.stage, WEIGHT, action.micro_batch))
         if action.kind != WEIGHT:
-            found.append(action)
+            limited.append(action)
         elif action in waiting:
             waiting.remove(action)
-            found.append(action)
-    return found
+            limited.append(action)
+    return limited
 
 
 def _check_complete(orders: Orders, stages: int, micro_batches: int) -> None:
-    """The orders come from private methods of torch: nothing may be missing, or gradients would be
-    wrong unnoticed.
+    """Raise ValueError unless each stage goes forward and backward once with each micro-batch.
+
+    The orders come from private methods of torch: were something missing, gradients would be wrong
+    unnoticed.
     """
     done = Counter(action for order in orders.values() for action in order)
     for stage, number in product(range(stages), range(micro_batches)):
-        found = "".join(kind * done.pop(Action(stage, kind, number), 0) for kind in COMPUTE)
-        if found not in ("FB", "FIW"):
+        kinds = "".join(kind * done.pop(Action(stage, kind, number), 0) for kind in COMPUTE)
+        if kinds not in ("FB", "FIW"):
             raise ValueError(
-                f"stage {stage} does {found or 'nothing'} with micro-batch {number}, expected FB"
+                f"stage {stage} does {kinds or 'nothing'} with micro-batch {number}, expected FB"
                 " or FIW"
             )
     if done:
@@ -162,13 +170,13 @@ def _check_complete(orders: Orders, stages: int, micro_batches: int) -> None:
 
 def compute_forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     """Return the forwards alone, stage by stage: for a loss that is not trained on."""
-    ranks = parallel.pipeline
-    orders: Orders = {rank: [] for rank in range(ranks)}
-    for stage in range(count_stages(parallel)):
-        orders[find_stage_rank(parallel, stage)] += [
-            Action(stage, FORWARD, number) for number in range(micro_batches)
+    return {
+        rank: [
+            Action(stage, FORWARD, number)
+            for stage, number in product(list_rank_stages(parallel, rank), range(micro_batches))
         ]
-    return orders
+        for rank in range(parallel.pipeline)
+    }
 
 
 def _order_one_forward_one_backward(
@@ -184,7 +192,7 @@ def _order_one_forward_one_backward(
     return order
 
 
-def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
+def _read_actions(actions: Sequence[Any], micro_batches: int) -> list[Action]:
     """Return torch's actions on so many micro-batches without its gaps."""
     return [
         Action(action.stage_index, _KINDS[action.computation_type.name], action.microbatch_index)
@@ -194,12 +202,13 @@ def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
 
 
 def list_pairs(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
-    """Return the places in a pipeline whose ranks exchange tensors, the lower first. tied: the
-    first and the last stage have the same embedding, and exchange its gradients.
+    """Return the places in a pipeline whose ranks exchange tensors, the lower first.
+
+    tied: the first and the last stage have the same embedding, and exchange its gradients.
     """
     edges = [
-        (find_stage_rank(parallel, at), find_stage_rank(parallel, at + 1))
-        for at in range(count_stages(parallel) - 1)
+        (find_stage_rank(parallel, stage), find_stage_rank(parallel, stage + 1))
+        for stage in range(count_stages(parallel) - 1)
     ]
     if tied:
         edges.append((0, find_stage_rank(parallel, count_stages(parallel) - 1)))
@@ -218,9 +227,7 @@ def get_exchange(action: Action, stages: int) -> tuple[Action, Action] | None:
 
 
 def get_receive(action: Action, stages: int) -> Action | None:
-    """Return the receive of what a forward or backward takes from another stage; None: its own
-    stage is enough.
-    """
+    """Return the receive of what a forward or backward takes from another stage, if anything."""
     if action.kind == FORWARD and action.stage > 0:
         return Action(action.stage, RECEIVE_ACTIVATION, action.micro_batch)
     if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:

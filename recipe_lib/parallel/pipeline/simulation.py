@@ -1,5 +1,4 @@
-"""How long a pipeline takes, where its ranks wait and what they hold: simulated, and in closed
-form.
+"""Simulate how long a pipeline takes, where its ranks wait and what they hold.
 
 The simulation follows the lists that the ranks run (see schedules.py), with the rules of NCCL: a
 computation waits for what it receives; a send waits for nothing; what two ranks exchange goes one
@@ -34,55 +33,49 @@ from recipe_lib.parallel.pipeline.schedules import (
 
 @dataclass(frozen=True)
 class TimedAction:
-    """A rank's computation from `start` to `end`, in seconds since the step began."""
+    """A computation of a rank."""
 
     rank: int
     action: Action
-    start: float
+    start: float  # seconds since the step began
     end: float
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor on its way. action: the send that it is; sender, receiver: places of ranks; seconds:
-    see ActionSpan.
-    """
+    """A tensor on its way."""
 
-    sender: int
+    sender: int  # a rank's place in the pipeline
     receiver: int
-    action: Action
-    start: float
+    action: Action  # the send
+    start: float  # seconds since the step began
     end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of a pipeline. spans: by rank and start. transfers: by start. ranks: how many."""
+    """A step of a pipeline."""
 
-    ranks: int
-    spans: list[TimedAction]
-    transfers: list[Transfer]
+    ranks: int  # how many there are
+    spans: list[TimedAction]  # by rank and start
+    transfers: list[Transfer]  # by start
 
     @property
     def total(self) -> float:
-        """Seconds until the last rank is done."""
+        """Return the seconds until the last rank is done."""
         return max((span.end for span in self.spans), default=0)
 
-    def busy(self, rank: int) -> float:
-        """Seconds that a rank computes."""
+    def sum_busy_seconds(self, rank: int) -> float:
+        """Return the seconds that a rank computes."""
         return sum(span.end - span.start for span in self.spans if span.rank == rank)
 
-    def idle_share(self, rank: int) -> float:
-        """Return the part of `total` in which a rank does not compute, waiting before its first and
-        after its last action included.
-        """
-        return (self.total - self.busy(rank)) / self.total
+    def compute_idle_share(self, rank: int) -> float:
+        """Return the part of `total` in which a rank does not compute, its ends included."""
+        return (self.total - self.sum_busy_seconds(rank)) / self.total
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time together, ranks x `total`, in which they do not compute: the
-        mean of `idle_share`.
-        """
+        """Return the part of all ranks' time, ranks x `total`, in which they do not compute."""
         available = self.ranks * self.total
         return (available - sum(span.end - span.start for span in self.spans)) / available
 
@@ -93,18 +86,17 @@ def simulate(
     seconds: Callable[[Action], float],
     transfer: Callable[[Action], float] = lambda send: 0,
 ) -> Timeline:
-    """Simulate a step in which every rank of a pipeline runs its list, with transfers
-    (`add_transfers`) or with none.
+    """Simulate a step in which every rank of a pipeline runs its list.
 
-    seconds: of a computation. transfer: of a send, from when both ranks have come to it until the
-    tensor is there. Raises ValueError for lists that deadlock, or that two ranks exchange tensors
-    by in different orders.
+    orders: with transfers (`add_transfers`) or with none. seconds: of a computation. transfer: of a
+    send, from when both ranks have come to it until the tensor is there. Raise ValueError for lists
+    that deadlock, or that two ranks exchange tensors by in different orders.
     """
     return _Simulation(orders, parallel, seconds, transfer).run()
 
 
 class _Simulation:
-    """What is under way: where each rank is, and which of its exchanges wait for the other rank."""
+    """The state of a simulated step: where each rank is, and which of its exchanges wait."""
 
     def __init__(
         self,
@@ -113,8 +105,10 @@ class _Simulation:
         seconds: Callable[[Action], float],
         transfer: Callable[[Action], float],
     ) -> None:
-        self._orders, self._parallel = orders, parallel
-        self._seconds, self._transfer = seconds, transfer
+        self._orders = orders
+        self._parallel = parallel
+        self._seconds = seconds
+        self._transfer = transfer
         self._stages = count_stages(parallel)
         self._at = dict.fromkeys(orders, 0)
         self._clock: dict[int, float] = dict.fromkeys(orders, 0)
@@ -147,7 +141,7 @@ class _Simulation:
         if left:
             raise ValueError(f"the pipeline deadlocks: {', '.join(left)}")
         self._spans.sort(key=lambda span: (span.rank, span.start))
-        self._transfers.sort(key=lambda found: (found.start, found.sender, found.receiver))
+        self._transfers.sort(key=lambda sent: (sent.start, sent.sender, sent.receiver))
         return Timeline(len(self._orders), self._spans, self._transfers)
 
     def _do(self, rank: int, action: Action) -> bool:
@@ -171,39 +165,39 @@ class _Simulation:
     def _exchange(self, rank: int, action: Action) -> None:
         """Exchange at once if the other rank is there already, else when it comes."""
         partner = get_partner(action)
-        other = find_stage_rank(self._parallel, partner.stage)
-        theirs = self._waiting[other, rank]
-        if not theirs:
-            self._waiting[rank, other].append((action, self._clock[rank]))
+        peer = find_stage_rank(self._parallel, partner.stage)
+        waiting = self._waiting[peer, rank]
+        if not waiting:
+            self._waiting[rank, peer].append((action, self._clock[rank]))
             return
-        found, since = theirs.popleft()
-        if found != partner:
+        peer_action, since = waiting.popleft()
+        if peer_action != partner:
             raise ValueError(
-                f"rank {rank} comes to {action} when rank {other} is at {found}, expected {partner}"
+                f"rank {rank} comes to {action} when rank {peer} is at {peer_action}, expected"
+                f" {partner}"
             )
-        pair = min(rank, other), max(rank, other)
+        pair = (min(rank, peer), max(rank, peer))
         sends = action.kind in (SEND_ACTIVATION, SEND_GRADIENT)
         send, receive = (action, partner) if sends else (partner, action)
         start = max(since, self._clock[rank], self._free.get(pair, 0))
         self._free[pair] = self._arrived[receive] = end = start + self._transfer(send)
-        sender, receiver = (rank, other) if sends else (other, rank)
+        sender, receiver = (rank, peer) if sends else (peer, rank)
         self._transfers.append(Transfer(sender, receiver, send, start, end))
 
 
 def add_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
     """Return the orders with what is sent and received.
 
-    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer
-    begins when the receiver's stream has come to it, so that one that is asked for just before it
-    is used is never hidden. Two ranks exchange all their tensors in one order, that in which they
-    are made, since NCCL matches them by nothing else; so one that is made earlier than another is
-    also asked for before the other is sent or asked for, and nothing is asked for ahead of what
-    this rank has still to send the other first.
+    A tensor is sent when it is made, and asked for one computation ahead. Two ranks exchange all
+    their tensors in one order, that in which they are made: so one that is made earlier than
+    another is also asked for before the other is sent or asked for, and nothing is asked for ahead
+    of what this rank has still to send the other first.
     """
+    # One computation ahead, since with NCCL a transfer begins when the receiver's stream has come
+    # to it: one that is asked for just before it is used is never hidden. In one order, since NCCL
+    # matches the tensors of two ranks by nothing else.
     stages = count_stages(parallel)
-    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(
-        list
-    )  # by pair of ranks: (send, receive)
+    exchanges: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)
     timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
     for span in sorted(timeline.spans, key=lambda span: (span.end, span.rank, span.action)):
         rank = span.rank
@@ -212,55 +206,54 @@ def add_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
             continue
         peer = find_stage_rank(parallel, exchange[1].stage)
         if peer != rank:
-            wanted[min(rank, peer), max(rank, peer)].append(exchange)
-    found: Orders = {}
-    for rank, order in orders.items():
-        found[rank] = _list_transfers(rank, order, parallel, wanted, stages)
-    return found
+            exchanges[min(rank, peer), max(rank, peer)].append(exchange)
+    return {
+        rank: _insert_transfers(rank, order, parallel, exchanges) for rank, order in orders.items()
+    }
 
 
-def _list_transfers(
+def _insert_transfers(
     rank: int,
     order: list[Action],
     parallel: ParallelConfig,
-    wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
-    stages: int,
+    exchanges: Mapping[tuple[int, int], list[tuple[Action, Action]]],
 ) -> list[Action]:
-    """Put a rank's sends after its actions, and its receives before the actions before them, each
-    pair of ranks in its one order.
+    """Put a rank's sends after its actions, and its receives before the actions before them.
+
+    exchanges: by pair of ranks, its sends and receives in the one order that both keep.
     """
-    mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
-    place: dict[Action, tuple[int, int]] = {}
-    for pair, exchanges in wanted.items():
+    stages = count_stages(parallel)
+    own_actions: dict[int, list[Action]] = {}  # by the other rank, in their order
+    places: dict[Action, tuple[int, int]] = {}  # the other rank, and the place in their order
+    for pair, of_pair in exchanges.items():
         if rank not in pair:
             continue
-        other = pair[0] if pair[1] == rank else pair[1]
-        mine[other] = [
+        peer = pair[0] if pair[1] == rank else pair[1]
+        own_actions[peer] = [
             send if find_stage_rank(parallel, send.stage) == rank else receive
-            for send, receive in exchanges
+            for send, receive in of_pair
         ]
-        place |= {action: (other, number) for number, action in enumerate(mine[other])}
-    reached = dict.fromkeys(mine, 0)
-    found: list[Action] = []
+        places |= {action: (peer, number) for number, action in enumerate(own_actions[peer])}
+    num_inserted = dict.fromkeys(own_actions, 0)
+    result: list[Action] = []
 
-    def up_to(action: Action) -> None:
-        other, number = place[action]
-        while reached[other] <= number:
-            found.append(mine[other][reached[other]])
-            reached[other] += 1
+    def insert_through(action: Action) -> None:
+        peer, number = places[action]
+        result.extend(own_actions[peer][num_inserted[peer] : number + 1])
+        num_inserted[peer] = max(num_inserted[peer], number + 1)
 
     for action, following in zip_longest(order, order[1:]):
         received = get_receive(action, stages)
-        if received in place:
-            up_to(received)
+        if received in places:
+            insert_through(received)
         ahead = get_receive(following, stages) if following is not None else None
-        if ahead in place and reached[place[ahead][0]] == place[ahead][1]:
-            up_to(ahead)
-        found.append(action)
+        if ahead in places and num_inserted[places[ahead][0]] == places[ahead][1]:
+            insert_through(ahead)
+        result.append(action)
         exchange = get_exchange(action, stages)
-        if exchange is not None and exchange[0] in place:
-            up_to(exchange[0])
-    return found
+        if exchange is not None and exchange[0] in places:
+            insert_through(exchange[0])
+    return result
 
 
 def get_partner(action: Action) -> Action:
@@ -286,30 +279,23 @@ def get_partner(action: Action) -> Action:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Of one micro-batch. kept: after its forward, the stage's input included, of the last stage
-    its output too. deferred: after its input gradient, until its weight gradients are made. Each
-    storage counts once.
-    """
+    """The bytes that a stage holds of one micro-batch; each storage counts once."""
 
-    kept: int
-    deferred: int = 0
+    kept: int  # after its forward: with the stage's input, of the last stage its output too
+    deferred: int = 0  # after its input gradient, until its weight gradients are made
 
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors
-    from other ranks, not used yet. handed: between two stages of this rank. waiting: made for
-    another rank, not sent yet. sent: on their way, counted until the other rank has taken them; it
-    may be sooner.
-    """
+    """The bytes that a rank holds after an action."""
 
     action: Action
-    kept: int
+    kept: int  # of its stages, see `StageBytes`
     deferred: int
-    received: int
-    handed: int
-    waiting: int
-    sent: int
+    received: int  # of tensors from other ranks, not used yet
+    handed: int  # between two stages of this rank
+    waiting: int  # made for another rank, not sent yet
+    sent: int  # on their way, until the other rank has taken them for sure
 
 
 def compute_live_bytes(
@@ -322,17 +308,18 @@ def compute_live_bytes(
     """Return what a rank holds after each action of its list, transfers included.
 
     stages: the rank's own. boundary: bytes of one micro-batch's tensor between two stages; a
-    gradient is as large. taken: until when sent tensors count, see `find_latest_taken`, which is the
-    default, and `find_taken`.
+    gradient is as large. taken: until when sent tensors count, see `find_latest_taken` (the
+    default) and `find_taken`.
     """
     count = count_stages(parallel)
     taken = find_latest_taken(order, parallel) if taken is None else taken
     transfers = {action for action in order if action.kind not in COMPUTE}
     kept = deferred = 0
-    received, handed = set[Action](), set[Action]()  # receives; those that need no transfer
-    waiting, sent = set[Action](), set[Action]()  # sends
-
-    found = []
+    received: set[Action] = set()  # receives
+    handed: set[Action] = set()  # receives that need no transfer
+    waiting: set[Action] = set()  # sends
+    sent: set[Action] = set()
+    moments = []
     for number, action in enumerate(order):
         sent -= {send for send in sent if taken[send] <= number}
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
@@ -342,9 +329,8 @@ def compute_live_bytes(
             sent.add(action)
         else:
             used = get_receive(action, count)
-            if used is not None:
-                received.discard(used)
-                handed.discard(used)
+            received -= {used}
+            handed -= {used}
             stage = stages[action.stage]
             kept += {FORWARD: stage.kept, WEIGHT: 0}.get(action.kind, -stage.kept)
             deferred += {INPUT: stage.deferred, WEIGHT: -stage.deferred}.get(action.kind, 0)
@@ -355,7 +341,7 @@ def compute_live_bytes(
                     waiting.add(send)
                 else:
                     handed.add(receive)
-        found.append(
+        moments.append(
             Live(
                 action,
                 kept=kept,
@@ -366,12 +352,11 @@ def compute_live_bytes(
                 sent=len(sent) * boundary,
             )
         )
-    return found
+    return moments
 
 
 def find_latest_taken(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, int]:
-    """By send of a rank's list: the number of the action before which the other rank has taken it,
-    at the latest.
+    """Return by send before which action of its list a rank knows that it is taken, at the latest.
 
     Two ranks exchange in one order: who has used what comes after a send in it knows that the send
     is done. The length of the list where nothing comes after it.
@@ -382,48 +367,45 @@ def find_latest_taken(order: Sequence[Action], parallel: ParallelConfig) -> dict
         for number, action in enumerate(order)
         if action.kind in COMPUTE
     }
-    found: dict[Action, int] = {}
-    open_: dict[
-        int, list[Action]
-    ] = {}  # by the other rank, sends that nothing has come after so far
+    latest: dict[Action, int] = {}
+    unanswered: dict[int, list[Action]] = {}  # by peer, sends that nothing has come after so far
     for action in order:
         if action.kind in COMPUTE:
             continue
-        other = find_stage_rank(parallel, get_partner(action).stage)
+        peer = find_stage_rank(parallel, get_partner(action).stage)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
-            for send in open_.pop(other, []):
-                found[send] = used[action]
+            latest |= dict.fromkeys(unanswered.pop(peer, []), used[action])
         else:
-            open_.setdefault(other, []).append(action)
-    return found | {send: len(order) for sends in open_.values() for send in sends}
+            unanswered.setdefault(peer, []).append(action)
+    return latest | {send: len(order) for sends in unanswered.values() for send in sends}
 
 
 def find_taken(
     timeline: Timeline, order: Sequence[Action], rank: int, parallel: ParallelConfig
 ) -> dict[Action, int]:
-    """Return the same as `find_latest_taken`, but sooner: the number of the action before which a
-    rank waits until a send is taken.
+    """Return by send before which action of its list a rank waits until the send is taken.
 
-    In a simulation of this list it has been taken one computation before: a rank that waited
-    already there would be held up by every small delay of a neighbor. Ranks that wait so come to an
-    end, in the order of the simulation.
+    That is sooner than `find_latest_taken`. In a simulation of this list it has been taken one
+    computation before: a rank that waited already there would be held up by every small delay of a
+    neighbor. Ranks that wait so come to an end, in the order of the simulation.
     """
     begins = {span.action: span.start for span in timeline.spans if span.rank == rank}
     computed = [
         (begins[action], number) for number, action in enumerate(order) if action.kind in COMPUTE
     ]
-    surely = find_latest_taken(order, parallel)
-    found = {}
-    for way in timeline.transfers:
-        if way.sender == rank:
-            behind = [number for begin, number in computed if begin >= way.end][1:2]
-            found[way.action] = min([*behind, surely[way.action]])
-    return found
+    latest = find_latest_taken(order, parallel)
+    taken = {}
+    for transfer in timeline.transfers:
+        if transfer.sender == rank:
+            later = [number for begin, number in computed if begin >= transfer.end][1:2]
+            taken[transfer.action] = min([*later, latest[transfer.action]])
+    return taken
 
 
 def count_in_flight(order: Sequence[Action]) -> tuple[int, int]:
-    """Return (the most micro-batches between F and B or I, the most between I and W) of a rank's
-    list, stages counted separately.
+    """Return the most micro-batches between F and B or I in a rank's list, and between I and W.
+
+    Those of each stage count.
     """
     counts = [list(moment.values()) for moment in count_moments(order)]
     most_ahead = max((sum(ahead for ahead, _ in moment) for moment in counts), default=0)

@@ -24,7 +24,7 @@ from recipe_lib.config.mesh import compute_micro_batches, count_same_batch_ranks
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.tokenize_dataset import count_workers, start_forks
 from recipe_lib.errors import SetupError, UserError
-from recipe_lib.parallel.world import communicators
+from recipe_lib.parallel.world import count_communicator_ranks
 from recipe_lib.plan.allocation.caching_allocator import round_size
 from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
@@ -320,7 +320,7 @@ def list_communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     # NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
     # communicator of their own.
     pairs = max(len(list_peers(parallel, place)) for place in range(parallel.pipeline))
-    return [*communicators(parallel, ranks), *[2] * pairs]
+    return [*count_communicator_ranks(parallel, ranks), *[2] * pairs]
 
 
 def compute_tolerance(settings: PlanSettings) -> int:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.ops import dtensor_shards
-from recipe_lib.parallel.world import World, world_of
+from recipe_lib.parallel.world import World, build_world
 from recipe_lib.plan.simulated_world.simulated_device import (
     MODULE,
     NAME,
@@ -73,7 +73,7 @@ def enter_simulated_world(
     with _make_fake_group(rank, ranks), apply_patches(_tell_meshes_apart(hash((rank, shape)))):
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
         with apply_patches([*_make_meshes_real(), *_use_own_streams()]):
-            yield world_of(
+            yield build_world(
                 mesh, rank, size=ranks, local_rank=0, device=device, context=parallel.context
             )
 

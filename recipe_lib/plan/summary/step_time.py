@@ -135,8 +135,8 @@ def build_simulated_step(
     plan.seconds = float(timeline.total)
     plan.bubble = float(timeline.bubble)
     for place in plan.places:
-        place.compute = float(timeline.busy(place.place))
-        place.idle = float(timeline.idle_share(place.place))
+        place.compute = float(timeline.sum_busy_seconds(place.place))
+        place.idle = float(timeline.compute_idle_share(place.place))
     plan.spans = [
         ActionSpan(
             place=span.rank,

@@ -404,8 +404,8 @@ def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
         return
     with checker.follow_step():
         step = recipe.train_step(batches)
-        if hasattr(step, "numbers"):
-            step.numbers()
+        if hasattr(step, "read_numbers"):
+            step.read_numbers()
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:

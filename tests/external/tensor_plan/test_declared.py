@@ -19,7 +19,7 @@ from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.small_models import randomize
 from recipe_lib.models import DecoderSpec, build_meta
 from recipe_lib.parallel import World, shard_tensors
-from recipe_lib.parallel.world import world_of
+from recipe_lib.parallel.world import build_world
 from tests.external.tensor_plan.declared import Declaration, list_differences, read_declared
 from tests.parallel.small_models import VOCABULARY, build_small_spec
 
@@ -70,7 +70,7 @@ def one_of(size: int) -> Iterator[World]:
     try:
         shape = tuple(compute_mesh_shape(ParallelConfig(tensor=size), size).values())
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=MESH_DIMS)
-        yield world_of(mesh, 0, size, 0, torch.device("cpu"))
+        yield build_world(mesh, 0, size, 0, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 

@@ -20,11 +20,11 @@ from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 from recipe_lib.models import build_meta, build_spec, read_preset_config
 from recipe_lib.optim.optimizers import count_optimizer_state_bytes
 from recipe_lib.parallel.pipeline.balance import (
-    kept_of_layer,
-    layer_weights,
-    memory_of,
+    count_kept_elements,
+    count_layer_weights,
+    estimate_times,
+    make_memory_cost,
     split_layers,
-    time_of,
 )
 
 LLAMA = build_spec(read_preset_config("llama3/8B"), "llama3/8B")
@@ -55,8 +55,8 @@ def test_a_head_takes_as_long_as_some_layers():
     """Llama-3-8B: a layer has 2 x 4096 x (4096 + 1024) + 3 x 4096 x 14336 = 218.1 M weights, the
     head 525.3 M.
     """
-    assert layer_weights(LLAMA) == 218_103_808
-    layer, head = time_of(LLAMA, config(length=0))
+    assert count_layer_weights(LLAMA) == 218_103_808
+    layer, head = estimate_times(LLAMA, config(length=0))
     assert (layer, head) == (6 * 218_103_808, 6 * 525_336_576)
     assert head / layer == pytest.approx(2.409, abs=1e-3)
     # 32 layers and 2.4 for the head, 8.6 on each rank: no rank can have less than 9.
@@ -85,10 +85,10 @@ def test_layers_of_experts_weigh_what_they_have_and_take_the_time_of_what_comput
             every += parameter.numel()
             share = mixture.top_k / mixture.num_experts if parameter.dim() == 3 else 1
             computing += parameter.numel() * share
-    assert layer_weights(spec) == every // len(layers)
-    assert time_of(spec, config(length=0))[0] == 6 * computing / len(layers)
-    counted = memory_of(spec, config(length=0))
-    assert counted(1, {1: 2}) - counted(1, {1: 1}) == 2 * 4 * layer_weights(
+    assert count_layer_weights(spec) == every // len(layers)
+    assert estimate_times(spec, config(length=0))[0] == 6 * computing / len(layers)
+    counted = make_memory_cost(spec, config(length=0))
+    assert counted(1, {1: 2}) - counted(1, {1: 1}) == 2 * 4 * count_layer_weights(
         spec
     )  # weight, gradient and two states
 
@@ -105,32 +105,36 @@ def test_adapters_of_experts_weigh_more_than_others():
             sum(one.numel() for one in model.parameters() if one.requires_grad) // spec.num_layers
         )
     weighed = [
-        memory_of(spec, cfg)(1, {1: 2}) - memory_of(spec, cfg)(1, {1: 1}) for cfg in (alone, both)
+        make_memory_cost(spec, cfg)(1, {1: 2}) - make_memory_cost(spec, cfg)(1, {1: 1})
+        for cfg in (alone, both)
     ]
     assert weighed[1] - weighed[0] == 2 * 4 * (numbers[1] - numbers[0])
-    assert weighed[0] == 2 * layer_weights(spec) + 2 * 4 * numbers[0]
+    assert weighed[0] == 2 * count_layer_weights(spec) + 2 * 4 * numbers[0]
 
 
 def test_what_is_computed_again_and_what_is_not_trained_counts():
-    layer, head = time_of(LLAMA, config(length=0))
+    layer, head = estimate_times(LLAMA, config(length=0))
     full = config(length=0)
     full.memory.activation_checkpointing = "full"
-    assert time_of(LLAMA, full) == (layer * 4 / 3, head)
+    assert estimate_times(LLAMA, full) == (layer * 4 / 3, head)
     full.memory.activation_checkpointing = "selective"
-    assert time_of(LLAMA, full) == (layer * 7 / 6, head)
-    assert time_of(LLAMA, config(length=0, recipe=LoraFinetuneConfig)) == (
+    assert estimate_times(LLAMA, full) == (layer * 7 / 6, head)
+    assert estimate_times(LLAMA, config(length=0, recipe=LoraFinetuneConfig)) == (
         layer * 2 / 3,
         head * 2 / 3,
     )
     dpo = config(length=0, recipe=DpoFinetuneConfig)
-    assert time_of(LLAMA, dpo) == (layer * 2 / 3, head * 2 / 3)
+    assert estimate_times(LLAMA, dpo) == (layer * 2 / 3, head * 2 / 3)
     dpo.dpo.trainable = "all"
-    assert time_of(LLAMA, dpo) == (layer, head)
+    assert estimate_times(LLAMA, dpo) == (layer, head)
     # 8192 tokens: each sees 4096 of them on average, 4 x 4096 operations for each, forward and 2.5
     # times backward.
-    assert time_of(LLAMA, config(length=8192))[0] == layer + 3.5 * 4 * 4096 * 4096
+    assert estimate_times(LLAMA, config(length=8192))[0] == layer + 3.5 * 4 * 4096 * 4096
     windowed = replace(LLAMA, windows=(1024, None) * 16)
-    assert time_of(windowed, config(length=8192))[0] == layer + 3.5 * 4 * 4096 * (1024 + 4096) / 2
+    assert (
+        estimate_times(windowed, config(length=8192))[0]
+        == layer + 3.5 * 4 * 4096 * (1024 + 4096) / 2
+    )
 
 
 def every_split(spec, cfg):
@@ -145,7 +149,7 @@ def every_split(spec, cfg):
 def test_no_other_split_has_a_faster_slowest_rank(schedule, layers, vocab):
     cfg = config(schedule, ranks=3)
     spec = shaped(layers, vocab_size=vocab)
-    layer, head = time_of(spec, cfg)
+    layer, head = estimate_times(spec, cfg)
     last = count_stages(cfg.parallel) - 1
 
     def slowest(split):
@@ -165,7 +169,7 @@ def test_no_other_split_has_a_smaller_largest_rank(schedule, checkpointing):
     cfg = config(schedule, balance="memory", length=2048)
     cfg.memory.activation_checkpointing = checkpointing
     spec = shaped(14)
-    cost = memory_of(spec, cfg)
+    cost = make_memory_cost(spec, cfg)
 
     def largest(split):
         return max(
@@ -182,18 +186,18 @@ def test_memory_by_hand():
     """
     cfg = config("gpipe", balance="memory", length=1000)
     cfg.gradient_accumulation_steps, cfg.memory.loss_chunks = 1, 1
-    cost = memory_of(LLAMA, cfg)
+    cost = make_memory_cost(LLAMA, cfg)
     kept = 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336
-    assert kept_of_layer(LLAMA, "none") == kept
+    assert count_kept_elements(LLAMA, "none") == kept
     assert cost(1, {1: 3}) == 3 * (8 * 218_103_808 + 2000 * kept)
     assert cost(0, {0: 3}) - cost(1, {1: 3}) == 8 * 525_336_576
     logits = 1000 * 128256 * 10  # in bf16, and in fp32 twice
     assert cost(3, {3: 3}) - cost(1, {1: 3}) == (8 + 2) * 525_336_576 + logits
     cfg.gradient_accumulation_steps = 5
-    assert memory_of(LLAMA, cfg)(1, {1: 3}) == 3 * (8 * 218_103_808 + 5 * 2000 * kept)
+    assert make_memory_cost(LLAMA, cfg)(1, {1: 3}) == 3 * (8 * 218_103_808 + 5 * 2000 * kept)
     cfg.parallel.pipeline_schedule = "1f1b"
-    assert memory_of(LLAMA, cfg)(2, {2: 3}) == 3 * (8 * 218_103_808 + 2 * 2000 * kept)
-    assert memory_of(LLAMA, cfg, shards=8)(2, {2: 3}) == 3 * (218_103_808 + 2 * 2000 * kept)
+    assert make_memory_cost(LLAMA, cfg)(2, {2: 3}) == 3 * (8 * 218_103_808 + 2 * 2000 * kept)
+    assert make_memory_cost(LLAMA, cfg, shards=8)(2, {2: 3}) == 3 * (218_103_808 + 2 * 2000 * kept)
 
 
 def test_ranks_with_more_in_flight_have_fewer_layers():
@@ -203,15 +207,15 @@ def test_ranks_with_more_in_flight_have_fewer_layers():
 
 
 def test_frozen_weights_weigh_less():
-    full = memory_of(LLAMA, config(balance="memory"))(1, {1: 1})
+    full = make_memory_cost(LLAMA, config(balance="memory"))(1, {1: 1})
     lora = config(balance="memory", recipe=LoraFinetuneConfig)
-    plain = memory_of(LLAMA, lora)(1, {1: 1})
+    plain = make_memory_cost(LLAMA, lora)(1, {1: 1})
     lora.lora.quantize_base = "nf4"
-    quantized = memory_of(LLAMA, lora)(1, {1: 1})
+    quantized = make_memory_cost(LLAMA, lora)(1, {1: 1})
     assert full > 3 * plain > 3 * 2 * quantized
     dpo = config(balance="memory", recipe=DpoFinetuneConfig)
     dpo.dpo.trainable = "all"  # and a frozen copy
-    assert memory_of(LLAMA, dpo)(1, {1: 1}) > 1.2 * full
+    assert make_memory_cost(LLAMA, dpo)(1, {1: 1}) > 1.2 * full
 
 
 def test_a_tied_head_on_the_rank_of_the_embedding_is_no_second_one():
@@ -220,9 +224,12 @@ def test_a_tied_head_on_the_rank_of_the_embedding_is_no_second_one():
     first = find_stage_rank(cfg.parallel, 7)
     assert first == 0
     weights = 8 * LLAMA.vocab_size * LLAMA.width
-    assert memory_of(LLAMA, cfg)(0, {0: 1, 7: 1}) - memory_of(tied, cfg)(0, {0: 1, 7: 1}) == weights
+    assert (
+        make_memory_cost(LLAMA, cfg)(0, {0: 1, 7: 1}) - make_memory_cost(tied, cfg)(0, {0: 1, 7: 1})
+        == weights
+    )
     cfg = config(balance="memory")
-    assert memory_of(LLAMA, cfg)(3, {3: 1}) == memory_of(tied, cfg)(3, {3: 1})
+    assert make_memory_cost(LLAMA, cfg)(3, {3: 1}) == make_memory_cost(tied, cfg)(3, {3: 1})
 
 
 def test_a_list_is_taken_as_it_is():
@@ -285,7 +292,7 @@ def test_states_weigh_what_the_optimizer_keeps(settings):
     they are none.
     """
     cfg = config(balance="memory")
-    plain = memory_of(LLAMA, config(balance="memory"))
+    plain = make_memory_cost(LLAMA, config(balance="memory"))
     cfg.optimizer = OptimizerConfig(**settings)
     matrices = {
         "model.layers.0.mlp.up_proj.weight": (14336, 4096),
@@ -298,7 +305,7 @@ def test_states_weigh_what_the_optimizer_keeps(settings):
             count_optimizer_state_bytes(cfg.optimizer, [(name, parameter)]) / parameter.numel()
         )
     of_layer, of_head = kept.values()
-    cost = memory_of(LLAMA, cfg)
+    cost = make_memory_cost(LLAMA, cfg)
     assert plain(1, {1: 3}) - cost(1, {1: 3}) == pytest.approx(
         3 * 218_103_808 * (4 - of_layer), abs=1
     )
@@ -309,6 +316,6 @@ def test_states_weigh_what_the_optimizer_keeps(settings):
     last = [one(3, {3: 3}) - one(1, {1: 3}) for one in (plain, cost)]
     assert last[0] - last[1] == pytest.approx(525_336_576 * (4 - of_head), abs=1)
     cfg.memory.optimizer_offload = True
-    assert cost(1, {1: 3}) - memory_of(LLAMA, cfg)(1, {1: 3}) == pytest.approx(
+    assert cost(1, {1: 3}) - make_memory_cost(LLAMA, cfg)(1, {1: 3}) == pytest.approx(
         3 * 218_103_808 * of_layer, abs=1
     )

@@ -46,8 +46,10 @@ def test_the_bubble_is_that_of_the_formula(schedule, ranks):
             compared += 1
             found = simulated(parallel, count)
             assert found.bubble == wanted, (stages, count)
-            assert found.bubble == pytest.approx(sum(map(found.idle_share, range(ranks))) / ranks)
-            assert all(found.busy(rank) == 3 * own * count for rank in range(ranks))
+            assert found.bubble == pytest.approx(
+                sum(map(found.compute_idle_share, range(ranks))) / ranks
+            )
+            assert all(found.sum_busy_seconds(rank) == 3 * own * count for rank in range(ranks))
     assert compared >= 4
 
 
@@ -107,7 +109,7 @@ def test_transfers_by_hand():
     }
     assert found.total == 20
     assert found.bubble == (2 * 20 - 8) / (2 * 20)
-    assert found.idle_share(0) == found.idle_share(1) == 16 / 20
+    assert found.compute_idle_share(0) == found.compute_idle_share(1) == 16 / 20
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -138,9 +140,9 @@ def test_the_slowest_stage_sets_the_pace():
     slow = simulated(
         pipeline("1f1b", 4), 16, lambda action: UNITS[action.kind] * (2 if action.stage == 2 else 1)
     )
-    assert slow.busy(2) == 96
+    assert slow.sum_busy_seconds(2) == 96
     assert 96 < slow.total < 96 + 4 * 6
-    assert slow.idle_share(2) < 0.2 < 0.5 < slow.idle_share(0)
+    assert slow.compute_idle_share(2) < 0.2 < 0.5 < slow.compute_idle_share(0)
 
 
 def test_lists_that_do_not_fit_are_refused():

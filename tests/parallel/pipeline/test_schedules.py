@@ -312,8 +312,10 @@ def test_one_forward_one_backward_by_hand():
 
 
 def test_an_order_with_a_gap_is_an_error_and_not_a_missing_gradient(monkeypatch):
-    read = schedules._read
-    monkeypatch.setattr(schedules, "_read", lambda actions, count: read(actions, count)[:-1])
+    read = schedules._read_actions
+    monkeypatch.setattr(
+        schedules, "_read_actions", lambda actions, count: read(actions, count)[:-1]
+    )
     with pytest.raises(ValueError, match="stage .* does FI with micro-batch"):
         compute_orders(pipeline("zbv", 2), 4)
 

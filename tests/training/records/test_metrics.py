@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.errors import StorageError
-from recipe_lib.training.metrics import MetricsFile, read_metrics, step_metrics, write_summary
+from recipe_lib.training.records import MetricsFile, build_step_metrics, read_metrics, write_summary
 from recipe_lib.units import GIB
 from tests.forked import call_forked
 
@@ -20,7 +20,7 @@ def line(step: int, **changes: Any) -> dict[str, Any]:
         "step": step, "epoch": step / 10, "loss": 5.0 / step, "grad_norm": 1.0, "lr": 1e-3, "seconds": 0.5,
         "label_tokens": 100, "total_tokens": 400, "devices": 2, "peak": PEAK,
     }  # fmt: skip
-    return step_metrics(**(given | changes))
+    return build_step_metrics(**(given | changes))
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

@@ -44,8 +44,8 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
     own = ["noise", "cut_tokens"]
     with closing(Progress(LogConfig(progress="plain"), 12, MAIN, done=2)) as progress:
-        progress.step(line(3))
-        progress.step(
+        progress.show_step(line(3))
+        progress.show_step(
             line(
                 4,
                 memory_kind="resident set",
@@ -71,8 +71,8 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
 def test_every_few_steps_and_always_the_last(said: list[str]) -> None:
     with closing(Progress(LogConfig(progress="auto", every_n_steps=4), 10, MAIN)) as progress:
         for step in range(1, 11):
-            progress.step(line(step))
-        progress.validation({"step": 10, "validation_loss": 0.5})
+            progress.show_step(line(step))
+        progress.show_validation({"step": 10, "validation_loss": 0.5})
     assert [text.split("  ")[0] for text in said] == [
         "step 4/10",
         "step 8/10",
@@ -84,8 +84,8 @@ def test_every_few_steps_and_always_the_last(said: list[str]) -> None:
 
 def test_other_ranks_say_nothing(said: list[str]) -> None:
     with closing(Progress(LogConfig(progress="live"), 3, OTHER)) as progress:
-        progress.step(line(1))
-        progress.validation({"step": 1, "validation_loss": 0.5})
+        progress.show_step(line(1))
+        progress.show_validation({"step": 1, "validation_loss": 0.5})
     assert said == []
 
 
@@ -100,7 +100,7 @@ def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
         waiting = _rows_once(terminal, "step 0/1500")
         assert waiting[0].endswith("eta ?") and waiting[1].startswith("the first step began")
         for step in (1, 2, 3):
-            progress.step(line(step, noise=0.5), ["noise"])
+            progress.show_step(line(step, noise=0.5), ["noise"])
         bar, numbers = _rows_once(terminal, "step 3/1500")
         assert max(len(bar), len(numbers)) < width
         assert "━━━━" in bar and " eta " in bar and " 0%" in bar
@@ -112,7 +112,7 @@ def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
             width, ["labels", "lr ", "grad norm", "tokens/s", "GiB"]
         )
         assert set(least) <= set(kept)
-        progress.validation({"step": 3, "validation_loss": 0.5})
+        progress.show_validation({"step": 3, "validation_loss": 0.5})
     history = read_lines(terminal.getvalue())
     assert [text.split("  ")[0] for text in history] == ["step 2/1500", "step 3/1500"]
     assert history[1] == "step 3/1500  validation loss 0.5000"
@@ -127,7 +127,7 @@ def test_a_phase_stands_in_place_of_the_numbers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(phases, "ROW_SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     with closing(Progress(LogConfig(progress="auto"), 3, MAIN)) as progress:
-        progress.step(line(1))
+        progress.show_step(line(1))
         with phases.phase("validating"):
             rows = _rows_once(terminal, "validating")
             assert rows[0].startswith("step 1/3") and "validating" in rows[1]

@@ -60,7 +60,7 @@ def test_a_run_reaches_the_library(
     library = Recorder(name)
     monkeypatch.setitem(sys.modules, name, library)
     log = open_log(tmp_path / "run7", trackers=[name], project="p")
-    log.validation(LINE)
+    log.record_validation(LINE)
     log.close("done")
     kinds = [kind for kind, _ in library.calls]
     assert kinds == ["init", "log", "finish"]
@@ -99,7 +99,7 @@ def test_tensorboard_gets_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     log = open_log(tmp_path, trackers=["tensorboard"])
-    log.validation(LINE)
+    log.record_validation(LINE)
     log.close("done")
     assert written == [
         ("open", str(tmp_path / "trackers" / "tensorboard")),
@@ -113,7 +113,7 @@ def test_tensorboard_gets_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_event_files_by_the_real_library(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="extra `tensorboard` is not installed")
     log = open_log(tmp_path, trackers=["tensorboard"])
-    log.validation(LINE)
+    log.record_validation(LINE)
     log.close("done")
     assert any(path.name.startswith("events.out") for path in tmp_path.rglob("*"))
 
@@ -152,6 +152,6 @@ def test_other_ranks_open_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     library = Recorder("wandb")
     monkeypatch.setitem(sys.modules, "wandb", library)
     log = open_log(tmp_path, OTHER, trackers=["wandb"])
-    log.validation(LINE)
+    log.record_validation(LINE)
     log.close("done")
     assert library.calls == []

@@ -1,0 +1,288 @@
+"""Losses of micro-batches, in training and in validation: what recipes compute of label tokens and
+of answers, and sums and metrics over all held-out sequences.
+
+The micro-batches of a step are `Parallel.micro_batches`. `compute_validation_loss` is for recipes
+whose loss is cross-entropy; methods with another one give `sum_over_validation` the sums of a
+micro-batch. `compute_token_scores` and `sum_over_sequences` tell the log-likelihood of each
+sequence, for metrics and for `tune eval`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipe_lib.config.registry import get_registered
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import Batch, StepBatches
+from recipe_lib.generation.sample import compute_metric, generate_answers
+from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.ops.chunked_heads import IGNORED
+from recipe_lib.ops.head_losses import CrossEntropy, TokenScores
+from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
+from recipe_lib.training.training_data import TrainingData
+
+_PIPELINE_BATCHES = 16  # that go through a pipeline at a time
+_CHUNK_TOKENS = 512  # tokens whose logits exist at a time
+
+
+def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
+    """Return the head loss that sums the token losses of `loss`, in `memory.loss_chunks` chunks.
+
+    The built-in one is `ops.head_losses`'; a plugin registers its own, `fn(logits [m, v], labels
+    [m]) -> sum`. Raise ConfigError with the nearest name if no loss of that name is registered.
+    """
+    return CrossEntropy(cfg.memory.loss_chunks, get_registered("loss", cfg.loss))
+
+
+def evaluate_micro_batches(
+    parallel: Parallel,
+    compute: Callable[[Batch], Any],
+    micro_batches: Sequence[Batch],
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[Any]:
+    """Return the result of `compute`, which calls the model, for each micro-batch, without
+    gradients.
+
+    inside: makes the context that the model's calls run in. In a pipeline `compute` is called on
+    the rank with the last stage alone, and the results of others are None.
+    """
+    # A schedule runs all micro-batches at once; elsewhere each runs when its result is asked for.
+    if parallel.pipeline is not None:
+        with inside():
+            results = parallel.pipeline.evaluate(
+                micro_batches, lambda number, batch: compute(batch)
+            )
+        return iter(results)
+    return (_compute_without_gradients(batch, compute, inside) for batch in micro_batches)
+
+
+@torch.no_grad()
+def _compute_without_gradients(
+    batch: Batch,
+    compute: Callable[[Batch], Any],
+    inside: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    with inside():
+        return compute(batch)
+
+
+def get_values(batch: Batch) -> Tensor:
+    """Return the margins, classes or labels (1: wanted) of a micro-batch's items.
+
+    Raise ValueError for a micro-batch without.
+    """
+    if batch.targets is None:
+        raise ValueError("this batch holds no labels")
+    return batch.targets
+
+
+def compute_answer_logps(token_logps: Tensor, batch: Batch, *, mean: bool) -> Tensor:
+    """Return the log-probability of each answer of a micro-batch, fp64: of pairs `[2 p]`, chosen
+    and rejected by turns.
+
+    token_logps: `[b, s]`, 0 where there is no label. mean: over an answer's tokens; else their sum.
+    """
+    if batch.sequence_ids is None:
+        raise ValueError("this batch holds no pairs")
+    num_answers = batch.num_sequences
+    # Padding has an answer of its own, which is dropped.
+    answer_ids = torch.where(batch.sequence_ids < 0, num_answers, batch.sequence_ids).flatten()
+
+    def sum_by_answer(values: Tensor) -> Tensor:
+        sums = values.new_zeros(num_answers + 1)
+        return sums.index_add(0, answer_ids, values.flatten())[:num_answers]
+
+    # In fp64: an answer's log-probability is in the hundreds, and what counts are differences.
+    sums = sum_by_answer(token_logps.double())
+    if not mean:
+        return sums
+    num_tokens = sum_by_answer((batch.labels != IGNORED).double())
+    return sums / num_tokens.clamp(min=1)
+
+
+@torch.no_grad()
+def sum_over_validation(
+    model: nn.Module,
+    parallel: Parallel,
+    data: TrainingData,
+    compute_sums: Callable[[Sequence[Batch]], Iterable[Tensor | None]],
+    sums: Tensor,
+    *,
+    take: Callable[[StepBatches], Sequence[Batch]] = attrgetter("micro_batches"),
+) -> tuple[int, int]:
+    """Add the sums of all validation sequences, each counted once and without dropout, to this
+    rank's `sums` in fp64; return the label tokens and the items. Collective.
+
+    compute_sums: returns the sums of each micro-batch; None where another rank of the pipeline has
+    them, or they are added already. take: returns the micro-batches of a step that it is given.
+    """
+    model.eval()
+    num_label_tokens = 0
+    num_items = 0
+    steps = data.validation_batches()
+    num_at_once = _PIPELINE_BATCHES if parallel.pipeline is not None else 1
+    while step_group := list(islice(steps, num_at_once)):
+        micro_batches: list[Batch] = []
+        for batches in step_group:
+            micro_batches += take(batches)
+            num_label_tokens += batches.num_label_tokens
+            num_items += batches.num_items
+        for batch_sums in compute_sums(micro_batches):
+            if batch_sums is not None:
+                sums += batch_sums
+    model.train()
+    return num_label_tokens, num_items
+
+
+def add_to_each(
+    parallel: Parallel, add_sums: Callable[[Batch, Tensor], Any], sums: Tensor
+) -> Callable[[Sequence[Batch]], Iterator[None]]:
+    """Return a `compute_sums` for `sum_over_validation` from a function that runs a micro-batch and
+    adds to `sums` itself.
+    """
+
+    def add(batch: Batch) -> None:
+        add_sums(batch, sums)
+
+    return partial(evaluate_micro_batches, parallel, add)
+
+
+def name_validation(numbers: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the numbers as those of a validation, on the host."""
+    return {f"validation_{name}": value.item() for name, value in numbers.items()}
+
+
+def compute_validation_loss(
+    model: nn.Module,
+    parallel: Parallel,
+    compute_loss: Callable[[Batch], Tensor],
+    data: TrainingData,
+    world: World,
+) -> dict[str, float]:
+    """Return the mean loss of the label tokens of all validation sequences, each counted once and
+    without dropout, and the metrics that `validation.metrics` names. Collective.
+
+    compute_loss: returns the sum of the token losses of a micro-batch.
+    """
+    loss = torch.zeros((), device=world.device, dtype=torch.float64)
+    num_label_tokens, _ = sum_over_validation(
+        model,
+        parallel,
+        data,
+        compute_sums=partial(evaluate_micro_batches, parallel, compute_loss),
+        sums=loss,
+    )
+    metrics = {
+        "validation_loss": world.all_reduce_sum(loss).item() / max(1, num_label_tokens),
+        "validation_tokens": num_label_tokens,
+    }
+    if data.scored_metrics:
+        metrics |= _compute_score_metrics(model, parallel, data, world)
+    if data.generated_metrics:
+        metrics |= _compute_answer_metrics(model, data, world)
+    return metrics
+
+
+def _compute_score_metrics(
+    model: nn.Module, parallel: Parallel, data: TrainingData, world: World
+) -> dict[str, float]:
+    """Return the share of label tokens that are the likeliest, and of sequences in which all
+    are, as far as `validation.metrics` names them.
+    """
+    # Label tokens, right ones, sequences, right ones.
+    sums = torch.zeros(4, device=world.device, dtype=torch.float64)
+    score_tokens = make_scorer(model)
+
+    def compute_sums(batch: Batch) -> Tensor:
+        _, num_labels, num_right = sum_over_sequences(score_tokens(batch), batch).unbind(dim=1)
+        has_labels = num_labels > 0  # padding has none
+        is_exact = has_labels & (num_right == num_labels)
+        return torch.stack([num_labels.sum(), num_right.sum(), has_labels.sum(), is_exact.sum()])
+
+    sum_over_validation(
+        model,
+        parallel,
+        data,
+        compute_sums=partial(evaluate_micro_batches, parallel, compute_sums),
+        sums=sums,
+    )
+    num_labels, num_right, num_sequences, num_exact = world.all_reduce_sum(sums).tolist()
+    metrics = {
+        "token_accuracy": num_right / max(1.0, num_labels),
+        "exact_match": num_exact / max(1.0, num_sequences),
+    }
+    return {f"validation_{name}": metrics[name] for name in data.scored_metrics}
+
+
+def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dict[str, float]:
+    """Return the means of a plugin's metrics of the answers to all validation questions."""
+    cfg = data.cfg
+    model.eval()
+    answers = generate_answers(
+        model,
+        model.spec,
+        data.questions,
+        world,
+        batch_size=cfg.validation.batch_size or cfg.batch_size,
+        seed=cfg.seed,
+        max_new_tokens=cfg.validation.max_new_tokens,
+        stop_ids=data.tokenizer.stop_ids,
+    )
+    model.train()
+    means = {}
+    for name in data.generated_metrics:
+        values = compute_metric(name, answers, data.questions, data.tokenizer)
+        means[f"validation_{name}"] = math.fsum(values.values()) / len(values)
+    return means
+
+
+def compute_token_scores(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    attention: AttentionInfo | None = None,
+) -> Tensor:
+    """Return scores `[b, s, 2]` of labels, by calling the model; see `TokenScores`."""
+    head_loss = TokenScores(-(-tokens.numel() // _CHUNK_TOKENS))
+    return model(tokens, positions, attention, labels=labels, head_loss=head_loss)
+
+
+def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:
+    """Return a function from a micro-batch to its token scores, which calls the model."""
+    return lambda batch: compute_token_scores(
+        model, batch.tokens, batch.labels, batch.positions, batch.attention
+    )
+
+
+def sum_over_sequences(scores: Tensor, batch: Batch) -> Tensor:
+    """Return for each sequence of a micro-batch, fp64 `[n, 3]`: log-likelihood, label tokens, and
+    how many of these are as likely as the likeliest token, which greedy decoding would give.
+
+    A sequence is a row, or where rows hold several documents one of those; padding is one without
+    labels. scores: `[b, s, 2]`, of `make_scorer`.
+    """
+    is_label = batch.labels != IGNORED
+    is_right = is_label & (scores[..., 0] == scores[..., 1])
+    token_numbers = torch.stack(  # [b, s, 3]
+        [scores[..., 0].double(), is_label.double(), is_right.double()], dim=-1
+    )
+    documents = None if batch.attention is None else batch.attention.documents
+    if documents is None:
+        return token_numbers.sum(dim=1)
+    # Documents are numbered in each row: room for as many as it has tokens, so that no size
+    # depends on the data.
+    num_rows, length = documents.shape
+    row_starts = length * torch.arange(num_rows, device=documents.device)[:, None]
+    sums = token_numbers.new_zeros(num_rows * length, 3)
+    return sums.index_add_(
+        0, (documents.long() + row_starts).flatten(), token_numbers.flatten(0, 1)
+    )
