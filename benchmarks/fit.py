@@ -101,7 +101,7 @@ def main() -> None:
             )
             kept.write_text(text + "\n")
             print(line, file=sys.stderr, flush=True)
-    far = longest.read(arguments.output.with_name("longest.json"))
+    far = longest.read_longest_sequences(arguments.output.with_name("longest.json"))
     pages = write_pages([lines[cell] for cell in cells if cell in lines], far)
     for name, text in pages.items():
         arguments.output.with_name(name).write_text(text)

@@ -38,7 +38,7 @@ from benchmarks.gpu_plan_report import (
     name_device,
     write_pair,
 )
-from benchmarks.longest import Longest, read
+from benchmarks.longest import Longest, read_longest_sequences
 from recipe_lib.errors import ConfigError, run_for_exit_code
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
@@ -192,7 +192,7 @@ def read_longest(file: Path) -> list[Longest]:
     longest_file = file.with_name("longest.json")
     if not longest_file.is_file():
         return []
-    return [line for line in read(longest_file) if f"{line.size}GB" == CARD]
+    return [line for line in read_longest_sequences(longest_file) if f"{line.size}GB" == CARD]
 
 
 def list_jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:

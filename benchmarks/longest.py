@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     known = (
-        {build_cell(line): line for line in read(arguments.output)}
+        {build_cell(line): line for line in read_longest_sequences(arguments.output)}
         if arguments.output.exists()
         else {}
     )
@@ -124,7 +124,7 @@ def build_cell(line: Longest) -> Cell:
     return line.model, line.method, line.cards, line.size
 
 
-def read(path: Path) -> list[Longest]:
+def read_longest_sequences(path: Path) -> list[Longest]:
     """The lines of a file."""
     return [
         Longest(**line | {"settings": tuple(line["settings"])})

@@ -55,9 +55,9 @@ from benchmarks.peers.planted.running import Result, run
 from benchmarks.peers.planted.tool import ENVIRONMENT, make_environment
 from benchmarks.peers.report import (
     build_case_entry,
+    format_file_name,
     judge,
     list_good_runs,
-    name_of,
     read_earlier_cases,
     write_peers_report,
 )
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
         work = (options.work or Path(folder)).resolve()
         report["model"] = options.model or ("llama3/8B" if gpu else "demo/0.5M")
         if options.keep:
-            path = options.output / name_of(device, ".json")
+            path = options.output / format_file_name(device, ".json")
             report["cases"] += read_earlier_cases(path, [case.name for case in wanted])
         for case in wanted:
             ground = make_ground(case.own_model or report["model"], work, report["dtype"])

@@ -177,7 +177,7 @@ def _format_met(is_met: bool) -> str:
     return "met" if is_met else "MISSED"
 
 
-def name_of(device: Mapping[str, Any], suffix: str) -> str:
+def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
     """The report's file."""
     gpu = device.get("type") == "cuda"
     return (
@@ -198,7 +198,7 @@ def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     gpu = report["device"].get("type") == "cuda"
     kept = report if gpu else _drop_entries(report, {"marks"})
-    paths = [folder / name_of(report["device"], suffix) for suffix in (".json", ".md")]
+    paths = [folder / format_file_name(report["device"], suffix) for suffix in (".json", ".md")]
     texts = (json.dumps(kept, indent=1, allow_nan=False) + "\n", format_page(report))
     for path, text in zip(paths, texts, strict=True):
         part = path.with_name(path.name + ".part")
