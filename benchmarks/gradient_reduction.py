@@ -19,7 +19,7 @@ from recipe_lib.units import convert_to_gib
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
-WAYS = {
+VARIANTS = {
     "reduced with each micro-batch": (),
     "weights kept from forward to backward": (KEPT,),
     "reduced once a step": (ONCE,),
@@ -43,20 +43,20 @@ CASES = (
         "Llama 3.2 1B, 8 cards without peer access, 8 micro-batches of 2,048 tokens",
         ("--nproc_per_node", "8", "full_finetune_distributed", "--config", "llama3_2/1B_full", "--device", "rtx4090",
          "batch_size=1", "gradient_accumulation_steps=8"),
-        WAYS | DDP,
+        VARIANTS | DDP,
     ),
     Case(
         "Llama 3.2 3B, the same",
         ("--nproc_per_node", "8", "full_finetune_distributed", "--config", "llama3_2/3B_full", "--device", "rtx4090",
          "batch_size=1", "gradient_accumulation_steps=8"),
-        WAYS | DDP,
+        VARIANTS | DDP,
     ),
     Case(
         "Llama 2 7B on 16 H100 of two machines: pipeline 2, tensor 2, data 4, 32 micro-batches of 4 x 2,048 tokens",
         ("--nnodes", "2", "--nproc_per_node", "8", "full_finetune_distributed", "--config", "llama2/7B_full",
          "--device", "h100", "parallel.pipeline=2", "parallel.tensor=2", "batch_size=4", "max_seq_len=2048",
          "gradient_accumulation_steps=32"),
-        WAYS,
+        VARIANTS,
     ),
 )  # fmt: skip
 
@@ -65,7 +65,9 @@ def main() -> None:
     """Plans every case in every way and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    replace_text(parser.parse_args().output, page([(case, build_rows(case)) for case in CASES]))
+    replace_text(
+        parser.parse_args().output, build_page([(case, build_rows(case)) for case in CASES])
+    )
 
 
 def build_rows(case: Case) -> list[list[str]]:
@@ -116,7 +118,7 @@ def plan_case(case: Case, overrides: tuple[str, ...]) -> dict[str, Any]:
     return plan
 
 
-def page(found: list[tuple[Case, list[list[str]]]]) -> str:
+def build_page(found: list[tuple[Case, list[list[str]]]]) -> str:
     """The document."""
     lines = [
         "# Gradients reduced once a step",
@@ -131,7 +133,9 @@ def page(found: list[tuple[Case, list[list[str]]]]) -> str:
         ),
     ]
     keys = ", ".join(
-        f"{name}: `{' '.join(overrides)}`" for name, overrides in (WAYS | DDP).items() if overrides
+        f"{name}: `{' '.join(overrides)}`"
+        for name, overrides in (VARIANTS | DDP).items()
+        if overrides
     )
     lines += ["", f"What the rows add: {keys}."]
     for case, cells in found:

@@ -66,7 +66,7 @@ def format_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
+def format_count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     """A row a recipe, then one a reason of refusal. found: what `import_all` gives."""
     files: Counter[str] = Counter()
     keys: dict[str, Counter[str]] = {}
@@ -128,7 +128,11 @@ def main() -> None:
         parser.error("torchtune's configs are not here: name a folder, or set TORCHTUNE_CONFIGS")
     found = [pair for folder in folders for pair in import_all(folder)]
     shown = (
-        format_key_table if arguments.keys else count_table if arguments.counts else format_table
+        format_key_table
+        if arguments.keys
+        else format_count_table
+        if arguments.counts
+        else format_table
     )
     print(shown(found), end="")
 

@@ -56,7 +56,7 @@ def measure_alive(
         with tracker:
             loss = model(tokens, labels=tokens, head_loss=CrossEntropy(8))
             gc.collect()
-            found = tracker.alive()
+            found = tracker.measure_alive()
         del loss
     return found
 
@@ -82,7 +82,7 @@ class Row:
     whole: int
 
 
-def page(rows: list[Row]) -> str:
+def build_page(rows: list[Row]) -> str:
     """The table as Markdown."""
     lines = [
         "# What a layer keeps by an inferred tensor-parallel plan",
@@ -124,9 +124,9 @@ def main() -> None:
             rows.append(Row(name, size, native, measure_kept(name, size, "transformers"), whole))
             print(rows[-1], f"{rows[-1].inferred / native:.3f}", flush=True)
     if arguments.output:
-        arguments.output.write_text(page(rows), encoding="utf-8")
+        arguments.output.write_text(build_page(rows), encoding="utf-8")
     else:
-        print(page(rows))
+        print(build_page(rows))
 
 
 if __name__ == "__main__":

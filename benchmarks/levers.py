@@ -54,14 +54,14 @@ values, for the reason below. The values of one lever are alternatives, not pair
 """
 
 
-def report() -> str:
+def build_page() -> str:
     """The page."""
     names = list(dict.fromkeys(setting.lever for setting in LEVERS))
     reasons: list[str] = []
     cells = {}
     for a, b in combinations(names, 2):
         cells[a, b] = _format_cell(
-            [(one, other) for one in _name_lever(a) for other in _name_lever(b)], reasons
+            [(one, other) for one in _list_settings(a) for other in _list_settings(b)], reasons
         )
     lines = ["| | " + " | ".join(names) + " |", "|---|" + ":-:|" * len(names)]
     for row in names:
@@ -72,7 +72,7 @@ def report() -> str:
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     refused = [
         f"{number}. {_find_sentence(words)}: "
-        + "; ".join(f"{_pair(pair)}" for pair in REFUSED if find_refusal(pair) == words)
+        + "; ".join(f"{_format_pair(pair)}" for pair in REFUSED if find_refusal(pair) == words)
         for number, words in enumerate(reasons, 1)
     ]
     return TEXT.format(
@@ -92,7 +92,7 @@ def _find_sentence(words: str) -> str:
     return next((entry.reason for entry in list_rules() if words in entry.reason), told)
 
 
-def _name_lever(lever: str) -> list[Setting]:
+def _list_settings(lever: str) -> list[Setting]:
     return [setting for setting in LEVERS if setting.lever == lever]
 
 
@@ -134,7 +134,7 @@ def _count_waits() -> str:
     return "\n".join(lines)
 
 
-def _pair(pair: tuple[Setting, ...]) -> str:
+def _format_pair(pair: tuple[Setting, ...]) -> str:
     shown = (
         "a loss of the user's own" if LOSS in str(setting) else f"`{setting}`" for setting in pair
     )
@@ -147,7 +147,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="docs/measurements/levers.md")
-    parser.parse_args().output.write_text(report())
+    parser.parse_args().output.write_text(build_page())
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         models = Path(folder) / "models"
         rows = [*(write_native(models / case, case) for case in CASES),
                 *(write_external(models / name, name) for name in EXTERNAL)]  # fmt: skip
-        read = {release: ask(environments, release, rows) for release in RELEASES}
+        read = {release: measure_release(environments, release, rows) for release in RELEASES}
         arguments.output.write_text(write_page(rows, read), encoding="utf-8")
 
 
@@ -119,7 +119,7 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
     return folder
 
 
-def ask(environments: Path, release: str, rows: list[Path]) -> dict[str, float | str]:
+def measure_release(environments: Path, release: str, rows: list[Path]) -> dict[str, float | str]:
     """What a release computes of each folder: the difference of logits as a share of the largest,
     or its error.
     """
@@ -165,7 +165,7 @@ def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str
         "|---|" + "---|" * len(columns),
     ]
     for row in rows:
-        cells = [show(read[release][str(row / whose)]) for release, whose in columns]
+        cells = [format_cell(read[release][str(row / whose)]) for release, whose in columns]
         lines.append(f"| {row.name} | {' | '.join(cells)} |")
     for whose in ("theirs", "ours"):
         known = [read["4.57.6"][str(row / whose)] for row in rows]
@@ -181,7 +181,7 @@ def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str
     )
 
 
-def show(value: float | str) -> str:
+def format_cell(value: float | str) -> str:
     """A cell: a difference, bold where it is another model."""
     if isinstance(value, str):
         return "unknown" if "does not recognize" in value else f"**{value.partition(':')[0]}**"

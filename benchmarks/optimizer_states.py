@@ -46,19 +46,19 @@ def compute_resting_range(decay: float, half_distance: float = BF16) -> tuple[fl
 
 
 @dataclass(frozen=True)
-class Kind:
+class StateKind:
     """A way to keep states. dtype: of the weights. settings: of the section `optimizer`."""
 
     dtype: str
     settings: dict[str, Any]
 
-    def label(self) -> str:
+    def format_label(self) -> str:
         """Return the settings as they are typed."""
         words = [f"dtype={self.dtype}"]
         words += [f"optimizer.{key}={str(value).lower()}" for key, value in self.settings.items()]
         return f"`{' '.join(words)}`"
 
-    def bytes_per_parameter(self) -> float:
+    def count_bytes_per_parameter(self) -> float:
         """Return bytes of the states, master weights included, for each weight of a matrix with
         long rows.
         """
@@ -66,16 +66,16 @@ class Kind:
 
 
 KINDS = (
-    Kind("fp32", {}),
-    Kind("bf16", {"state_bits": 32}),
-    Kind("bf16", {"master_weights": True}),
-    Kind("bf16", {"master_weights": True, "state_bits": 16}),
-    Kind("bf16", {"implementation": "fused"}),
-    Kind("bf16", {"implementation": "foreach"}),
-    Kind("fp32", {"state_bits": 16}),
-    Kind("bf16", {"stochastic_rounding": True}),
-    Kind("bf16", {"state_bits": 8}),
-    Kind("bf16", {"state_bits": 4}),
+    StateKind("fp32", {}),
+    StateKind("bf16", {"state_bits": 32}),
+    StateKind("bf16", {"master_weights": True}),
+    StateKind("bf16", {"master_weights": True, "state_bits": 16}),
+    StateKind("bf16", {"implementation": "fused"}),
+    StateKind("bf16", {"implementation": "foreach"}),
+    StateKind("fp32", {"state_bits": 16}),
+    StateKind("bf16", {"stochastic_rounding": True}),
+    StateKind("bf16", {"state_bits": 8}),
+    StateKind("bf16", {"state_bits": 4}),
 )
 Pattern = Callable[[int, Tensor], Tensor]  # of a step's number and normal numbers `[r, c]`
 
@@ -162,7 +162,7 @@ class Observed:
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
-    def band(self, pattern: str) -> "Observed":
+    def select_band(self, pattern: str) -> "Observed":
         """Return the part of a pattern; of those with an outlier the others."""
         start = list(PATTERNS).index(pattern) * ROWS
         places = slice(start, start + ROWS), slice(1 if pattern.startswith("outlier") else 0, None)
@@ -215,11 +215,11 @@ def build_tables(betas: list[float], steps: int, every: int) -> list[list[str]]:
     for kind in KINDS:
         cfg = replace(BASE, betas=betas, **kind.settings)
         found = list(run_steps(cfg, DTYPES[kind.dtype], steps, every))
-        cells = [kind.label(), f"{kind.bytes_per_parameter():.3g}"]
+        cells = [kind.format_label(), f"{kind.count_bytes_per_parameter():.3g}"]
         for what in ("update", "exp_avg_sq"):
             for pattern in PATTERNS:
                 pair = [
-                    torch.stack([getattr(one.band(pattern), what) for one in run])
+                    torch.stack([getattr(one.select_band(pattern), what) for one in run])
                     for run in (found, exact)
                 ]
                 cells.append(describe_ratios(*pair))

@@ -44,7 +44,7 @@ def draw_lengths(name: str, number: int, seed: int = 0) -> tuple[np.ndarray, int
     return np.clip(lengths, 1, capacity).astype(np.int64), capacity
 
 
-def lower_bound(lengths: np.ndarray, capacity: int) -> int:
+def compute_lower_bound(lengths: np.ndarray, capacity: int) -> int:
     """Packs that are needed at least: by the sum of the lengths, or by the long items that no two
     fit together.
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         began = time.perf_counter()
         packs = len(pack(lengths, capacity))
         seconds = time.perf_counter() - began
-        over = packs / lower_bound(lengths, capacity) - 1
+        over = packs / compute_lower_bound(lengths, capacity) - 1
         filled = lengths.sum() / (packs * capacity)
         print(
             f"{name:22} {capacity:8} {lengths.mean():8.0f} {seconds:8.2f} {packs:8} {over:10.3%}"

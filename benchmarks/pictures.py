@@ -22,7 +22,7 @@ SIZES = {"plan": (1100, 660), "run": (1100, 940)}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def tune(words: str, *more: str) -> None:
+def run_tune(words: str, *more: str) -> None:
     """Runs a verb; its output is this program's."""
     subprocess.run([sys.executable, "-m", "recipe_lib", *shlex.split(words), *more], check=True)
 
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pages = {"plan": folder / "plan.html", "run": folder / "demo" / "report.html"}
-        tune(PLAN, "--html", str(pages["plan"]))
-        tune(RUN, f"output_dir={pages['run'].parent}")
+        run_tune(PLAN, "--html", str(pages["plan"]))
+        run_tune(RUN, f"output_dir={pages['run'].parent}")
         for kind, page in pages.items():
             part = folder / f"{kind}_part.html"
             part.write_text(

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         for setup in SETUPS
         if arguments.only in (None, setup.group)
     ]
-    page = page_of(setups, arguments.seeds)
+    page = build_page(setups, arguments.seeds)
     if arguments.output is None:
         print(page, end="")
     else:
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def page_of(setups: Sequence[Setup], seeds: int) -> str:
+def build_page(setups: Sequence[Setup], seeds: int) -> str:
     """Trains and scores everything."""
     return PAGE.format(
         torch=torch.__version__,

@@ -85,7 +85,7 @@ By module, with fused kernels, those of {share:.0%} of a card's kernels or more;
 """
 
 
-def trace_of(method: str, *overrides: str, tokens: int = ROW) -> Trace:
+def trace_method(method: str, *overrides: str, tokens: int = ROW) -> Trace:
     """The trace of a method's first rank."""
     config, ranks = METHODS[method]
     recipe, cfg, wanted = build_settings(
@@ -96,7 +96,9 @@ def trace_of(method: str, *overrides: str, tokens: int = ROW) -> Trace:
 
 def measure_rows(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
     """Lines of the two tables, and the cases beyond the aim."""
-    traces = {name: trace_of(method, override, tokens=tokens) for name, override in FUSED.items()}
+    traces = {
+        name: trace_method(method, override, tokens=tokens) for name, override in FUSED.items()
+    }
     kinds, modules, beyond = [], [], []
     for card in CARDS:
         hardware = find_hardware(card)

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
             f" {row.note[:150]}",
             flush=True,
         )
-        arguments.output.write_text(page(rows, time.monotonic() - started), encoding="utf-8")
+        arguments.output.write_text(build_page(rows, time.monotonic() - started), encoding="utf-8")
 
 
 def list_model_types() -> list[str]:
@@ -227,7 +227,7 @@ def _format_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def page(rows: list[Row], seconds: float) -> str:
+def build_page(rows: list[Row], seconds: float) -> str:
     """The table as Markdown."""
     import transformers
 
