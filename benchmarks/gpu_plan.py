@@ -237,7 +237,7 @@ def plan_in_processes(
 
 
 def _plan_all(case_files: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -> None:
-    """Plan cases in a process of its own, which must not see the GPU, and write each to its file."""
+    """Plan cases in a process of its own, which must not see the GPU, and write their files."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     for case, file in case_files:
