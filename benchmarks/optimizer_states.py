@@ -156,7 +156,7 @@ def read_state(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> Tens
 
 @dataclass(frozen=True)
 class Observed:
-    """What is there after a step."""
+    """The weights' change and the states after a step."""
 
     step: int
     update: Tensor  # the change of the weights in units of the learning rate, fp64 `[r, c]`
