@@ -1,10 +1,9 @@
-"""What a plan says of runs with `compile=true`, next to what torch's profiler counts in real ones
-on a CPU.
+"""Compare planned peaks of runs with `compile=true` with those that torch's profiler counts.
 
     python -m benchmarks.compiled_plans --output docs/measurements/compiled_plans.md
 
 The runs are those of tests/plan/test_compiled_runs.py: a model of two layers, every recipe, on one
-rank and on two.
+rank and on two, on a CPU.
 """
 
 import argparse
@@ -35,14 +34,15 @@ among them: its collectives' tensors are released by threads of gloo that the pr
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the page, or prints it."""
+    """Write the page, or print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument(
         "--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="RUN"
     )
     arguments = parser.parse_args(argv)
-    rows, errors = [], []
+    rows = []
+    errors = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
             planned, measured = compared(name, Path(folder))

@@ -1,5 +1,4 @@
-"""Tokenizing, masking and packing 100,000 conversations: ours beside TRL's, on the same rows and
-tokenizer.
+"""Measure tokenizing, masking and packing of 100,000 conversations, ours beside TRL's.
 
     python -m benchmarks.data_path --trl /path/to/venv/bin/python --output docs/measurements/data_path.md
 
@@ -31,7 +30,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROWS, LENGTH, WORKERS = 100_000, 2048, 2
+ROWS = 100_000
+LENGTH = 2048  # tokens of a pack
+WORKERS = 2
 COMMAND = "python -m benchmarks.data_path --trl PYTHON --output docs/measurements/data_path.md"
 TEXT = """# The data path: tokenize, mask and pack {rows:,} rows
 
@@ -66,7 +67,7 @@ COLUMNS = {"source": "gsm8k", "tags": ["arithmetic", "words"]}  # beside a row's
 
 
 def main() -> None:
-    """Runs both sides and writes the page; with --side one of them, in this process."""
+    """Run both sides and write the page; with --side run one of them, in this process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,37 +94,37 @@ def main() -> None:
         if arguments.output:
             arguments.output.write_text(page)
         return
-    pythons = {"ours": Path(sys.executable)} | ({"trl": arguments.trl} if arguments.trl else {})
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_rows(realdata, folder, arguments.rows)
-        found = {
-            side: run_side(side, python, folder, arguments.repeats)
-            for side, python in pythons.items()
-        }
+    pythons = {"ours": Path(sys.executable)}
+    if arguments.trl:
+        pythons["trl"] = arguments.trl
     names = {"ours": "tune-recipes", "trl": "TRL"}
-    lines = [
-        f"| {names[side]} | {runs['cold']:.1f} | {runs['warm']:.1f} | {one['mib']:.0f} |"
-        f" {one['tokens']:,} | {one['trained']:,} | {one['packs']:,} |"
-        f" {one['tokens'] / one['packs'] / LENGTH:.2%} |"
-        for side, (runs, one) in found.items()
-    ]
-    arguments.output.write_text(
-        TEXT.format(
-            rows=arguments.rows,
-            command=COMMAND,
-            length=LENGTH,
-            workers=WORKERS,
-            repeats=arguments.repeats,
-            lines="\n".join(lines),
-            inside=", ".join(
-                f"{names[side]} {one['inside']:.1f} s" for side, (_, one) in found.items()
-            ),
-            versions=", ".join(
-                f"{names[side]}: {one['versions']}" for side, (_, one) in found.items()
-            ),
-        )
+    lines = []
+    inside = []
+    versions = []
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = Path(temporary_folder)
+        write_rows(realdata, folder, arguments.rows)
+        for side, python in pythons.items():
+            seconds, report = run_side(side, python, folder, arguments.repeats)
+            filled = report["tokens"] / report["packs"] / LENGTH
+            lines.append(
+                f"| {names[side]} | {seconds['cold']:.1f} | {seconds['warm']:.1f} |"
+                f" {report['mib']:.0f} | {report['tokens']:,} | {report['trained']:,} |"
+                f" {report['packs']:,} | {filled:.2%} |"
+            )
+            inside.append(f"{names[side]} {report['inside']:.1f} s")
+            versions.append(f"{names[side]}: {report['versions']}")
+    text = TEXT.format(
+        rows=arguments.rows,
+        command=COMMAND,
+        length=LENGTH,
+        workers=WORKERS,
+        repeats=arguments.repeats,
+        lines="\n".join(lines),
+        inside=", ".join(inside),
+        versions=", ".join(versions),
     )
+    arguments.output.write_text(text)
 
 
 def write_rows(
@@ -138,11 +139,11 @@ def write_rows(
     with open(folder / "ours.jsonl", "w") as ours, open(folder / "trl.jsonl", "w") as theirs:
         for number in range(rows):
             row = json.loads(source[number % len(source)])
-            asked = {"role": "user", "content": f"{number}. {row['question']}"}
-            answered = {"role": "assistant", "content": row["answer"]}
-            more = {"id": number} | columns if columns else {}
-            ours.write(json.dumps({"messages": [asked, answered]} | more) + "\n")
-            theirs.write(json.dumps({"prompt": [asked], "completion": [answered]}) + "\n")
+            question = {"role": "user", "content": f"{number}. {row['question']}"}
+            answer = {"role": "assistant", "content": row["answer"]}
+            unused = {"id": number} | columns if columns else {}
+            ours.write(json.dumps({"messages": [question, answer]} | unused) + "\n")
+            theirs.write(json.dumps({"prompt": [question], "completion": [answer]}) + "\n")
     (folder / "tokenizer").mkdir()
     for path in (realdata / "tokenizers/qwen2_5").iterdir():
         data = path.read_bytes()
@@ -160,25 +161,15 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
             folder = Path(folder_name)
             write_rows(realdata, folder, rows, columns)
             tokenize = ["-m", "benchmarks.data_path", "--side", "ours", "--folder", folder_name]
-            check = ["-m", "recipe_lib", "data", "check", *check_words(folder)]
-            for work, words in (
-                ("tokenize, mask and pack", tokenize),
-                ("`tune data check`", check),
-            ):
+            check = ["-m", "recipe_lib", "data", "check", *build_check_words(folder)]
+            commands = {"tokenize, mask and pack": tokenize, "`tune data check`": check}
+            for work, words in commands.items():
                 runs: dict[str, list[tuple[float, ...]]] = {side: [] for side in checkouts}
                 for _ in range(repeats):
                     for side, checkout in checkouts.items():
                         shutil.rmtree(folder / "cache", ignore_errors=True)
                         runs[side].append(measure_process(words, checkout, folder))
-                cells = []
-                for number, digits in enumerate((1, 1, 0)):  # seconds, CPU seconds, MiB
-                    pairs = [
-                        (old[number], new[number])
-                        for old, new in zip(runs["before"], runs["now"], strict=True)
-                    ]
-                    old, new = (statistics.median(values) for values in zip(*pairs, strict=True))
-                    ratio = statistics.median(new / old for old, new in pairs)
-                    cells += [f"{old:.{digits}f}", f"{new:.{digits}f}", f"{ratio:.3f}"]
+                cells = format_medians(runs["before"], runs["now"])
                 lines.append(f"| {work}, {name} | {' | '.join(cells)} |")
     commit = subprocess.run(
         ["git", "-C", before, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True
@@ -193,72 +184,82 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
     )
 
 
+def format_medians(before: list[tuple[float, ...]], now: list[tuple[float, ...]]) -> list[str]:
+    """Return both medians and the median ratio of seconds, CPU seconds and MiB, as cells.
+
+    before, now: what `measure_process` returned for each repetition. The ratio is the median over
+    the pairs.
+    """
+    cells = []
+    for number, digits in enumerate((1, 1, 0)):  # seconds, CPU seconds, MiB
+        old = [run[number] for run in before]
+        new = [run[number] for run in now]
+        ratio = statistics.median(b / a for a, b in zip(old, new, strict=True))
+        cells.append(f"{statistics.median(old):.{digits}f}")
+        cells.append(f"{statistics.median(new):.{digits}f}")
+        cells.append(f"{ratio:.3f}")
+    return cells
+
+
 def measure_process(words: list[str], checkout: Path, folder: Path) -> tuple[float, float, float]:
-    """Run Python with the words in a checkout; return seconds, CPU seconds and the MiB of its
-    largest process.
+    """Run Python in a checkout; return seconds, CPU seconds and the MiB of its largest process.
+
+    words: what Python is given.
     """
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
-    with open(folder / "said", "w+b") as said:
+    with open(folder / "said", "w+b") as output:
         began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *words],
             cwd=checkout,
             env=environment,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
         )
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
         if status:
-            said.seek(0)
-            sys.exit(f"{checkout}: {' '.join(words)}: {said.read().decode(errors='replace')}")
-    return seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+            output.seek(0)
+            sys.exit(f"{checkout}: {' '.join(words)}: {output.read().decode(errors='replace')}")
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def run_side(
     side: str, python: Path, folder: Path, repeats: int
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Median seconds cold and warm, and what the last process said."""
+    """Return median seconds cold and warm, and what the last cold process reported."""
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
-    said: dict[str, Any] = {}
+    cold_report: dict[str, Any] = {}
     inside = []
     for _ in range(repeats):
         shutil.rmtree(folder / "cache", ignore_errors=True)
         for kind in seconds:
             environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-            command = [
-                str(python),
-                "-m",
-                "benchmarks.data_path",
-                "--side",
-                side,
-                "--folder",
-                str(folder),
-            ]
+            command = [str(python), "-m", "benchmarks.data_path"]
+            command += ["--side", side, "--folder", str(folder)]
             began = time.perf_counter()
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{side}: {done.stderr}")
             seconds[kind].append(time.perf_counter() - began)
-            one = json.loads(done.stdout.splitlines()[-1])
             if kind == "cold":
-                said = one
-                inside.append(one["inside"])
-    said["inside"] = sorted(inside)[len(inside) // 2]
-    return {kind: sorted(values)[len(values) // 2] for kind, values in seconds.items()}, said
+                cold_report = json.loads(done.stdout.splitlines()[-1])
+                inside.append(cold_report["inside"])
+    cold_report["inside"] = sorted(inside)[len(inside) // 2]
+    medians = {kind: sorted(values)[len(values) // 2] for kind, values in seconds.items()}
+    return medians, cold_report
 
 
 def measure_side(side: str, folder: Path) -> dict[str, Any]:
-    """What it made, the seconds it took beside the imports, and the most memory."""
-    found = (run_ours if side == "ours" else run_trl)(folder)
-    most = sum(
-        resource.getrusage(who).ru_maxrss
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    return found | {"mib": most / 1024}
+    """Run a side; return what it made, its seconds without the imports, and the most memory."""
+    report = run_ours(folder) if side == "ours" else run_trl(folder)
+    # In KiB: of this process, and of its largest worker.
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most += resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return report | {"mib": most / 1024}
 
 
-def check_words(folder: Path) -> list[str]:
+def build_check_words(folder: Path) -> list[str]:
     """Return the config and the overrides that `tune data check` and a run are given."""
     return [
         "qwen2_5/0.5B_full",
@@ -278,7 +279,7 @@ def check_words(folder: Path) -> list[str]:
 
 
 def run_ours(folder: Path) -> dict[str, Any]:
-    """By the recipe's own calls."""
+    """Prepare the rows by the recipe's own calls."""
     import recipe_lib
     from recipe_lib.config import load_config
     from recipe_lib.parallel import start_world
@@ -286,7 +287,7 @@ def run_ours(folder: Path) -> dict[str, Any]:
     from recipe_lib.training.training_data import TrainingData, prepare_data
 
     began = time.perf_counter()
-    config, *overrides = check_words(folder)
+    config, *overrides = build_check_words(folder)
     cfg = load_config(config, [*overrides, f"output_dir={folder}/run"])
     prepare_data(cfg)
     with start_world(cfg) as world:
@@ -303,7 +304,7 @@ def run_ours(folder: Path) -> dict[str, Any]:
 
 
 def run_trl(folder: Path) -> dict[str, Any]:
-    """By making its trainer, which prepares the rows."""
+    """Prepare the rows by making TRL's trainer."""
     import datasets
     import transformers
     import trl as library
@@ -333,11 +334,13 @@ def run_trl(folder: Path) -> dict[str, Any]:
     )
     packed = trainer.train_dataset
     seconds = time.perf_counter() - began
-    lengths = [len(one) for one in packed["input_ids"]]
-    masks = "completion_mask" if "completion_mask" in packed.column_names else "labels"
-    trained = sum(
-        sum(value != -100 if masks == "labels" else value for value in one) for one in packed[masks]
-    )
+    lengths = [len(input_ids) for input_ids in packed["input_ids"]]
+    trained = 0
+    if "completion_mask" in packed.column_names:
+        trained = sum(sum(mask) for mask in packed["completion_mask"])
+    else:
+        for labels in packed["labels"]:
+            trained += sum(label != -100 for label in labels)
     return {
         "inside": seconds,
         "tokens": sum(lengths),

@@ -1,5 +1,4 @@
-"""A small student of the demo's task, trained on labels alone and with a teacher: `python -m
-benchmarks.distillation`.
+"""Train small students of the demo's task, on labels alone and with a teacher, and compare them.
 
     python -m benchmarks.distillation                                      writes the table of docs/distillation.md
     python -m benchmarks.distillation --wrong 0 0.3 --rows 2000 --epochs 4  something else; prints the table
@@ -30,11 +29,11 @@ TEMPERATURE, WEIGHT = 2.0, 0.9
 LABELS = "labels alone"
 KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 
-Found = dict[str, dict[str, list[float]]]
+Losses = dict[str, dict[str, list[float]]]  # kind of training -> rows -> a loss for each seed
 
 
 def main() -> None:
-    """Trains teacher and students, and writes or prints the table."""
+    """Train teacher and students, and write or print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,36 +48,34 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     teacher = train("full_finetune_distributed", "demo/full", arguments.folder / "teacher")
-    found: Found = {}
+    losses: Losses = {}
     for share in arguments.wrong:
         data = f"{arguments.rows} rows, {share:.0%} wrong"
-        rows = write_rows(
-            arguments.folder / f"{arguments.rows} {share:g}.jsonl", arguments.rows, share
-        )
+        path = arguments.folder / f"{arguments.rows} {share:g}.jsonl"
+        write_rows(path, arguments.rows, share)
         for kind in (LABELS, *arguments.kinds):
             for seed in arguments.seeds:
-                words = [
-                    f"data.source={rows}",
-                    *build_student_overrides(kind, seed, arguments.epochs, teacher),
-                ]
-                output = (
-                    arguments.folder
-                    / f"{arguments.rows} {arguments.epochs} {share:g} {kind} {seed}"
+                overrides = build_student_overrides(kind, seed, arguments.epochs, teacher)
+                name = f"{arguments.rows} {arguments.epochs} {share:g} {kind} {seed}"
+                run = train(
+                    "distill_distributed",
+                    "demo/distill",
+                    arguments.folder / name,
+                    f"data.source={path}",
+                    *overrides,
                 )
-                loss = read_last(
-                    train("distill_distributed", "demo/distill", output, *words), "cross_entropy"
-                )
-                found.setdefault(kind, {}).setdefault(data, []).append(loss)
+                loss = read_last(run, "cross_entropy")
+                losses.setdefault(kind, {}).setdefault(data, []).append(loss)
                 print(f"{data}, {kind}, seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
-    text = format_table(read_last(teacher, "loss"), found, arguments)
+    text = format_table(read_last(teacher, "loss"), losses, arguments)
     if len(sys.argv) == 1 or sys.argv[1:] == ["--folder", str(arguments.folder)]:
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
     print(text)
 
 
-def write_rows(path: Path, count: int, share: float) -> Path:
-    """So many of the demo's rows, of which a share have the answer of another one."""
+def write_rows(path: Path, count: int, share: float) -> None:
+    """Write so many of the demo's rows, of which a share have the answer of another one."""
     lines = (ROOT / "examples" / "demo" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     chance = random.Random(0)
     rows = [json.loads(line) for line in chance.sample(lines, count)]
@@ -87,42 +84,53 @@ def write_rows(path: Path, count: int, share: float) -> Path:
     for at, answer in zip(wrong, answers[1:] + answers[:1], strict=True):
         rows[at]["output"] = answer
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def build_student_overrides(kind: str, seed: int, epochs: int, teacher: Path) -> list[str]:
-    """Overrides of configs/demo/distill.yaml."""
-    loss = (
-        ["distill.weight=0"]
-        if kind == LABELS
-        else [f"distill.divergence={kind}", f"distill.weight={WEIGHT}"]
-    )
-    words = [f"epochs={epochs}", f"distill.temperature={TEMPERATURE}", "data.cache=false"]
-    return [f"distill.teacher={teacher / 'model'}", f"seed={seed}", *words, *loss]
+    """Return overrides of configs/demo/distill.yaml."""
+    overrides = [
+        f"distill.teacher={teacher / 'model'}",
+        f"seed={seed}",
+        f"epochs={epochs}",
+        f"distill.temperature={TEMPERATURE}",
+        "data.cache=false",
+    ]
+    if kind == LABELS:
+        overrides.append("distill.weight=0")
+    else:
+        overrides += [f"distill.divergence={kind}", f"distill.weight={WEIGHT}"]
+    return overrides
 
 
 def train(recipe: str, config: str, output: Path, *words: str) -> Path:
-    """The output folder of a run; one that is there already, complete, is taken."""
-    if not (output / "model" / "config.json").is_file():
-        plain = [f"output_dir={output}", "overwrite_output_dir=true", "log.every_n_steps=1000"]
-        code = tune(["run", "--no-plan", recipe, "--config", config, *plain, *words])
-        if code:
-            raise SystemExit(code)
+    """Train into a folder and return it; a run that is there already, complete, is taken.
+
+    words: overrides of the config.
+    """
+    if (output / "model" / "config.json").is_file():
+        return output
+    command = ["run", "--no-plan", recipe, "--config", config]
+    command += [f"output_dir={output}", "overwrite_output_dir=true", "log.every_n_steps=1000"]
+    code = tune([*command, *words])
+    if code:
+        raise SystemExit(code)
     return output
 
 
 def read_last(run: Path, name: str) -> float:
-    """The last validation's number of a run."""
-    lines = [
-        json.loads(line)
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    return float([line[f"validation_{name}"] for line in lines if f"validation_{name}" in line][-1])
+    """Return a metric of the last validation of a run."""
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    key = f"validation_{name}"
+    return float([line[key] for line in lines if key in line][-1])
 
 
-def format_table(teacher: float, found: Found, arguments: argparse.Namespace) -> str:
-    """Markdown: a row of each way to train, means over seeds with the lowest and the highest."""
-    data = list(found[LABELS])
+def format_table(teacher: float, losses: Losses, arguments: argparse.Namespace) -> str:
+    """Return the table as Markdown: a row of each kind of training, means over seeds.
+
+    teacher: its own loss on the held-out rows.
+    """
+    data = list(losses[LABELS])
     steps = arguments.rows // 32 * arguments.epochs
     lines = [
         (
@@ -135,16 +143,15 @@ def format_table(teacher: float, found: Found, arguments: argparse.Namespace) ->
         f"| trained with | {' | '.join(data)} |",
         f"|---|{'---|' * len(data)}",
     ]
-    for kind, by_data in found.items():
-        cells = [spread(by_data[each]) for each in data]
-        lines.append(
-            f"| {kind if kind == LABELS else f'labels and `{kind}`'} | {' | '.join(cells)} |"
-        )
+    for kind, losses_by_data in losses.items():
+        cells = [format_spread(losses_by_data[name]) for name in data]
+        label = kind if kind == LABELS else f"labels and `{kind}`"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def spread(values: list[float]) -> str:
-    """`0.512 (0.498 to 0.530)`."""
+def format_spread(values: list[float]) -> str:
+    """Return mean, lowest and highest as `0.512 (0.498 to 0.530)`."""
     return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

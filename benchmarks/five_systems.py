@@ -1,5 +1,4 @@
-"""What the authors of five public pieces of work showed, and what a command prints here for each of
-their rows.
+"""Write docs/five_systems.md: what five systems' authors showed, and what a command prints here.
 
     python benchmarks/five_systems.py
 
@@ -24,7 +23,7 @@ from benchmarks.five_systems_rows import LONG, NEEDS, SYSTEMS, Row  # noqa: E402
 from recipe_lib.files import replace_text  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "five_systems.md"
-KEPT = REPOSITORY / "docs" / "five_systems.json"
+OUTPUTS = REPOSITORY / "docs" / "five_systems.json"
 
 
 def main() -> None:
@@ -37,26 +36,34 @@ def main() -> None:
     )
     parser.add_argument("--only", help="run the commands again that have this in them")
     arguments = parser.parse_args()
-    kept: dict[str, str] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    commands = dict.fromkeys(
-        row.command for system in SYSTEMS for row in system.rows if row.page is None
-    )
+    outputs: dict[str, str] = {}
+    if OUTPUTS.exists():
+        outputs = json.loads(OUTPUTS.read_text(encoding="utf-8"))
+    commands = dict.fromkeys(row.command for row in list_rows() if row.page is None)
     for command in commands:
-        if command not in kept or (arguments.only and arguments.only in command):
+        if command not in outputs or (arguments.only and arguments.only in command):
             print(command, flush=True)
-            kept[command] = run_command(command)
-            replace_text(KEPT, json.dumps(kept, indent=1) + "\n")
-    kept = {command: kept[command] for command in commands}
-    replace_text(KEPT, json.dumps(kept, indent=1) + "\n")
-    replace_text(arguments.output, write_page(kept))
+            outputs[command] = run_command(command)
+            # After each command, so that an interrupted run need not begin again.
+            replace_text(OUTPUTS, json.dumps(outputs, indent=1) + "\n")
+    outputs = {command: outputs[command] for command in commands}
+    replace_text(OUTPUTS, json.dumps(outputs, indent=1) + "\n")
+    replace_text(arguments.output, write_page(outputs))
+
+
+def list_rows() -> list[Row]:
+    """Return the rows of all systems."""
+    rows: list[Row] = []
+    for system in SYSTEMS:
+        rows += system.rows
+    return rows
 
 
 def run_command(command: str) -> str:
     """Return the lines of a command's output that rows look for; of tests, that all passed.
-    SystemExit if none did.
 
-    How many tests a file has, and how long they take, is not kept: both change with every test that
-    is added.
+    SystemExit if there is no such line. How many tests a file has, and how long they take, is not
+    kept: both change with every test that is added.
     """
     words = shlex.split(command)
     program = {"tune": ["-m", "recipe_lib"], "pytest": ["-m", "pytest"], "python": []}[words[0]]
@@ -70,45 +77,42 @@ def run_command(command: str) -> str:
     if words[0] == "pytest":
         lines = ["all passed"] if done.returncode == 0 else []
     else:
-        patterns = [
-            row.pattern for system in SYSTEMS for row in system.rows if row.command == command
-        ]
+        patterns = [row.pattern for row in list_rows() if row.command == command]
         lines = [
             line
             for line in done.stdout.splitlines()
             if any(re.search(pattern, line) for pattern in patterns)
         ]
     if not lines:
-        said = (done.stdout + done.stderr)[-2000:]
+        output = (done.stdout + done.stderr)[-2000:]
         raise SystemExit(
-            f"{command}: exit code {done.returncode}, nothing printed that a row looks for:\n{said}"
+            f"{command}: exit code {done.returncode}, nothing printed that a row looks for:\n"
+            f"{output}"
         )
     return "\n".join(lines)
 
 
-def read_cell(row: Row, kept: dict[str, str]) -> str:
-    """Return what a row's last cell says: the lines that it looks for, their groups alone where
-    they have some.
+def read_cell(row: Row, outputs: dict[str, str]) -> str:
+    """Return a row's last cell: the lines that it looks for, or their groups where they have some.
 
-    SystemExit where there are fewer lines or more: a row that takes the first of several may be
-    another run's.
+    outputs: what each command has printed. SystemExit where there are fewer lines or more: a row
+    that takes the first of several may be another run's.
     """
-    text = kept[row.command] if row.page is None else read_section(row)
+    text = outputs[row.command] if row.page is None else read_section(row)
     cells = []
     for match in re.finditer(row.pattern, text, re.MULTILINE):
         groups = ["" if group is None else group for group in match.groups()] or [match.group(0)]
         cells.append(" ".join(" ".join(groups).split()))
     if len(cells) != row.lines:
-        place = row.page or row.command
+        source = row.page or row.command
         raise SystemExit(
-            f"{place}: {len(cells)} lines like {row.pattern!r}, expected {row.lines}, for"
+            f"{source}: {len(cells)} lines like {row.pattern!r}, expected {row.lines}, for"
             f" {row.shown!r}"
         )
     if row.against:
-        own, other = (
-            read_tokens_per_second(kept[command]) for command in (row.command, row.against)
-        )
-        cells.append(f"{own / other:.0%}")
+        rate = read_tokens_per_second(outputs[row.command])
+        reference_rate = read_tokens_per_second(outputs[row.against])
+        cells.append(f"{rate / reference_rate:.0%}")
     # As plain words in a cell: a link would lead from another folder, and `[a] [b]` be taken for
     # one.
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", "; ".join(cells))
@@ -117,10 +121,10 @@ def read_cell(row: Row, kept: dict[str, str]) -> str:
 
 def read_tokens_per_second(text: str) -> float:
     """Return the tokens a second, in thousands, that a plan says."""
-    found = re.search(r"([\d.]+) K a second", text)
-    if found is None:
+    match = re.search(r"([\d.]+) K a second", text)
+    if match is None:
         raise SystemExit(f"no thousands of tokens a second in {text!r}")
-    return float(found[1])
+    return float(match[1])
 
 
 def read_section(row: Row) -> str:
@@ -141,13 +145,11 @@ def read_section(row: Row) -> str:
     return sections[0]
 
 
-def write_page(kept: dict[str, str]) -> str:
-    """Return the document."""
-    rows = [row for system in SYSTEMS for row in system.rows]
-    others, missing = (
-        sum(bool(row.differs) for row in rows),
-        sum(len(system.missing) for system in SYSTEMS),
-    )
+def write_page(outputs: dict[str, str]) -> str:
+    """Return the page. outputs: what each command has printed."""
+    rows = list_rows()
+    num_differing = sum(bool(row.differs) for row in rows)
+    num_missing = sum(len(system.missing) for system in SYSTEMS)
     lines = [
         "# The five systems",
         "",
@@ -162,9 +164,9 @@ def write_page(kept: dict[str, str]) -> str:
         ),
         "",
         (
-            f"Of {len(rows) + missing} rows {others} are no like for like: what differs from the"
-            f" authors' run stands in the cell, behind *differs*. {missing} are not shown, behind a"
-            " `-`."
+            f"Of {len(rows) + num_missing} rows {num_differing} are no like for like: what differs"
+            f" from the authors' run stands in the cell, behind *differs*. {num_missing} are not"
+            " shown, behind a `-`."
         ),
         "",
         (
@@ -172,29 +174,30 @@ def write_page(kept: dict[str, str]) -> str:
             " repository ([what the folder holds](measurements/README.md#real-data)):"
         ),
         "",
-        *(f"- {letter}: `{command}`{_need(command)}" for command, letter in LONG.items()),
+        *(f"- {letter}: `{command}`{_describe_need(command)}" for command, letter in LONG.items()),
     ]
     for system in SYSTEMS:
         lines += ["", f"## {system.title}", "", f"{system.link}. {system.text}", ""]
         lines += ["| what its authors showed | command | what it prints |", "| --- | --- | --- |"]
         for row in system.rows:
             differs = f"; *differs*: {row.differs}" if row.differs else ""
-            lines.append(
-                f"| {row.shown} | {_build_command(row)} | {read_cell(row, kept)}{row.note}{differs} |"
-            )
+            printed = f"{read_cell(row, outputs)}{row.note}{differs}"
+            lines.append(f"| {row.shown} | {_format_command(row)} | {printed} |")
         lines += [f"| {shown} | - | {why} |" for shown, why in system.missing]
     return "\n".join(lines) + "\n"
 
 
-def _build_command(row: Row) -> str:
-    where = f", [{Path(row.page).stem}]({row.page.removeprefix('docs/')})" if row.page else ""
-    return (LONG[row.command] if row.command in LONG else f"`{row.command}`") + where
+def _format_command(row: Row) -> str:
+    command = LONG.get(row.command, f"`{row.command}`")
+    if row.page is None:
+        return command
+    return f"{command}, [{Path(row.page).stem}]({row.page.removeprefix('docs/')})"
 
 
-def _need(command: str) -> str:
-    return (
-        f", with `REALDATA_DIR`, a folder that has `{NEEDS[command]}`" if command in NEEDS else ""
-    )
+def _describe_need(command: str) -> str:
+    if command not in NEEDS:
+        return ""
+    return f", with `REALDATA_DIR`, a folder that has `{NEEDS[command]}`"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The rows of docs/five_systems.md: what each system's authors showed, our command, and where its
-answer is read.
+"""The rows of docs/five_systems.md, which five_systems.py writes.
+
+A row has what a system's authors showed, our command, and where its answer is read.
 """
 
 from dataclasses import dataclass
@@ -7,38 +8,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """A thing that authors showed, and where our answer is read.
+    """A thing that authors showed, and where our answer is read."""
 
-    shown: by its authors. command: as it is typed. pattern: of the lines that say it, in what the
-    command prints or, with `page`, on the page that it writes, in the section whose heading begins
-    with `section`; lines: how many there are. against: a command whose tokens a second these are
-    compared with. note: a word to the reader, behind them. differs: what our run has otherwise than
-    theirs, where it is no like for like.
-    """
-
-    shown: str
-    command: str
-    pattern: str
-    page: str | None = None
-    lines: int = 1
-    note: str = ""
-    section: str = ""
-    against: str = ""
-    differs: str = ""
+    shown: str  # by its authors
+    command: str  # as it is typed
+    pattern: str  # of the lines that answer, in what the command prints or on `page`
+    page: str | None = None  # that the command writes, where the answer is read there
+    lines: int = 1  # how many match `pattern`
+    note: str = ""  # a word to the reader, behind the lines
+    section: str = ""  # the beginning of the heading on `page` under which the lines are
+    against: str = ""  # a command whose tokens a second those of `command` are compared with
+    differs: str = ""  # what our run has otherwise than theirs, where it is no like for like
 
 
 @dataclass(frozen=True)
 class System:
-    """One piece of work. missing: what is not shown here, and why."""
+    """One public piece of work."""
 
     title: str
-    link: str
-    text: str
+    link: str  # in Markdown
+    text: str  # of its section
     rows: tuple[Row, ...]
-    missing: tuple[tuple[str, str], ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()  # what is not shown here, and why
 
 
-PLANNER, TRACE = "docs/measurements/planner.md", "docs/measurements/tp_trace.md"
+# Pages and commands that several rows have.
+PLANNER = "docs/measurements/planner.md"
+TRACE = "docs/measurements/tp_trace.md"
 REPLICATE = "python benchmarks/planner_replications.py"
 TP_TRACE = "python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md"
 TP_MEMORY = "python benchmarks/tp_memory.py --output docs/measurements/tp_memory.md"
@@ -55,7 +51,8 @@ SIXTEEN = (
     " gradient_accumulation_steps=32 memory.activation_checkpointing=none --full"
 )
 ALL_RANKS = "docs/measurements/all_ranks.md"
-PLANS, LOSSES = "docs/measurements/tensor_plans.md", "docs/measurements/tp_losses.md"
+PLANS = "docs/measurements/tensor_plans.md"
+LOSSES = "docs/measurements/tp_losses.md"
 TP_PLANS = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
 INFERRED = (
     "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
@@ -81,7 +78,7 @@ TENSOR_8 = AS_THEIRS.format(ranks=8) + " parallel.tensor=8 batch_size=16"
 TOKENS = r"^ +(tokens +[\d.]+ \w? ?a step.*)"
 VERDICT = r"^(?:FITS|RISKY|DOES NOT FIT) .*"
 
-LONG = {
+LONG = {  # command -> the letter that stands for it in the tables
     SIXTEEN: "A",
     FOUR_CARDS: "B",
     REPLICATE: "C",
@@ -92,18 +89,20 @@ LONG = {
 }
 # Command -> what it reads of the folder that REALDATA_DIR names.
 NEEDS = {TP_TRACE: "datasets/tinystories/tinystories_train_head.txt", TP_LOSSES: "stories260K-hf"}
+# Headings of sections.
 TRACED = "## Peaks"
-NONE, FULL = "## Activation checkpointing: none", "## Activation checkpointing: full"
+NONE = "## Activation checkpointing: none"
+FULL = "## Activation checkpointing: full"
 NO_MARKS = "planned as if memory that FSDP1 marks came back at once, which is too low"
 
 
 def build_planner_row(run: str, metric: str, stack: str = "theirs") -> str:
-    """The pattern of a row of the page of replications: published, planned, error."""
+    """Return the pattern of a row of the page of replications: published, planned, error."""
     return rf"^\| ({quote_pattern(run)} \| {stack} \| {metric} \| .*) \|$"
 
 
 def quote_pattern(text: str) -> str:
-    """The characters that mean something in a pattern, quoted."""
+    """Return the text with the characters quoted that mean something in a pattern."""
     return "".join(f"\\{letter}" if letter in "|/+()." else letter for letter in text)
 
 

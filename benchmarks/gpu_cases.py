@@ -1,4 +1,8 @@
-"""What gpu_check.py measures: its cases, and the recipe that each is a run of."""
+"""The cases of `python benchmarks/gpu_check.py`: what it measures, and with which recipe.
+
+`list_cases` gives those for a GPU, or a dry run's with a tiny model. Each case is measured by
+`gpu_check.measure` in a process of its own.
+"""
 
 import dataclasses
 
@@ -13,80 +17,98 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement. kind: `memory`, `speed` or `matmul`. method: `full`, `lora` or `qlora`. The
-    rest: settings.
-    """
+    """One measurement, and the settings that it is made with."""
 
-    kind: str
-    preset: str
-    sequence: int = 0
-    wrapping: str = "memory_efficient"
-    ranks: int = 1
-    batch_size: int = 1
+    kind: str  # `memory`, `speed` or `matmul`
+    preset: str  # the model's family and size
+    sequence: int = 0  # tokens of a row
+    wrapping: str = "memory_efficient"  # parallel.fsdp_wrap_policy
+    ranks: int = 1  # of which rank 0 is played
+    batch_size: int = 1  # rows of the micro-batch
     activation_checkpointing: str = "full"
     compile: bool = False
-    capped: bool = False
+    capped: bool = False  # the allocator may take CAP_GIB and no more
     steps: int = 3
-    seconds: int = 90
-    method: str = "full"
+    seconds: int = 90  # time limit of the case's process
+    method: str = "full"  # `full`, `lora` or `qlora`
 
 
-def plan(gpu: bool) -> list[Case]:
-    """The cases, the most telling first, in case time runs out."""
-    if not gpu:
-        tiny = "demo/0.5M"
-        memory = [
-            Case("memory", tiny, 32, wrapping, ranks=4, capped=True)
-            for wrapping in ("layers", "memory_efficient")
-        ]
-        adapters = [Case("memory", tiny, 32, ranks=ranks, method="qlora") for ranks in (1, 2)]
-        return [
-            Case("matmul", tiny),
-            *memory,
-            *adapters,
-            Case("speed", tiny, 32, method="lora"),
-            Case("speed", tiny, 32),
-        ]
+def list_cases(gpu: bool) -> list[Case]:
+    """Return the cases, the most telling first, in case time runs out."""
+    return _list_gpu_cases() if gpu else _list_dry_cases()
+
+
+def _list_dry_cases() -> list[Case]:
+    """Return a case of each kind and method, with a tiny model."""
+    tiny = "demo/0.5M"
+    return [
+        Case("matmul", tiny),
+        Case("memory", tiny, sequence=32, wrapping="layers", ranks=4, capped=True),
+        Case("memory", tiny, sequence=32, ranks=4, capped=True),
+        Case("memory", tiny, sequence=32, ranks=1, method="qlora"),
+        Case("memory", tiny, sequence=32, ranks=2, method="qlora"),
+        Case("speed", tiny, sequence=32, method="lora"),
+        Case("speed", tiny, sequence=32),
+    ]
+
+
+def _list_gpu_cases() -> list[Case]:
     preset = "llama3/8B"
-    memory = [
-        Case("memory", preset, sequence, wrapping, ranks, capped=True)
-        for ranks in (4, 2)
-        for sequence in (512, 2048, 4096, 8192)
-        for wrapping in ("layers", "memory_efficient")
-    ]
-    speed = [
-        Case("speed", preset, 8192, batch_size=2, steps=10, seconds=120),
-        Case("speed", preset, 8192, activation_checkpointing="selective", steps=10, seconds=120),
-        Case("speed", preset, 8192, batch_size=2, compile=True, steps=10, seconds=180),
-    ]
-    lora_8b, qlora_8b = (
-        [
-            *(
-                Case("memory", preset, sequence, capped=True, method=method)
-                for sequence in (2048, 8192)
-            ),
-            Case("speed", preset, 8192, batch_size=2, steps=6, seconds=120, method=method),
-        ]
-        for method in ("lora", "qlora")
-    )
-    qlora_70b = [
-        Case("memory", "llama3/70B", sequence, ranks=ranks, capped=True, method="qlora")
-        for ranks in (2, 4)
-        for sequence in (512, 4096)
-    ]
     return [
         Case("matmul", preset),
-        *memory[:8],
-        *qlora_8b,
-        *qlora_70b,
-        *lora_8b,
-        *speed,
-        *memory[8:],
+        *_list_full_memory_cases(preset, ranks=4),
+        *_list_adapter_cases(preset, "qlora"),
+        *_list_large_qlora_cases(),
+        *_list_adapter_cases(preset, "lora"),
+        Case("speed", preset, sequence=8192, batch_size=2, steps=10, seconds=120),
+        Case(
+            "speed",
+            preset,
+            sequence=8192,
+            activation_checkpointing="selective",
+            steps=10,
+            seconds=120,
+        ),
+        Case("speed", preset, sequence=8192, batch_size=2, compile=True, steps=10, seconds=180),
+        *_list_full_memory_cases(preset, ranks=2),
     ]
+
+
+def _list_full_memory_cases(preset: str, ranks: int) -> list[Case]:
+    """Return peaks of full fine-tuning, by tokens of a row and wrapping."""
+    cases = []
+    for sequence in (512, 2048, 4096, 8192):
+        for wrapping in ("layers", "memory_efficient"):
+            case = Case(
+                "memory", preset, sequence=sequence, wrapping=wrapping, ranks=ranks, capped=True
+            )
+            cases.append(case)
+    return cases
+
+
+def _list_adapter_cases(preset: str, method: str) -> list[Case]:
+    """Return peaks and speed of LoRA or QLoRA on one GPU."""
+    return [
+        Case("memory", preset, sequence=2048, capped=True, method=method),
+        Case("memory", preset, sequence=8192, capped=True, method=method),
+        Case("speed", preset, sequence=8192, batch_size=2, steps=6, seconds=120, method=method),
+    ]
+
+
+def _list_large_qlora_cases() -> list[Case]:
+    """Return peaks of QLoRA of 70B on two and four GPUs."""
+    cases = []
+    for ranks in (2, 4):
+        for sequence in (512, 4096):
+            case = Case(
+                "memory", "llama3/70B", sequence=sequence, ranks=ranks, capped=True, method="qlora"
+            )
+            cases.append(case)
+    return cases
 
 
 def describe(case: Case) -> str:
-    """A case in a few words."""
+    """Describe a case in a few words."""
     if case.kind == "matmul":
         return "bf16 matmul"
     words = [
@@ -102,4 +124,6 @@ def describe(case: Case) -> str:
             f"rank 0 of {case.ranks}",
             f"{CAP_GIB} GiB" if case.capped else "no cap",
         ]
-    return ", ".join(words + (["compiled"] if case.compile else []))
+    if case.compile:
+        words.append("compiled")
+    return ", ".join(words)

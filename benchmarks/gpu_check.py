@@ -1,19 +1,19 @@
-"""One command for a machine with a CUDA GPU: what fine-tuning Llama 3 takes there, in memory and in
-time.
+"""Measure on a machine with a CUDA GPU what fine-tuning Llama 3 takes, in memory and in time.
 
-    python benchmarks/gpu_check.py                    `streams`, `kernels`, then 9 minutes at most; dry without a GPU
-    python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
-    python benchmarks/gpu_check.py streams            races and waits, next to torch's sanitizer (gpu_streams.py)
-    python benchmarks/gpu_check.py kernels            the fused kernels at the shapes of 8B (gpu_kernels.py)
-    python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
-    python benchmarks/gpu_check.py times              seconds of a step against planned ones (gpu_times.py)
-    python benchmarks/gpu_check.py ladder             what each memory lever saves and costs (gpu_ladder.py)
-    python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)
+    python benchmarks/gpu_check.py                    `streams`, `kernels`, then 9 minutes at most
+    python benchmarks/gpu_check.py --output FOLDER    report's folder (default docs/measurements)
+    python benchmarks/gpu_check.py streams            races and waits, next to torch's sanitizer
+    python benchmarks/gpu_check.py kernels            the fused kernels at the shapes of 8B
+    python benchmarks/gpu_check.py plan               planned peaks against measured ones
+    python benchmarks/gpu_check.py times              planned seconds of a step against measured
+    python benchmarks/gpu_check.py ladder             what each memory lever saves and costs
+    python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on 24 GB
     python benchmarks/gpu_check.py peers --environments FOLDER    this tool and others, head to head
-    python benchmarks/gpu_check.py tensor             tensor parallel beside torch's own styles (gpu_tensor.py)
-    python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, folders (gpu_doctor.py)
+    python benchmarks/gpu_check.py tensor             tensor parallel beside torch's own styles
+    python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, folders
 
-Full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
+A part PART is benchmarks/gpu_PART.py (`peers`: benchmarks/peers/gpu_peers.py). Without a part:
+full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
 
 Memory: the recipe's own model, optimizer and step run as rank 0 of N through torch's fake process
 group: collectives move nothing, so values mean nothing, but every tensor is allocated where a real
@@ -54,7 +54,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.gpu_cases import CAP_GIB, RECIPES, Case, describe, plan  # noqa: E402
+from benchmarks.gpu_cases import CAP_GIB, RECIPES, Case, describe, list_cases  # noqa: E402
 from benchmarks.gpu_report import write_report  # noqa: E402
 from recipe_lib.adapters import is_adapter  # noqa: E402
 from recipe_lib.config.schema import (  # noqa: E402
@@ -79,20 +79,35 @@ from recipe_lib.parallel import (  # noqa: E402
 from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
+# Modules with a main(words), imported only when their part is asked for.
 PARTS = {
-    name: f"benchmarks.gpu_{name}"
-    for name in ("streams", "kernels", "plan", "times", "ladder", "cards", "tensor", "doctor")
+    "streams": "benchmarks.gpu_streams",
+    "kernels": "benchmarks.gpu_kernels",
+    "plan": "benchmarks.gpu_plan",
+    "times": "benchmarks.gpu_times",
+    "ladder": "benchmarks.gpu_ladder",
+    "cards": "benchmarks.gpu_cards",
+    "tensor": "benchmarks.gpu_tensor",
+    "doctor": "benchmarks.gpu_doctor",
+    "peers": "benchmarks.peers.gpu_peers",
 }
-PARTS["peers"] = "benchmarks.peers.gpu_peers"  # modules with a main(words)
-# Dense bf16 matmul rates that datasheets give, by a part of the device's name.
+# Dense bf16 matmul rates that datasheets give, FLOP/s, by a part of the device's name. The first
+# part that the name contains counts.
 DATASHEET_RATES = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
-    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
-}  # fmt: skip
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs all cases and writes the report after each, so that what was measured is never lost."""
+    """Run a part, or all cases with the report written after each, so that nothing is lost."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in PARTS:
         return int(importlib.import_module(PARTS[words[0]]).main(words[1:]))
@@ -108,20 +123,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     # First, since a race would make every other figure worth nothing; in a process of its own that
     # has no device yet.
-    streams = subprocess.run(
-        [sys.executable, __file__, "streams", "--output", str(options.output)], check=False
-    )
+    part_failed = _run_part("streams", options.output) != 0
     started = time.monotonic()
-    for (
-        method
-    ) in RECIPES:  # imported once, inherited by every case; this process never touches the device
+    # Imported once and inherited by every case's process; this one never touches the device.
+    for method in RECIPES:
         load_recipe(method)
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
-    parts = [streams]
-    if gpu:  # that cases run with
-        command = [sys.executable, __file__, "kernels", "--output", str(options.output)]
-        parts.append(subprocess.run(command, check=False))
+    # A GPU's cases run with the fused kernels, so these are checked before.
+    if gpu and _run_part("kernels", options.output) != 0:
+        part_failed = True
     report: dict[str, Any] = {
         "kind": "GPU check" if gpu else "dry run, CPU",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -135,71 +146,73 @@ def main(argv: list[str] | None = None) -> int:
         "cap_gib": CAP_GIB,
         "cases": [],
     }
-    queue = plan(gpu)
-    while queue:
-        case = queue.pop(0)
-        left = TOTAL_SECONDS - (time.monotonic() - started)
+    case_queue = list_cases(gpu)
+    while case_queue:
+        case = case_queue.pop(0)
+        seconds_left = TOTAL_SECONDS - (time.monotonic() - started)
         result = {"failed": "no time left"}
-        if left > 5:
-            result = run_apart(functools.partial(measure, case), min(case.seconds, left))
+        if seconds_left > 5:
+            result = run_apart(functools.partial(measure, case), min(case.seconds, seconds_left))
         print(
             f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarize(result)}",
             flush=True,
         )
         report["cases"].append({"case": dataclasses.asdict(case), "result": result})
         if gpu and case.capped and "out_of_memory" in result:
-            queue.append(dataclasses.replace(case, capped=False))
+            case_queue.append(dataclasses.replace(case, capped=False))
         report["seconds"] = round(time.monotonic() - started)
         paths = write_report(report, options.output)
     print("\n".join(map(str, paths)))
-    return (
-        1
-        if any(part.returncode for part in parts)
-        or any("failed" in entry["result"] for entry in report["cases"])
-        else 0
-    )
+    case_failed = any("failed" in entry["result"] for entry in report["cases"])
+    return 1 if part_failed or case_failed else 0
+
+
+def _run_part(part: str, output: Path) -> int:
+    """Run another part of this program in a process of its own and return its exit code."""
+    command = [sys.executable, __file__, part, "--output", str(output)]
+    return subprocess.run(command, check=False).returncode
 
 
 def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """`fn()` in a forked process; {"failed": why} when it crashes, raises or takes longer than
-    `seconds`.
+    """Return `fn()` of a forked process.
+
+    {"failed": why} when it crashes, raises or takes longer than `seconds`.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        answer = Path(folder) / "answer.json"
+        answer_file = Path(folder) / "answer.json"
 
-        def work() -> None:
-            torch.set_num_threads(
-                torch.get_num_threads()
-            )  # makes the thread pool anew, before threads race to do so
-            answer.write_text(json.dumps(fn()))
+        def write_answer() -> None:
+            # Makes the thread pool anew, before threads race to do so.
+            torch.set_num_threads(torch.get_num_threads())
+            answer_file.write_text(json.dumps(fn()))
 
-        process = context.Process(target=work)
+        process = context.Process(target=write_answer)
         process.start()
         process.join(seconds)
         if process.is_alive():
             process.kill()
             process.join()
             return {"failed": f"not done after {seconds:.0f} s"}
-        if process.exitcode or not answer.exists():
+        if process.exitcode or not answer_file.exists():
             return {"failed": f"process ended with {process.exitcode}"}
-        return json.loads(answer.read_text())
+        return json.loads(answer_file.read_text())
 
 
 def parse_minutes(text: str) -> float:
-    """A time limit that was typed; more than none."""
-    value = float(text)
-    if not 0 < value < math.inf:
+    """Parse a time limit that was typed, which has to be more than none."""
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
         raise argparse.ArgumentTypeError(f"found {text}, expected more than 0")
-    return value
+    return minutes
 
 
 def describe_device() -> dict[str, Any]:
-    """Type, name, memory and driver of what will be measured."""
+    """Return type, name, memory and driver of what will be measured."""
     accelerator = torch.get_device_module("cuda")
     if not accelerator.is_available():
         return {"type": "cpu", "name": platform.processor() or platform.machine()}
-    found = accelerator.get_device_properties(0)
+    properties = accelerator.get_device_properties(0)
     query = [
         "nvidia-smi",
         "--query-gpu=driver_version,power.limit",
@@ -207,26 +220,27 @@ def describe_device() -> dict[str, Any]:
         "--id=0",
     ]
     try:
-        driver, power = subprocess.run(
-            query, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.split(",")
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        driver, power_limit = answer.stdout.split(",")
     except (OSError, subprocess.SubprocessError, ValueError):
-        driver, power = "unknown", "unknown"
+        driver = "unknown"
+        power_limit = "unknown"
+    datasheet_rate = next(
+        (rate for name, rate in DATASHEET_RATES.items() if name in properties.name), None
+    )
     return {
         "type": "cuda",
-        "name": found.name,
-        "memory_gib": round(found.total_memory / GIB, 2),
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / GIB, 2),
         "driver": driver.strip(),
-        "power_limit": power.strip(),
+        "power_limit": power_limit.strip(),
         "cuda": torch.version.cuda,
-        "datasheet_rate": next(
-            (rate for name, rate in DATASHEET_RATES.items() if name in found.name), None
-        ),
+        "datasheet_rate": datasheet_rate,
     }
 
 
 def load_recipe(method: str) -> ModuleType:
-    """The recipe of a method, as a module."""
+    """Load the recipe of a method as a module, once."""
     name, _ = RECIPES[method]
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, REPOSITORY / "recipes" / f"{name}.py")
@@ -238,17 +252,17 @@ def load_recipe(method: str) -> ModuleType:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The result of one case, in the process of its own."""
+    """Measure one case, in the process of its own."""
     if case.kind == "matmul":
         return measure_matmul()
     if case.kind == "memory":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        make: Callable[..., FullFinetuneConfig] = FullFinetuneConfig
+        build_config: Callable[..., FullFinetuneConfig] = FullFinetuneConfig
         if case.method != "full":
             lora = LoraConfig(quantize_base="nf4" if case.method == "qlora" else "none")
-            make = functools.partial(LoraFinetuneConfig, lora=lora)
-        cfg = make(
+            build_config = functools.partial(LoraFinetuneConfig, lora=lora)
+        cfg = build_config(
             model=ModelConfig(preset=case.preset),
             optimizer=OptimizerConfig(lr=1e-5),
             parallel=ParallelConfig(fsdp_wrap_policy=case.wrapping),
@@ -258,15 +272,17 @@ def measure(case: Case) -> dict[str, Any]:
             compile=case.compile,
             output_dir=folder,
         )
+        _, class_name = RECIPES[case.method]
+        recipe_class = getattr(load_recipe(case.method), class_name)
         with start_world(cfg) as world:
-            return run_steps(
-                case, cfg, getattr(load_recipe(case.method), RECIPES[case.method][1])(cfg, world)
-            )
+            return run_steps(case, cfg, recipe_class(cfg, world))
 
 
 def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any]:
-    """Sets the recipe up and runs its training step; peaks of the first step (no optimizer states
-    yet) and the rest.
+    """Set the recipe up and run its training step as often as the case says.
+
+    The result has the peaks of the first step, which has no optimizer states before its end, and
+    those of the later ones.
     """
     device = recipe.device
     module = torch.get_device_module(device)
@@ -280,37 +296,37 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         recipe.setup_model()
         fill_weights(recipe.model)
         recipe.setup_optimizer()
-        result["units"] = describe_units(
-            recipe.model,
-            Parallel(units=resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy)),
-        )
+        units = resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy)
+        result["units"] = describe_units(recipe.model, Parallel(units=units))
         batches = make_random_batches(case, recipe)
         for step in range(1, case.steps + 1):
             phase = f"step {step}"
+            # The peak of all later steps is one figure, so it is not reset between them.
             if step <= 2:
                 peak.reset()
             with record_time(device, result["seconds"]):
-                done = recipe.train_step(batches)
+                step_result = recipe.train_step(batches)
             if case.kind == "speed":
-                result["losses"].append(round(done.loss.item(), 5))
-                result["grad_norms"].append(round(done.grad_norm.item(), 5))
+                result["losses"].append(round(step_result.loss.item(), 5))
+                result["grad_norms"].append(round(step_result.grad_norm.item(), 5))
             result["first_step" if step == 1 else "later_steps"] = peak.read()
     except torch.OutOfMemoryError:
-        result |= {"out_of_memory": phase, "at_failure": peak.read()}
+        result["out_of_memory"] = phase
+        result["at_failure"] = peak.read()
     if device.type != "cpu":
         stats = module.memory_stats(device)
-        result |= {
-            "alloc_retries": stats.get("num_alloc_retries", 0),
-            "allocator": module.memory.get_allocator_backend(),
-        }
+        result["alloc_retries"] = stats.get("num_alloc_retries", 0)
+        result["allocator"] = module.memory.get_allocator_backend()
     if case.kind == "speed" and len(result["seconds"]) == case.steps:
-        result |= measure_speed(case, recipe.spec, recipe.model, result["seconds"])
+        result |= measure_speed(
+            case, spec=recipe.spec, model=recipe.model, seconds=result["seconds"]
+        )
     return result
 
 
 @contextmanager
 def record_time(device: torch.device, seconds: list[float]) -> Iterator[None]:
-    """Appends the seconds that the block takes, the device's work included."""
+    """Append the seconds that the block takes, the device's work included."""
     began = time.perf_counter()
     yield
     if device.type != "cpu":
@@ -320,20 +336,24 @@ def record_time(device: torch.device, seconds: list[float]) -> Iterator[None]:
 
 @torch.no_grad()
 def fill_weights(model: torch.nn.Module) -> None:
-    """Random weights, drawn on the device: the recipe's own are the same for any world size, but
-    slower to make.
+    """Fill the model with random weights, drawn on the device.
 
-    NF4: random codes, and one scale for all blocks, which is what the last factor says. Large
-    matrices and codes in host memory get one number, since drawing would take minutes there.
+    The recipe's own are the same for any world size, but slower to make.
     """
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         large_on_host = local.device.type == "cpu" and local.numel() > 2**22
-        if large_on_host:
-            local.view(torch.uint8).fill_(0x5A) if name.endswith("codes") else local.fill_(0.02)
-        elif name.endswith(("weight_codes", "weight_scales")):
-            local.view(torch.uint8).random_(0, 256 if name.endswith("codes") else 1)
+        # Drawing would take minutes in host memory: large matrices and codes get one number there.
+        if large_on_host and name.endswith("codes"):
+            local.view(torch.uint8).fill_(0x5A)
+        elif large_on_host:
+            local.fill_(0.02)
+        # NF4: random codes, and scales of 0, so that all blocks have the scale of the last factor.
+        elif name.endswith("weight_codes"):
+            local.view(torch.uint8).random_(0, 256)
+        elif name.endswith("weight_scales"):
+            local.view(torch.uint8).random_(0, 1)
         elif name.endswith("weight_factors"):
             local.fill_(0.04)
         elif name.endswith("norm.weight"):
@@ -343,37 +363,41 @@ def fill_weights(model: torch.nn.Module) -> None:
 
 
 def make_random_batches(case: Case, recipe: Any) -> StepBatches:
-    """One micro-batch of random tokens, every one of them trained."""
+    """Make a step's batches: one micro-batch of random tokens, every one of them trained."""
     generator = torch.Generator().manual_seed(1)
     shape = (case.batch_size, case.sequence + 1)
     tokens = torch.randint(0, recipe.spec.vocab_size, shape, generator=generator)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(recipe.device)
-    count = case.batch_size * case.sequence * recipe.world.data_ranks
-    return StepBatches([batch], num_label_tokens=count, total_tokens=count, padded_tokens=count)
+    num_tokens = case.batch_size * case.sequence * recipe.world.data_ranks
+    return StepBatches(
+        [batch], num_label_tokens=num_tokens, total_tokens=num_tokens, padded_tokens=num_tokens
+    )
 
 
 def measure_speed(
     case: Case, spec: DecoderSpec, model: torch.nn.Module, seconds: list[float]
 ) -> dict[str, Any]:
-    """Tokens and model FLOP a second over the second half of the steps.
+    """Return tokens and model FLOP a second over the second half of the steps.
 
-    FLOP a token: 6 for each parameter in a matmul (2 forward, 4 backward; without its gradient 4 in
-    all), and 6 s h e a layer for causal attention (half of 12). What is computed a second time in
-    backward is not counted.
+    What is computed a second time in backward is not counted.
     """
-    steady = seconds[len(seconds) // 2 :]
+    steady_seconds = seconds[len(seconds) // 2 :]
     tokens = case.batch_size * case.sequence
-    matrices = sum(
+    num_matrix_parameters = sum(
         math.prod(shape) for shape in compute_parameter_shapes(spec).values() if len(shape) == 2
     )
-    adapters = sum(
+    num_adapter_parameters = sum(
         parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name)
     )
     if not spec.tied:
-        matrices -= spec.vocab_size * spec.width  # the embedding is looked up
-    attention = 6 * spec.num_layers * case.sequence * spec.num_heads * spec.head_width
-    tokens_per_second = tokens * len(steady) / sum(steady)
-    flop_per_token = (4 if adapters else 6) * matrices + 6 * adapters + attention
+        num_matrix_parameters -= spec.vocab_size * spec.width  # the embedding is looked up
+    # 6 s h e a layer and token: half of 12, since attention is causal.
+    attention_flop = 6 * spec.num_layers * case.sequence * spec.num_heads * spec.head_width
+    # A parameter in a matmul takes 2 forward and 4 backward, 2 of these for its own gradient, which
+    # a frozen one does not have.
+    matrix_flop = (4 if num_adapter_parameters else 6) * num_matrix_parameters
+    flop_per_token = matrix_flop + 6 * num_adapter_parameters + attention_flop
+    tokens_per_second = tokens * len(steady_seconds) / sum(steady_seconds)
     return {
         "tokens_per_second": round(tokens_per_second, 1),
         "flop_per_token": flop_per_token,
@@ -382,21 +406,23 @@ def measure_speed(
 
 
 def measure_matmul() -> dict[str, Any]:
-    """The device's bf16 matmul rate: the best of several runs of one large product."""
+    """Measure the device's bf16 matmul rate: the best of several runs of one large product."""
     accelerator = torch.get_device_module("cuda")
     device = torch.device("cuda" if accelerator.is_available() else "cpu")
     size, repeats = (8192, 30) if device.type != "cpu" else (256, 2)
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     seconds: list[float] = []
     for _ in range(4):
         with record_time(device, seconds):
             for _ in range(repeats):
                 left @ right
-    return {"size": size, "flop_per_second": 2 * size**3 * repeats / max(min(seconds[1:]), 1e-9)}
+    best_seconds = max(min(seconds[1:]), 1e-9)  # the first run warms up
+    return {"size": size, "flop_per_second": 2 * size**3 * repeats / best_seconds}
 
 
 def summarize(result: dict[str, Any]) -> str:
-    """A result in a few words."""
+    """Describe a result in a few words."""
     if "failed" in result:
         return f"failed, {result['failed']}"
     if "out_of_memory" in result:

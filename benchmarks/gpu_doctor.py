@@ -1,7 +1,7 @@
-"""What `tune doctor` finds on this machine, kept as a report.
+"""Keep as a report what `tune doctor` finds on this machine.
 
-    python benchmarks/gpu_check.py doctor                    a dry run without a GPU: two ranks over gloo
-    python benchmarks/gpu_check.py doctor --output FOLDER    where the report goes (default docs/measurements)
+    python benchmarks/gpu_check.py doctor                    without a GPU: two ranks over gloo
+    python benchmarks/gpu_check.py doctor --output FOLDER    default docs/measurements
 
 The report is the text that `tune doctor` prints; beside it lie all figures as JSON, and the
 calibration that `tune plan --calibration` reads.
@@ -21,12 +21,13 @@ DRY_RUN = "dry-run-cpu"
 
 
 def main(words: list[str]) -> int:
-    """Looks at the machine and writes three files; exit code 1 if something is wrong."""
+    """Look at the machine and write three files; exit code 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="gpu_check.py doctor", description=__doc__)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(words)
-    asked = [] if list_local_gpus() else ["--nproc_per_node", "2"]
-    facts = doctor.gather_facts(doctor.read_arguments(asked))
+    # A dry run without a GPU: two ranks over gloo.
+    doctor_arguments = [] if list_local_gpus() else ["--nproc_per_node", "2"]
+    facts = doctor.gather_facts(doctor.read_arguments(doctor_arguments))
     findings = find_faults(facts)
     gpus = facts["steps"].get("torch", {}).get("gpus", [])
     name = f"{len(gpus)}x-{'-'.join(gpus[0]['name'].lower().split())}" if gpus else DRY_RUN
@@ -39,8 +40,8 @@ def main(words: list[str]) -> int:
     date = datetime.now(UTC).isoformat(timespec="seconds")
     head = f"# tune doctor\n\n`python benchmarks/gpu_check.py doctor`, {date}\n{note}"
     base.with_suffix(".md").write_text(f"{head}\n```\n{text}```\n", encoding="utf-8")
-    told = {"date": date, "findings": findings, **facts}
-    base.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    figures = {"date": date, "findings": findings, **facts}
+    base.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(text)
     print(doctor.write_rates(f"{base}-rates.json", facts))
     return doctor.FOUND if findings else 0

@@ -1,8 +1,7 @@
-"""`gpu_check.py ladder`: what each memory lever saves and costs on Llama 3 8B, planned and
-measured, line by line.
+"""Measure what each memory lever saves and costs on Llama 3 8B, beside what is planned.
 
-    python benchmarks/gpu_check.py ladder                       on this machine's GPU; a dry run without one
-    python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md      plans alone, on any machine
+    python benchmarks/gpu_check.py ladder    on this machine's GPU; a dry run without one
+    python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md    plans alone
 
 For full fine-tuning, QLoRA and LoRA, on one card: the config without any lever, and each lever
 added to it; the config as it is shipped, and the one with all levers that save, and each of their
@@ -37,15 +36,15 @@ from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.units import format_bytes
 
-MINUTES = 25.0
+MINUTES = 25.0  # default limit of all lines together
 CASE_SECONDS = 150  # offloaded models are copied, compiled ones compiled
-STEADY_STEPS = 4
+STEADY_STEPS = 4  # after the first one
 COMMAND = "python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md"
 DEVICE = "rtx4090"  # that plans are for where nothing is measured
 
 
 def main(words: list[str] | None = None) -> int:
-    """Plans and measures all lines and writes the report after each; 1 if one failed."""
+    """Plan and measure all lines and write the report after each; 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="gpu_check.py ladder",
         description=__doc__,
@@ -71,6 +70,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Plan and measure the lines that the options name and return the exit code."""
     methods = (options.only,) if options.only else METHODS
     if options.planned:
         return write_plans(options.output, find_hardware(options.device), methods)
@@ -78,70 +78,83 @@ def _run(options: argparse.Namespace) -> int:
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
     hardware = gpu_plan.look_up_hardware(device)
-    report = gpu_plan.begin_report(
-        "ladder", ["--only", options.only] if options.only else [], device, hardware
-    )
-    todo = list_rungs(gpu, methods)
+    only = ["--only", options.only] if options.only else []
+    report = gpu_plan.begin_report("ladder", only, device=device, hardware=hardware)
+    rungs = list_rungs(gpu, methods)
+    cases = [rung.case for rung in rungs]
+    name = f"gpu-ladder-{name_device(device)}"
+    if options.only:
+        name += f"-{options.only}"
     paths: list[Path] = []
-    with gpu_plan.plan_in_processes([rung.case for rung in todo], hardware, plan_line) as planned:
-        for rung in todo:
-            left = options.minutes * 60 - (time.monotonic() - started)
+    with gpu_plan.plan_in_processes(cases, hardware, plan_line) as wait_for_plan:
+        for rung in rungs:
+            seconds_left = options.minutes * 60 - (time.monotonic() - started)
             row = build_row(rung)
-            if left < 5:
-                row |= {"skipped": "no time left"}
+            if seconds_left < 5:
+                row["skipped"] = "no time left"
             else:
-                row |= {"planned": planned(rung.case, left)}
-                row |= measure_line(rung.case, row["planned"], gpu, min(CASE_SECONDS, left))
+                row["planned"] = wait_for_plan(rung.case, seconds_left)
+                row |= measure_line(
+                    rung.case,
+                    planned=row["planned"],
+                    gpu=gpu,
+                    seconds=min(CASE_SECONDS, seconds_left),
+                )
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
             print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
-            name = "-".join(
-                ["gpu-ladder", name_device(device), *([options.only] if options.only else [])]
-            )
             paths = write_pair(options.output / name, report, format_page(report))
     print("\n".join([*summarize(report), *map(str, paths)]))
     return 1 if any(is_wrong(row, gpu) for row in report["rows"]) else 0
 
 
 def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
-    """It failed, or bytes of a run on the CPU are not those that were planned, where these are
-    exact.
+    """Return True if a line failed, or a CPU run's bytes are not the planned ones.
+
+    Bytes are compared where the plan of a run on the CPU is exact.
     """
-    planned, found = row.get("planned", {}), row.get("measured", {}).get("peaks", {})
+    planned = row.get("planned", {})
+    measured_peaks = row.get("measured", {}).get("peaks", {})
     if "failed" in row or "failed" in planned:
         return True
     if gpu or "requested" not in planned or not row.get("exact", True):
         return False
-    return any(planned[phase]["requested"] != peaks["requested"] for phase, peaks in found.items())
+    return any(
+        planned[phase]["requested"] != peaks["requested"] for phase, peaks in measured_peaks.items()
+    )
 
 
 def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int:
-    """The planned columns of the real configs as a report of their own; 1 if a line could not be
-    planned.
+    """Write the planned columns of the real configs as a report of their own.
 
-    Lines of other methods are kept as they are in the file.
+    Lines of other methods are kept as they are in the file. Returns 1 if a line could not be
+    planned.
     """
     file = output.with_suffix(".json")
-    earlier = json.loads(file.read_text())["rows"] if file.exists() else []
-    kept = {build_key(row): row for row in earlier if row["method"] not in methods}
+    earlier_rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows_by_key = {build_key(row): row for row in earlier_rows if row["method"] not in methods}
     report = {
         "command": COMMAND,
         "torch": torch.__version__,
         "device": {"type": "planned", "name": hardware.name, "memory": hardware.memory},
         "rows": [],
     }
-    order, todo = list_rungs(True), list_rungs(True, methods)
-    with gpu_plan.plan_in_processes([rung.case for rung in todo], hardware, plan_line) as planned:
-        for rung in todo:
-            kept[rung.key] = build_row(rung) | {"planned": planned(rung.case, float("inf"))}
-            report["rows"] = [kept[rung.key] for rung in order if rung.key in kept]
-            print(describe_line(kept[rung.key]), flush=True)
+    row_order = [rung.key for rung in list_rungs(True)]
+    rungs = list_rungs(True, methods)
+    cases = [rung.case for rung in rungs]
+    with gpu_plan.plan_in_processes(cases, hardware, plan_line) as wait_for_plan:
+        for rung in rungs:
+            row = build_row(rung)
+            row["planned"] = wait_for_plan(rung.case, float("inf"))
+            rows_by_key[rung.key] = row
+            report["rows"] = [rows_by_key[key] for key in row_order if key in rows_by_key]
+            print(describe_line(row), flush=True)
             write_pair(output.with_suffix(""), report, format_page(report))
     return 1 if any(is_wrong(row, True) for row in report["rows"]) else 0
 
 
 def build_row(rung: Rung) -> dict[str, Any]:
-    """A row of the report, without figures."""
+    """Build a row of the report, without figures."""
     cfg = rung.case.read()
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     return {
@@ -160,9 +173,11 @@ def build_row(rung: Rung) -> dict[str, Any]:
 
 
 def plan_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
-    """The peaks of a step by phase, as `plan_peaks` gives them, and besides `requested`,
-    `active` and `reserved`, the most of them; `host`; `tokens_per_second`, None where no time is
-    planned; `verdict`. Or {"refused": the line} where the config or the device does not have it.
+    """Plan a line: the peaks of a step by phase, as `plan_peaks` gives them, and more figures.
+
+    `requested`, `active` and `reserved`: the most of any phase, bytes. `host`: bytes there.
+    `tokens_per_second`: None where no time is planned. `verdict`. Or {"refused": the line} where
+    the config or the device does not have it.
     """
     try:
         recipe_class, cfg = case.load()
@@ -184,10 +199,11 @@ def plan_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
 
 
 def measure_line(
-    case: ConfigCase, planned: dict[str, Any], gpu: bool, seconds: float
+    case: ConfigCase, *, planned: dict[str, Any], gpu: bool, seconds: float
 ) -> dict[str, Any]:
-    """{"measured": ...}, {"failed": why}, or nothing for what is refused, or compiled where there
-    is no GPU.
+    """Measure a line; return {"measured": ...}, {"failed": why} or {"skipped": why}.
+
+    Or nothing for what is refused, or compiled where there is no GPU.
     """
     if "refused" in planned or (not gpu and case.read().compile):
         return {}
@@ -214,11 +230,11 @@ def measure_line(
 
 
 def run_or_tell(
-    work: Callable[..., dict[str, Any]], *arguments: Any, **named: Any
+    work: Callable[..., dict[str, Any]], *arguments: Any, **keywords: Any
 ) -> dict[str, Any]:
-    """`work(...)`; {"failed": the line} for an error that a user would be told."""
+    """Return `work(...)`, or {"failed": the line} for an error that a user would be told."""
     try:
-        return work(*arguments, **named)
+        return work(*arguments, **keywords)
     except UserError as error:
         return {"failed": str(error)}
 

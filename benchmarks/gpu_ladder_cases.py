@@ -1,5 +1,7 @@
-"""The ladder's lines: a config without any lever, with each one, as it is shipped, and with all
-that save.
+"""The lines of `gpu_check.py ladder`, each a shipped config with overrides.
+
+`list_rungs` gives them: for each method the config without any lever and with each one, as it is
+shipped, and with all levers that save. Later lines of a table differ from its first by one lever.
 """
 
 import copy
@@ -22,7 +24,10 @@ IN_BACKWARD = (
     "gradient_accumulation_steps=1",
 )
 TINY = ("max_seq_len=64", "device=auto", "dtype=bf16")
-PLAIN, SHIPPED, EVERYTHING = "plain", "shipped", "everything"
+# Names of the bases.
+PLAIN = "plain"
+SHIPPED = "shipped"
+EVERYTHING = "everything"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +41,18 @@ class ConfigCase:
 
     @property
     def rows(self) -> PlannedSequence:
-        """As long as there can be."""
+        """Return rows that are as long as there can be."""
         return choose_sequence(self.read(), "max", ranks=self.ranks)
 
-    def read(self, *more: str) -> Any:
-        """The config, with further overrides; ConfigError where they do not go together."""
-        return copy.deepcopy(_read(self.config, (*self.overrides, *more)))
+    def read(self, *more_overrides: str) -> Any:
+        """Read the config, with further overrides; ConfigError where they do not go together."""
+        # A copy, since the cache gives everyone the same object.
+        return copy.deepcopy(_read(self.config, (*self.overrides, *more_overrides)))
 
     def load(self) -> tuple[type, Any]:
-        """The recipe's class, and the config with nothing but the model's shape, compiled if it
-        says so.
+        """Return the recipe's class, and the config with nothing but the model's shape.
+
+        It is compiled if the config says so.
         """
         cfg = self.read()
         shape, _ = make_plannable(cfg)
@@ -60,28 +67,25 @@ def _read(config: str, overrides: tuple[str, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """on: what turns it on; off: what turns it off, for all values of the lever alike. saves:
-    whether the line of all that save has it. methods: that have it. kept: methods whose plain line
-    has it. rounds: it changes results. exact: a plan for a CPU has the bytes of a run there; not
-    where it counts what is offloaded as another memory's, or knows a kernel on paper alone.
-    """
+    """One value of a lever that saves memory."""
 
-    on: tuple[str, ...]
-    off: tuple[str, ...]
-    saves: bool = False
-    methods: tuple[str, ...] = METHODS
-    kept: tuple[str, ...] = ()
-    rounds: bool = False
+    on: tuple[str, ...]  # overrides that turn it on
+    off: tuple[str, ...]  # overrides that turn it off, for all values of the lever alike
+    saves: bool = False  # the line of all that save has it
+    methods: tuple[str, ...] = METHODS  # that have it
+    kept: tuple[str, ...] = ()  # methods whose plain line has it
+    rounds: bool = False  # it changes results
+    # A plan for a CPU has the bytes of a run there. Not where it counts what is offloaded as
+    # another memory's, or knows a kernel on paper alone.
     exact: bool = True
 
 
+# What turns levers of several values off.
 _NO_CHECKPOINTS = ("memory.activation_checkpointing=none",)
 _CLIPPED = ("memory.optimizer_in_backward=false", "clip_grad_norm=1.0")
-_BITS, _MATMULS, _UNROUNDED = (
-    ("~optimizer.state_bits",),
-    ("~matmul_dtype",),
-    ("lora.quantize_base=none",),
-)
+_BITS = ("~optimizer.state_bits",)
+_MATMULS = ("~matmul_dtype",)
+_UNROUNDED = ("lora.quantize_base=none",)
 LEVERS = (
     Lever(("memory.activation_checkpointing=selective",), _NO_CHECKPOINTS),
     Lever(
@@ -114,84 +118,82 @@ LEVERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """A line. basis: of its table, `plain`, `shipped` or `everything`. words: overrides added to
-    the basis; empty: the basis itself, which is compared with the plain one. removed: the words
-    turn a lever off. rounds, exact: of the lever that is added.
-    """
+    """One line of a table: the table's basis, with a lever added to it or removed from it."""
 
     method: str
-    basis: str
-    words: tuple[str, ...]
+    basis: str  # of its table: `plain`, `shipped` or `everything`
+    words: tuple[str, ...]  # overrides added to the basis; empty: the basis itself
     case: ConfigCase
-    removed: bool = False
-    rounds: bool = False
-    exact: bool = True
+    removed: bool = False  # the words turn a lever off
+    rounds: bool = False  # of the lever that is added
+    exact: bool = True  # of the lever that is added
 
     @property
     def against(self) -> tuple[str, str, tuple[str, ...]]:
-        """The key of the line that it is compared with."""
+        """Return the key of the line that it is compared with; of a basis the plain one."""
         return (self.method, self.basis if self.words else PLAIN, ())
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:
-        """What no other line has."""
+        """Return what no other line has."""
         return (self.method, self.basis, self.words)
 
 
 def list_rungs(gpu: bool, methods: Iterable[str] = METHODS) -> list[Rung]:
-    """All lines of these methods: of Llama 3 8B, or of a tiny model for a dry run."""
-    return [rung for method in methods for rung in build_ladder(method, gpu)]
+    """List all lines of these methods: of Llama 3 8B, or of a tiny model for a dry run."""
+    rungs = []
+    for method in methods:
+        rungs += build_ladder(method, gpu)
+    return rungs
 
 
 def build_ladder(method: str, real: bool = True) -> list[Rung]:
-    """The lines of a method: plain and each lever added to it; shipped, and everything, and each
-    lever removed.
+    """Build a method's lines: plain, shipped and everything, and those that change a lever.
+
+    To plain each lever is added; from shipped and everything each is removed. real: of Llama 3 8B.
     """
     case = ConfigCase(f"llama3/8B_{method}")
     if not real:
         rounded = ("lora.quantize_base=nf4",) if method == "qlora" else ()
         case = ConfigCase("demo/full" if method == "full" else "demo/lora", (*TINY, *rounded))
-    mine = [lever for lever in LEVERS if method in lever.methods]
-    off = [lever.off for lever in mine if method not in lever.kept]
-    bases = {
-        PLAIN: (
-            *case.overrides,
-            *ONE_ROW,
-            *(word for change in _list_turned_off(case, off) for word in change),
-        ),
-        SHIPPED: case.overrides,
-        EVERYTHING: (
-            *case.overrides,
-            *ONE_ROW,
-            *(word for lever in mine if lever.saves for word in lever.on),
-        ),
-    }
-    found = []
-    for basis, words in bases.items():
-        start = dataclasses.replace(case, overrides=words)
-        found.append(Rung(method, basis, (), start))
-        if basis == PLAIN:
-            changes = [
-                (lever.on, lever.rounds, lever.exact) for lever in mine if method not in lever.kept
-            ]
-        else:
-            changes = [
-                (change, False, True)
-                for change in _list_turned_off(start, [lever.off for lever in mine])
-            ]
-        found += [
-            Rung(method, basis, change, _change_case(start, change), basis != PLAIN, rounds, exact)
-            for change, rounds, exact in changes
-        ]
-    return found
+    levers = [lever for lever in LEVERS if method in lever.methods]
+    addable_levers = [lever for lever in levers if method not in lever.kept]
+    plain_words = [*case.overrides, *ONE_ROW]
+    for words in _list_turned_off(case, [lever.off for lever in addable_levers]):
+        plain_words += words
+    everything_words = [*case.overrides, *ONE_ROW]
+    for lever in levers:
+        if lever.saves:
+            everything_words += lever.on
+
+    plain_case = ConfigCase(case.config, tuple(plain_words))
+    rungs = [Rung(method, PLAIN, words=(), case=plain_case)]
+    for lever in addable_levers:
+        rung = Rung(
+            method,
+            PLAIN,
+            words=lever.on,
+            case=_change_case(plain_case, lever.on),
+            rounds=lever.rounds,
+            exact=lever.exact,
+        )
+        rungs.append(rung)
+    everything_case = ConfigCase(case.config, tuple(everything_words))
+    for basis, basis_case in ((SHIPPED, case), (EVERYTHING, everything_case)):
+        rungs.append(Rung(method, basis, words=(), case=basis_case))
+        for words in _list_turned_off(basis_case, [lever.off for lever in levers]):
+            changed_case = _change_case(basis_case, words)
+            rungs.append(Rung(method, basis, words=words, case=changed_case, removed=True))
+    return rungs
 
 
-def _list_turned_off(case: ConfigCase, changes: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Those of the changes, each of which turns a lever off, that make another config of this
-    one.
-    """
-    own = case.read()
-    return [change for change in dict.fromkeys(changes) if case.read(*change) != own]
+def _list_turned_off(
+    case: ConfigCase, lever_offs: Iterable[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """Return the overrides, of those that turn a lever off, that change this config."""
+    cfg = case.read()
+    # Once each, since the values of a lever are turned off alike.
+    return [words for words in dict.fromkeys(lever_offs) if case.read(*words) != cfg]
 
 
 def _change_case(case: ConfigCase, words: tuple[str, ...]) -> ConfigCase:

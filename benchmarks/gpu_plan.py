@@ -1,5 +1,6 @@
-"""`gpu_check.py plan`: what the planner says against what the same configs take on this machine's
-GPU.
+"""Compare what the planner says with what the same configs take on this machine's GPU.
+
+    python benchmarks/gpu_check.py plan
 
 Peaks: each config runs as one rank of N in torch's fake process group, with the default allocator
 and with expandable segments, each in a process of its own; requested, allocated and reserved bytes
@@ -22,7 +23,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +42,7 @@ from benchmarks.allocator_events import (
 )
 from benchmarks.gpu_check import REPOSITORY, describe_device, fill_weights, run_apart
 from benchmarks.gpu_plan_cases import PlanCase, Runnable, describe, list_cases, list_recorded_cases
-from benchmarks.gpu_plan_report import compute_errors, summarize, write_plan_report
+from benchmarks.gpu_plan_report import METRICS, compute_errors, summarize, write_plan_report
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -51,31 +52,33 @@ from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, trace_real_run
 from recipe_lib.units import GIB
 
-MINUTES = 9.0
-CASE_SECONDS = 60
-PLAN_SECONDS = 120
+MINUTES = 9.0  # default limit of all jobs together
+CASE_SECONDS = 60  # limit of one measurement
+PLAN_SECONDS = 120  # limit of waiting for one plan
 MARGIN = 0.02  # each side of the planned smallest cap
-FIXTURE_BYTES = 200 * 1024
+FIXTURE_BYTES = 200 * 1024  # a larger recording is not kept
 STEADY_STEPS = 2  # after the first one
 HISTORY = 2_000_000  # entries, more than any of the recorded configs makes
+TELLING_CASES = 12  # of `list_cases`, one of each kind, which come before the thresholds
 Planner = Callable[[Any, Hardware], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """kind: `peaks`, `threshold` or `events`. factor: of the planned smallest cap, or between what
-    was allocated and what was reserved without a cap; 0 is no cap.
-    """
+    """One comparison of a plan and a measurement."""
 
-    kind: str
+    kind: str  # `peaks`, `threshold` or `events`
     case: PlanCase
-    expandable: bool = False
+    expandable: bool = False  # segments of the allocator
+    # Of `threshold` a multiple of the planned smallest cap. Of `events` the cap's place between the
+    # most allocated (0) and the most reserved (1) of the recording without a cap; 0.0 is no cap.
     factor: float = 0.0
 
 
 def main(argv: list[str]) -> int:
-    """Runs all jobs and writes the report after each; 1 if one failed, or a config that was said to
-    fit ran out.
+    """Run all jobs and write the report after each.
+
+    Return 1 if a job failed, or a config ran out of memory that was said to fit.
     """
     parser = argparse.ArgumentParser(prog="gpu_check.py plan", description=__doc__)
     folder = REPOSITORY / "docs" / "measurements"
@@ -90,16 +93,23 @@ def main(argv: list[str]) -> int:
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
     hardware = look_up_hardware(device)
-    report = begin_report("plan", argv, device, hardware)
-    todo = list_jobs(gpu)
+    report = begin_report("plan", argv, device=device, hardware=hardware)
+    jobs = list_jobs(gpu)
+    cases = [job.case for job in jobs if job.kind == "peaks"]
     paths: list[Path] = []
-    with plan_in_processes([job.case for job in todo if job.kind == "peaks"], hardware) as planned:
-        for job in todo:
-            left = options.minutes * 60 - (time.monotonic() - started)
-            row = run_job(job, gpu, planned, left, report, options.fixtures)
+    with plan_in_processes(cases, hardware) as wait_for_plan:
+        for job in jobs:
+            row = run_job(
+                job,
+                gpu=gpu,
+                wait_for_plan=wait_for_plan,
+                seconds_left=options.minutes * 60 - (time.monotonic() - started),
+                earlier_rows=report["rows"],
+                fixtures=options.fixtures,
+            )
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
-            print(f"{report['seconds']:5d} s  {name_of(job)}: {describe_row(row)}", flush=True)
+            print(f"{report['seconds']:5d} s  {describe_job(job)}: {describe_row(row)}", flush=True)
             paths = write_plan_report(report, options.output)
     print("\n".join(summarize(report)))
     print("\n".join(map(str, paths)))
@@ -110,9 +120,9 @@ def main(argv: list[str]) -> int:
 
 
 def begin_report(
-    part: str, argv: list[str], device: dict[str, Any], hardware: Hardware
+    part: str, argv: list[str], *, device: dict[str, Any], hardware: Hardware
 ) -> dict[str, Any]:
-    """A report of `gpu_check.py PART` without rows."""
+    """Begin a report of `gpu_check.py PART`, which has no rows yet."""
     gpu = device.get("type") == "cuda"
     return {
         "kind": "planned and measured" if gpu else "dry run, CPU: nothing was measured on a GPU",
@@ -130,42 +140,54 @@ def begin_report(
 
 
 def list_jobs(gpu: bool) -> list[Job]:
-    """What to do, the most telling first: events, which are quick; a config of each kind;
-    thresholds; the others.
+    """List the jobs, the most telling first, in case time runs out.
+
+    Events, which are quick; peaks of one config of each kind; thresholds; the other peaks.
     """
+    cases = list_cases(gpu)
     if not gpu:
-        return [Job("peaks", case) for case in list_cases(gpu)]
-    peaks = [
-        Job("peaks", case, expandable) for case in list_cases(gpu) for expandable in (False, True)
+        return [Job("peaks", case) for case in cases]
+    recorded = list_recorded_cases()
+    return [
+        *_list_both_allocators("events", recorded),
+        Job("events", recorded[0], factor=0.5),
+        *_list_both_allocators("peaks", cases[:TELLING_CASES]),
+        *_list_thresholds(case for case in cases if case.threshold),
+        *_list_both_allocators("peaks", cases[TELLING_CASES:]),
     ]
-    telling = 2 * 12
-    events = [
-        Job("events", case, expandable)
-        for case in list_recorded_cases()
-        for expandable in (False, True)
-    ]
-    events.append(Job("events", list_recorded_cases()[0], factor=0.5))
-    thresholds = [
-        Job("threshold", case, expandable, factor)
-        for case in list_cases(gpu)
-        if case.threshold
-        for expandable in (False, True)
-        for factor in (1 - MARGIN, 1 + MARGIN)
-    ]
-    return [*events, *peaks[:telling], *thresholds, *peaks[telling:]]
+
+
+def _list_both_allocators(kind: str, cases: Sequence[PlanCase]) -> list[Job]:
+    """Return two jobs of each case: without and with expandable segments."""
+    jobs = []
+    for case in cases:
+        jobs.append(Job(kind, case, expandable=False))
+        jobs.append(Job(kind, case, expandable=True))
+    return jobs
+
+
+def _list_thresholds(cases: Iterable[PlanCase]) -> list[Job]:
+    """Return four jobs of each case: just below and above the smallest cap of both allocators."""
+    jobs = []
+    for case in cases:
+        for expandable in (False, True):
+            for factor in (1 - MARGIN, 1 + MARGIN):
+                jobs.append(Job("threshold", case, expandable=expandable, factor=factor))
+    return jobs
 
 
 def look_up_hardware(device: dict[str, Any]) -> Hardware:
-    """The table's entry for the device, with the memory that it has; by its size where the table
-    does not have it.
+    """Look up the planner's hardware of the device, with the memory that it has.
+
+    By its memory where the table does not have its name.
     """
     if device.get("type") != "cuda":
         return find_hardware("cpu")
     try:
-        found = find_hardware(device["name"])
+        hardware = find_hardware(device["name"])
     except ConfigError:
-        found = find_hardware(f"{device['memory_gib']:.1f}GiB")
-    return dataclasses.replace(found, memory=int(device["memory_gib"] * GIB))
+        hardware = find_hardware(f"{device['memory_gib']:.1f}GiB")
+    return dataclasses.replace(hardware, memory=int(device["memory_gib"] * GIB))
 
 
 # Planning, in processes of its own
@@ -173,78 +195,83 @@ def look_up_hardware(device: dict[str, Any]) -> Hardware:
 
 @contextmanager
 def plan_in_processes(
-    wanted: Sequence[Runnable], hardware: Hardware, plan: Planner | None = None
+    cases: Sequence[Runnable], hardware: Hardware, plan: Planner | None = None
 ) -> Iterator[Callable[[Any, float], dict[str, Any]]]:
-    """Plans the cases in as many processes as there are cores to spare; yields what waits for a
-    case's plan.
+    """Plan the cases in as many processes as there are cores to spare.
 
-    plan: what makes one, `plan_peaks` or another.
+    Yields a function that waits for a case's plan, at most so many seconds, and returns it. plan:
+    what makes one, `plan_peaks` or another.
     """
-    todo = list(dict.fromkeys(wanted))
-    workers = max(1, min(12, (os.cpu_count() or 1) - 2, len(todo)))
+    unique_cases = list(dict.fromkeys(cases))
+    num_workers = max(1, min(12, (os.cpu_count() or 1) - 2, len(unique_cases)))
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
-        places = {case: Path(folder) / f"{number}.json" for number, case in enumerate(todo)}
-        pieces = list(places.items())
-        processes = [
-            context.Process(
-                target=_plan_all, args=(pieces[at::workers], hardware, plan or plan_peaks)
-            )
-            for at in range(workers)
-        ]
-        for process in processes:
-            process.start()
+        files = {case: Path(folder) / f"{index}.json" for index, case in enumerate(unique_cases)}
+        case_files = list(files.items())
+        workers = []
+        for index in range(num_workers):
+            # Cases are dealt out in turn, so that the first ones are planned first.
+            arguments = (case_files[index::num_workers], hardware, plan or plan_peaks)
+            workers.append(context.Process(target=_plan_all, args=arguments))
+        for worker in workers:
+            worker.start()
 
-        def wait(case: Any, seconds: float) -> dict[str, Any]:
-            until = time.monotonic() + min(seconds, PLAN_SECONDS)
-            while not places[case].exists():
-                worker = processes[todo.index(case) % workers]
-                if time.monotonic() > until or not worker.is_alive() and not places[case].exists():
-                    return {
-                        "failed": "no plan in time" if worker.is_alive() else "the planner ended"
-                    }
+        def wait_for_plan(case: Any, seconds: float) -> dict[str, Any]:
+            deadline = time.monotonic() + min(seconds, PLAN_SECONDS)
+            worker = workers[unique_cases.index(case) % num_workers]
+            while not files[case].exists():
+                if time.monotonic() > deadline and worker.is_alive():
+                    return {"failed": "no plan in time"}
+                # It may have written the plan and ended since the loop looked.
+                if not worker.is_alive() and not files[case].exists():
+                    return {"failed": "the planner ended"}
                 time.sleep(0.05)
-            return json.loads(places[case].read_text())
+            return json.loads(files[case].read_text())
 
         try:
-            yield wait
+            yield wait_for_plan
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            for worker in workers:
+                worker.kill()
+                worker.join()
 
 
-def _plan_all(todo: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -> None:
-    """In a planner's process, which must not see the GPU."""
+def _plan_all(case_files: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -> None:
+    """Plan cases in a process of its own, which must not see the GPU, and write their files."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    for case, place in todo:
+    for case, file in case_files:
         try:
-            found = plan(case, hardware)
+            planned = plan(case, hardware)
         except Exception as error:  # noqa: BLE001  (the other cases are planned still)
-            found = {"failed": f"planning: {type(error).__name__}: {error}"}
-        part = place.with_suffix(".part")
-        part.write_text(json.dumps(found))
-        part.replace(place)
+            planned = {"failed": f"planning: {type(error).__name__}: {error}"}
+        # Renamed when it is whole, since another process waits for the file to exist.
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(planned))
+        part.replace(file)
 
 
 def plan_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
-    """By phase what `read_peaks` gives; for a threshold the smallest caps."""
+    """Plan the peaks of a case by phase, as `read_peaks` gives them; for a threshold also `caps`.
+
+    `caps`: the smallest device memory that it runs in, bytes, without and with expandable segments.
+    """
     recipe_class, cfg = case.load()
     settings = PlanSettings(
         hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False
     )
     plan, trace = make_plan(recipe_class, cfg, settings)
-    found: dict[str, Any] = read_peaks(plan.heaviest)
+    planned: dict[str, Any] = read_peaks(plan.heaviest)
     if case.threshold:
-        found["caps"] = [
-            find_smallest_cap(trace, expandable=expandable) for expandable in (False, True)
+        planned["caps"] = [
+            find_smallest_cap(trace, expandable=False),
+            find_smallest_cap(trace, expandable=True),
         ]
-    return found
+    return planned
 
 
 def read_peaks(rank: RankPlan) -> dict[str, dict[str, int]]:
-    """By phase `requested`, `active`, `allocated`, `reserved`, `reserved_expandable`."""
+    """Return by phase `requested`, `active`, `allocated`, `reserved` and `reserved_expandable`."""
     names = ("requested", "active", "allocated", "reserved", "reserved_expandable")
     return {peak.phase: {name: getattr(peak, name) for name in names} for peak in rank.peaks}
 
@@ -254,43 +281,55 @@ def read_peaks(rank: RankPlan) -> dict[str, dict[str, int]]:
 
 def run_job(
     job: Job,
+    *,
     gpu: bool,
-    planned: Callable[[PlanCase, float], dict[str, Any]],
-    left: float,
-    report: dict[str, Any],
+    wait_for_plan: Callable[[PlanCase, float], dict[str, Any]],
+    seconds_left: float,
+    earlier_rows: list[dict[str, Any]],
     fixtures: Path,
 ) -> dict[str, Any]:
-    """A row of the report."""
+    """Run a job and return its row of the report.
+
+    earlier_rows: those that the report has already. fixtures: folder for recorded events.
+    """
     row: dict[str, Any] = {
         "kind": job.kind,
         "case": dataclasses.asdict(job.case),
         "expandable": job.expandable,
     }
-    if left < 5:
+    if seconds_left < 5:
         return row | {"skipped": "no time left"}
-    seconds = min(CASE_SECONDS, left)
+    seconds = min(CASE_SECONDS, seconds_left)
     if job.kind == "events":
-        return row | _record_events(job, seconds, report, fixtures)
-    plan = planned(job.case, left)
+        return row | _record_events(
+            job, seconds=seconds, earlier_rows=earlier_rows, fixtures=fixtures
+        )
+    plan = wait_for_plan(job.case, seconds_left)
     if "failed" in plan:
         return row | plan
     if job.kind == "threshold":
-        cap = int(plan["caps"][job.expandable] * job.factor)
-        result = run_apart(functools.partial(measure, job.case, job.expandable, cap), seconds)
-        said = "fits" if job.factor > 1 else "does not fit"
-        found = "ran out" if "out_of_memory" in result else "ran"
-        return (
-            row
-            | {"cap": cap, "said": said}
-            | (result if "failed" in result else {"found": found, "result": result})
-        )
-    work = (
+        return row | _run_threshold(job, plan["caps"][job.expandable], seconds)
+    row["planned"] = plan
+    measure_case = (
         functools.partial(measure, job.case, job.expandable)
         if gpu
         else functools.partial(trace_on_cpu, job.case)
     )
-    result = run_apart(work, seconds)
-    return row | {"planned": plan} | (result if "failed" in result else {"measured": result})
+    result = run_apart(measure_case, seconds)
+    return row | (result if "failed" in result else {"measured": result})
+
+
+def _run_threshold(job: Job, smallest_cap: int, seconds: float) -> dict[str, Any]:
+    """Run a case just below or above its planned smallest cap, bytes."""
+    cap = int(smallest_cap * job.factor)
+    row = {"cap": cap, "said": "fits" if job.factor > 1 else "does not fit"}
+    result = run_apart(
+        functools.partial(measure, job.case, expandable=job.expandable, cap=cap), seconds
+    )
+    if "failed" in result:
+        return row | result
+    found = "ran out" if "out_of_memory" in result else "ran"
+    return row | {"found": found, "result": result}
 
 
 def measure(
@@ -300,7 +339,7 @@ def measure(
     history: str = "",
     steady: int = STEADY_STEPS,
 ) -> dict[str, Any]:
-    """Peaks and seconds of a case's steps on the GPU, `steady` of them after the first.
+    """Measure peaks and seconds of a case's steps on the GPU, `steady` of them after the first.
 
     cap: bytes the allocator may take, 0: all. history: a file to record events in.
     """
@@ -308,6 +347,7 @@ def measure(
     module: Any = torch.get_device_module("cuda")
     module.init()
     if history:
+        # A replay needs every event from the process's first allocation on.
         module.memory._record_memory_history(
             enabled="all", context=None, stacks="python", max_entries=HISTORY
         )
@@ -317,7 +357,15 @@ def measure(
         if cap:
             total = module.get_device_properties(world.device).total_memory
             module.set_per_process_memory_fraction(min(1.0, cap / total), world.device)
-        result = run_steps(recipe_class, cfg, world, case, module, bool(history), steady)
+        result = run_steps(
+            recipe_class,
+            cfg,
+            world=world,
+            case=case,
+            module=module,
+            whole_history=bool(history),
+            steady=steady,
+        )
         free, total = module.mem_get_info(world.device)
         stats = module.memory_stats(world.device)
         result["retries"] = stats.get("num_alloc_retries", 0)
@@ -325,48 +373,50 @@ def measure(
         result["total"] = total
         result["pinned"] = module.memory.host_memory_stats().get("allocated_bytes.peak", 0)
         snapshot = module.memory._snapshot()
-        if (
-            bool(snapshot.get("allocator_settings", {}).get("expandable_segments", expandable))
-            != expandable
-        ):
+        allocator_settings = snapshot.get("allocator_settings", {})
+        if bool(allocator_settings.get("expandable_segments", expandable)) != expandable:
             raise RuntimeError(f"the allocator does not have expandable_segments={expandable}")
         if history:
-            names = ("allocated", "active", "reserved")
-            figures = {name: stats[f"{name}_bytes.all.peak"] for name in names} | {
-                "retries": result["retries"]
+            figures = {
+                "allocated": stats["allocated_bytes.all.peak"],
+                "active": stats["active_bytes.all.peak"],
+                "reserved": stats["reserved_bytes.all.peak"],
+                "retries": result["retries"],
             }
-            stream = read_snapshot_events(snapshot, cap=cap or None, measured=figures)
-            write_fixture(stream, Path(history))
+            events = read_snapshot_events(snapshot, cap=cap or None, measured=figures)
+            write_fixture(events, Path(history))
             result["figures"] = figures
     return result
 
 
 def choose_allocator(expandable: bool) -> None:
-    """Before the process's first use of the device."""
+    """Choose the allocator's segments; call it before the process's first use of the device."""
     setting = f"expandable_segments:{expandable}"
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = setting
-    older: Any = torch.get_device_module("cuda").memory
-    change = (
-        getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        or older._set_allocator_settings
-    )
-    change(setting)  # the variables may have been read when torch was imported
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
+    os.environ["PYTORCH_ALLOC_CONF"] = setting
+    # The variables may have been read already, when torch was imported. Older versions of torch
+    # have the second function alone.
+    set_allocator_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if set_allocator_settings is None:
+        cuda_memory: Any = torch.get_device_module("cuda").memory
+        set_allocator_settings = cuda_memory._set_allocator_settings
+    set_allocator_settings(setting)
 
 
 def run_steps(
     recipe_class: type,
     cfg: Any,
+    *,
     world: World,
     case: Runnable,
     module: Any,
     whole_history: bool,
     steady: int = STEADY_STEPS,
 ) -> dict[str, Any]:
-    """The phases that the planner simulates, for real; all steps after the first count as the
-    second.
+    """Run the phases that the planner simulates; all steps after the first count as the second.
 
-    `peaks` of each phase, bytes; `seconds` of each step. Tokens are drawn at random: equal ones are
-    computed faster.
+    Returns `peaks` of each phase, bytes, and `seconds` of each step. module: of the device.
+    whole_history: peaks count from the start, as in the recorded events.
     """
     result: dict[str, Any] = {"peaks": {}, "seconds": []}
     phase = "setup"
@@ -375,8 +425,10 @@ def run_steps(
     try:
         recipe: Any = recipe_class(cfg, world)
         recipe.setup_model()
-        for model in filter(None, (recipe.model, getattr(recipe, "teacher", None))):
-            fill_weights(model)
+        fill_weights(recipe.model)
+        teacher = getattr(recipe, "teacher", None)
+        if teacher is not None:
+            fill_weights(teacher)
         recipe.setup_optimizer()
         recipe.data = PlannedData(cfg, world, case.rows)
         for phase in (FIRST, *[STEADY] * steady):
@@ -384,6 +436,7 @@ def run_steps(
                 module.reset_peak_memory_stats(world.device)
             batches = next(recipe.data.batches())
             for batch in batches.micro_batches:
+                # At random, since equal tokens are computed faster.
                 batch.tokens.random_(recipe.spec.vocab_size)
             began = time.perf_counter()
             recipe.train_step(batches)
@@ -391,17 +444,16 @@ def run_steps(
             module.synchronize(world.device)
             result["seconds"].append(time.perf_counter() - began)
             stats = module.memory_stats(world.device)
-            names = ("requested", "active", "allocated", "reserved")
-            found = {name: stats[f"{name}_bytes.all.peak"] for name in names}
-            earlier = result["peaks"].get(phase, found)
-            result["peaks"][phase] = {name: max(found[name], earlier[name]) for name in found}
+            peaks = {name: stats[f"{name}_bytes.all.peak"] for name in METRICS}
+            earlier = result["peaks"].get(phase, peaks)
+            result["peaks"][phase] = {name: max(peaks[name], earlier[name]) for name in METRICS}
     except torch.OutOfMemoryError:
         result["out_of_memory"] = phase
     return result
 
 
 def trace_on_cpu(case: Runnable) -> dict[str, Any]:
-    """Peaks of the tensors that a real run on the CPU holds, seen by the planner's own tracer."""
+    """Return peaks of the tensors of a real run on the CPU, seen by the planner's own tracer."""
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     recipe_class, cfg = case.load()
     cfg.device = "cpu"
@@ -411,71 +463,83 @@ def trace_on_cpu(case: Runnable) -> dict[str, Any]:
 
 
 def _record_events(
-    job: Job, seconds: float, report: dict[str, Any], fixtures: Path
+    job: Job, *, seconds: float, earlier_rows: list[dict[str, Any]], fixtures: Path
 ) -> dict[str, Any]:
-    """Records a case's events, keeps them if they are few enough, and replays them."""
+    """Record a case's events, keep them if they are few enough, and replay them."""
     cap = 0
     if job.factor:
-        free = [row["figures"] for row in report["rows"] if row["kind"] == "events" and not row["expandable"] and
-                "figures" in row and row["case"] == dataclasses.asdict(job.case)]  # fmt: skip
-        if not free:
+        uncapped = _find_uncapped_figures(job.case, earlier_rows)
+        if uncapped is None:
             return {"failed": "there is no recording without a cap to choose one by"}
-        allocated, reserved = free[0]["allocated"], free[0]["reserved"]
-        cap = int(allocated + job.factor * (reserved - allocated))
+        allocated = uncapped["allocated"]
+        cap = int(allocated + job.factor * (uncapped["reserved"] - allocated))
     words = [
         job.case.method,
         job.case.model,
         f"{job.case.ranks}x{job.case.sequence}",
         job.case.checkpointing,
     ]
-    words += ["expandable"] * job.expandable + ["capped"] * bool(cap)
+    if job.expandable:
+        words.append("expandable")
+    if cap:
+        words.append("capped")
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
         file = Path(folder) / f"{'-'.join(words)}.json.gz"
         result = run_apart(
-            functools.partial(measure, job.case, job.expandable, cap, str(file)), seconds
+            functools.partial(
+                measure, job.case, expandable=job.expandable, cap=cap, history=str(file)
+            ),
+            seconds,
         )
         if "failed" in result:
             return result
-        compared = run_apart(
-            functools.partial(compare_events, str(file), result["figures"]), seconds
-        )
+        replay = run_apart(functools.partial(compare_events, str(file), result["figures"]), seconds)
         if file.stat().st_size <= FIXTURE_BYTES:
             fixtures.mkdir(parents=True, exist_ok=True)
             (fixtures / file.name).write_bytes(file.read_bytes())
-        return {
+        recording = {
             "file": file.name,
             "size": file.stat().st_size,
             "cap": cap,
             "figures": result["figures"],
-        } | compared
+        }
+        return recording | replay
+
+
+def _find_uncapped_figures(case: PlanCase, rows: list[dict[str, Any]]) -> dict[str, int] | None:
+    """Return the figures of the first recording of a case by the default allocator."""
+    for row in rows:
+        recorded = row["kind"] == "events" and "figures" in row
+        if recorded and not row["expandable"] and row["case"] == dataclasses.asdict(case):
+            return row["figures"]
+    return None
 
 
 def compare_events(file: str, figures: dict[str, int]) -> dict[str, Any]:
-    """A recording replayed: the number of the first segment that differs, and the figures that
-    do.
-    """
+    """Replay a recording; return its first segment that differs and the figures that do."""
     stream = read_fixture(Path(file))
-    found = replay_events(stream)
-    different = {
-        name: getattr(found, name)
-        for name, figure in figures.items()
-        if getattr(found, name) != figure
-    }
+    replay = replay_events(stream)
+    replayed_figures = {name: getattr(replay, name) for name in figures}
     return {
         "events": len(stream["events"]),
-        "first_difference": found.first_difference,
-        "different": different,
+        "first_difference": replay.first_difference,
+        "different": {
+            name: replayed_figures[name]
+            for name in figures
+            if replayed_figures[name] != figures[name]
+        },
     }
 
 
-def name_of(job: Job) -> str:
-    """A job in a few words."""
+def describe_job(job: Job) -> str:
+    """Describe a job in a few words."""
     allocator = ", expandable" if job.expandable else ""
-    return f"{job.kind}, {describe(job.case)}{allocator}{f', x {job.factor}' if job.factor else ''}"
+    factor = f", x {job.factor}" if job.factor else ""
+    return f"{job.kind}, {describe(job.case)}{allocator}{factor}"
 
 
 def describe_row(row: dict[str, Any]) -> str:
-    """What came of it, in a few words."""
+    """Describe what came of a job, in a few words."""
     for key in ("failed", "skipped"):
         if key in row:
             return f"{key}, {row[key]}"
@@ -486,7 +550,7 @@ def describe_row(row: dict[str, Any]) -> str:
         return f"{row['file']}, {row.get('events')} events, {'exact' if exact else 'differs'}"
     if "out_of_memory" in row["measured"]:
         return f"out of memory in {row['measured']['out_of_memory']}"
-    found = [
+    errors = [
         f"{name} {error:+.2%}" for phase, name, error in compute_errors(row) if phase == STEADY
     ]
-    return ", ".join(found)
+    return ", ".join(errors)

@@ -1,5 +1,7 @@
-"""What `gpu_check.py plan` compares: configs of the recipes, each as a command line of `tune
-plan`.
+"""The configs that `gpu_check.py plan` and `gpu_check.py times` plan and measure.
+
+Each is a shipped config with overrides, as a command line of `tune plan` would have them.
+`list_cases` gives those for a GPU, or a dry run's with the demo's model.
 """
 
 import dataclasses
@@ -12,17 +14,23 @@ from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 TINY = "demo"
-# Of these the demo has no config: one of 8B with the demo's model.
+LLAMA_8B = "llama3/8B"
+LLAMA_3B = "llama3_2/3B"
+LLAMA_1B = "llama3_2/1B"
+QWEN_MOE = "qwen3_moe/30B"
+GPT_OSS = "gpt_oss/20B"
+OLMOE = "olmoe/7B"
+# Methods without a config of the demo: one of 8B is taken, with the demo's model.
 LABELED = ("dpo", "kto", "reward")
 UNREAD = ("~model.path", "model.preset=demo/0.5M", "tokenizer.path=unread")
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
-# With what is on the host only where it is a GPU that computes; a CPU changes nothing then.
+# Offloaded states are on the host only where a GPU computes; on a CPU the lever changes nothing.
 STEPPING = (
     ("memory.optimizer_offload=true",),
     (*IN_BACKWARD, "memory.optimizer_offload=true"),
     (*IN_BACKWARD, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
 )
-# Frozen layers need the first alone.
+# Frozen layers need the first of these alone.
 STREAMED = ("memory.stream_layers=true", *STEPPING[1])
 # A sequence that all ranks share.
 TILED = ("memory.mlp_tiles=4", "memory.activation_offload=true")
@@ -32,7 +40,11 @@ ZERO_1 = (
     "parallel.reshard_after_forward=false",
     "gradient_accumulation_steps=4",
 )
-REDUCED_ONCE = (ZERO_1[:1] + ZERO_1[2:], ZERO_1, (*ZERO_1, "parallel.accumulate_grad_in_fp32=true"))
+REDUCED_ONCE = (
+    ("parallel.reduce_gradients=step", "gradient_accumulation_steps=4"),
+    ZERO_1,
+    (*ZERO_1, "parallel.accumulate_grad_in_fp32=true"),
+)
 STATES = (
     ("optimizer.state_bits=8",),
     ("optimizer.state_bits=4",),
@@ -45,59 +57,54 @@ class Runnable(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which of the ranks runs."""
+        """Return which of the ranks runs."""
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Return how many ranks there are."""
 
     @property
     def rows(self) -> PlannedSequence:
-        """The rows that it is planned for, and run with."""
+        """Return the rows that it is planned for, and run with."""
 
     def load(self) -> tuple[type, Any]:
-        """The recipe's class and a plannable config."""
+        """Return the recipe's class and a plannable config."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase:
-    """A config. model: family and size, or `demo`. documents: in a packed row; 0 is no packing.
-    threshold: whether it is also run at its smallest cap. rank: of them all, which one runs.
-    schedule: of a pipeline through all ranks, with twice as many micro-batches; empty: none.
-    levers: further overrides. The rest: settings.
-    """
+    """A shipped config, the settings that are changed in it, and the rank that runs."""
 
-    method: str
-    model: str
+    method: str  # `full`, `lora`, `qlora`, `distill`, `qat` or one of LABELED
+    model: str  # family and size, or `demo`
     ranks: int
-    sequence: int
+    sequence: int  # tokens of a row
     checkpointing: str = "full"
     wrapping: str = "memory_efficient"
-    optimizer: str = "fused"
-    documents: int = 0
+    optimizer: str = "fused"  # its kernels; AdamW's, or SGD's after `sgd `
+    documents: int = 0  # in a packed row; 0: no packing
     batch_size: int = 1
-    chunks: int = 8
-    threshold: bool = False
-    rank: int = 0
-    schedule: str = ""
-    levers: tuple[str, ...] = ()
+    chunks: int = 8  # of the loss
+    threshold: bool = False  # it is also run just below and above its smallest cap
+    rank: int = 0  # the one that runs
+    schedule: str = ""  # of a pipeline through all ranks, with twice as many micro-batches; or none
+    levers: tuple[str, ...] = ()  # further overrides
 
     @property
     def config(self) -> str:
-        """Its shipped config."""
-        if self.model == TINY:
-            named = {"qat": "demo/full", "qlora": "demo/lora"} | {
-                name: f"llama3/8B_{name}" for name in LABELED
-            }
-            return named.get(self.method, f"demo/{self.method}")
-        return f"{self.model}_{self.method}"
+        """Return the name of its shipped config."""
+        if self.model != TINY:
+            return f"{self.model}_{self.method}"
+        if self.method in LABELED:
+            return f"llama3/8B_{self.method}"
+        demo_methods = {"qat": "full", "qlora": "lora"}
+        return f"demo/{demo_methods.get(self.method, self.method)}"
 
     @property
     def overrides(self) -> list[str]:
-        """What it changes in the config."""
-        name, _, kernels = self.optimizer.rpartition(" ")
-        own_step = any(word.startswith("optimizer.") for word in self.levers)
-        return [
+        """Return what it changes in the config."""
+        optimizer_name, _, kernels = self.optimizer.rpartition(" ")
+        words = [
             f"max_seq_len={self.sequence}",
             f"batch_size={self.batch_size}",
             f"gradient_accumulation_steps={2 * self.ranks if self.schedule else 1}",
@@ -105,34 +112,38 @@ class PlanCase:
             "dtype=bf16",
             f"memory.activation_checkpointing={self.checkpointing}",
             f"memory.loss_chunks={self.chunks}",
-            *(
-                []
-                if "parallel.strategy=ddp" in self.levers
-                else [f"parallel.fsdp_wrap_policy={self.wrapping}"]
-            ),
-            *([] if own_step else [f"optimizer.implementation={kernels}"]),
-            f"data.packing={str(self.documents > 0).lower()}",
-            *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
-            *(
-                [f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"]
-                * bool(self.schedule)
-            ),
-            *(["lora.quantize_base=nf4"] if self.method == "qlora" and self.model == TINY else []),
-            *(["qat=int4", "qat_start_step=0"] if self.method == "qat" else []),
-            *(UNREAD if self.method in LABELED and self.model == TINY else []),
-            *self.levers,
         ]
+        # DDP wraps nothing in units.
+        if "parallel.strategy=ddp" not in self.levers:
+            words.append(f"parallel.fsdp_wrap_policy={self.wrapping}")
+        # A lever of the optimizer brings a step of its own.
+        if not any(lever.startswith("optimizer.") for lever in self.levers):
+            words.append(f"optimizer.implementation={kernels}")
+        words.append(f"data.packing={str(self.documents > 0).lower()}")
+        if optimizer_name == "sgd":
+            words += ["optimizer.name=sgd", "optimizer.momentum=0.9"]
+        if self.schedule:
+            words.append(f"parallel.pipeline={self.ranks}")
+            words.append(f"parallel.pipeline_schedule={self.schedule}")
+        if self.method == "qlora" and self.model == TINY:
+            words.append("lora.quantize_base=nf4")
+        if self.method == "qat":
+            words += ["qat=int4", "qat_start_step=0"]
+        if self.method in LABELED and self.model == TINY:
+            words += UNREAD
+        return [*words, *self.levers]
 
     @property
     def rows(self) -> PlannedSequence:
-        """The rows that it is planned for, and run with."""
+        """Return the rows that it is planned for, and run with."""
         return PlannedSequence(
             self.sequence, "as the case says", pack=float(max(1, self.documents))
         )
 
     def load(self) -> tuple[type, Any]:
-        """The recipe's class, and the config with nothing but the model's shape; its recipe's
-        module is imported.
+        """Return the recipe's class, and the config with nothing but the model's shape.
+
+        Imports the recipe's module.
         """
         recipe = find_config_recipe(self.config)
         cfg, _ = make_plannable(load_config(self.config, self.overrides, recipe.schema()))
@@ -140,7 +151,7 @@ class PlanCase:
 
 
 def describe(case: PlanCase) -> str:
-    """A case in a few words."""
+    """Describe a case in a few words."""
     packed = f", {case.documents} documents packed" if case.documents else ""
     ranks = f"{case.rank} of {case.ranks} {case.schedule}".strip()
     return (
@@ -150,22 +161,9 @@ def describe(case: PlanCase) -> str:
 
 
 def list_cases(gpu: bool) -> list[PlanCase]:
-    """The configs, the most telling first, in case time runs out."""
+    """Return the configs, the most telling first, in case time runs out."""
     if not gpu:
-        return [
-            PlanCase("full", TINY, 4, 64),
-            PlanCase("full", TINY, 1, 64, "selective", "layers", "foreach"),
-            PlanCase("lora", TINY, 2, 64, "none", documents=3),
-            PlanCase("qlora", TINY, 1, 64),
-            PlanCase("full", TINY, 4, 64, levers=("parallel.context=2",)),
-            PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
-            PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
-            *(
-                PlanCase("full", TINY, 2, 64, levers=levers)
-                for levers in (*STEPPING, *STATES, *REDUCED_ONCE)
-            ),
-            *(PlanCase(method, TINY, 2, 64) for method in ("distill", "qat", *LABELED)),
-        ]
+        return _list_dry_cases()
     return [
         *_list_telling_cases(),
         *_list_method_cases(),
@@ -173,14 +171,37 @@ def list_cases(gpu: bool) -> list[PlanCase]:
         *_list_mixture_cases(),
         *_list_compiled_cases(),
         *_list_pipeline_cases(),
-        *_build_full_case(),
-        *_build_adapter_case(),
+        *_list_full_cases(),
+        *_list_adapter_cases(),
+    ]
+
+
+# The lists below are tables. Positional: method, model, ranks, sequence, checkpointing, wrapping,
+# optimizer.
+
+
+def _list_dry_cases() -> list[PlanCase]:
+    """Return configs of the demo's model: of each method, and of levers of the optimizer."""
+    return [
+        PlanCase("full", TINY, 4, 64),
+        PlanCase("full", TINY, 1, 64, "selective", "layers", "foreach"),
+        PlanCase("lora", TINY, 2, 64, "none", documents=3),
+        PlanCase("qlora", TINY, 1, 64),
+        PlanCase("full", TINY, 4, 64, levers=("parallel.context=2",)),
+        PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
+        PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
+        *(
+            PlanCase("full", TINY, 2, 64, levers=levers)
+            for levers in (*STEPPING, *STATES, *REDUCED_ONCE)
+        ),
+        *(PlanCase(method, TINY, 2, 64) for method in ("distill", "qat", *LABELED)),
     ]
 
 
 def list_recorded_cases() -> list[PlanCase]:
-    """Those whose allocator's events are kept as fixtures: small models with tensors of all
-    sizes.
+    """Return the cases whose allocator's events are kept as fixtures.
+
+    Small models with tensors of all sizes.
     """
     return [
         PlanCase("full", TINY, 4, 2048, "none", batch_size=2, chunks=1),
@@ -190,176 +211,178 @@ def list_recorded_cases() -> list[PlanCase]:
 
 
 def _list_telling_cases() -> list[PlanCase]:
-    """One of each kind."""
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    """Return one config of each kind."""
     return [
-        PlanCase("full", big, 4, 512, wrapping="layers", threshold=True),
-        PlanCase("full", big, 4, 512, threshold=True),
-        PlanCase("qlora", big, 1, 2048, threshold=True),
-        PlanCase("full", middle, 1, 2048, "none", optimizer="foreach"),
-        PlanCase("lora", big, 1, 2048, "none"),
-        PlanCase("full", small, 1, 2048, "selective", threshold=True),
-        PlanCase("full", big, 8, 8192, documents=12),
-        PlanCase("lora", middle, 2, 8192, "selective", threshold=True),
-        PlanCase("full", small, 4, 8192, "none", "layers", documents=16),
-        PlanCase("qlora", small, 2, 512, "none", "layers"),
-        PlanCase("full", big, 2, 2048, "selective", optimizer="single"),
-        PlanCase("full", middle, 8, 512, optimizer="sgd foreach"),
+        PlanCase("full", LLAMA_8B, 4, 512, wrapping="layers", threshold=True),
+        PlanCase("full", LLAMA_8B, 4, 512, threshold=True),
+        PlanCase("qlora", LLAMA_8B, 1, 2048, threshold=True),
+        PlanCase("full", LLAMA_3B, 1, 2048, "none", optimizer="foreach"),
+        PlanCase("lora", LLAMA_8B, 1, 2048, "none"),
+        PlanCase("full", LLAMA_1B, 1, 2048, "selective", threshold=True),
+        PlanCase("full", LLAMA_8B, 8, 8192, documents=12),
+        PlanCase("lora", LLAMA_3B, 2, 8192, "selective", threshold=True),
+        PlanCase("full", LLAMA_1B, 4, 8192, "none", "layers", documents=16),
+        PlanCase("qlora", LLAMA_1B, 2, 512, "none", "layers"),
+        PlanCase("full", LLAMA_8B, 2, 2048, "selective", optimizer="single"),
+        PlanCase("full", LLAMA_3B, 8, 512, optimizer="sgd foreach"),
     ]
 
 
 def _list_method_cases() -> list[PlanCase]:
-    """A teacher in 4 bits, in host memory, whole and sharded; rounded weights; pairs, labels and
-    score heads.
+    """Return configs of the other methods.
+
+    A teacher in 4 bits, in host memory, whole and sharded; rounded weights; pairs, labels and score
+    heads.
     """
     teacher = ("distill.quantize_teacher=none", "distill.stream_teacher=true")
-    small = "llama3_2/1B"
     return [
-        PlanCase("distill", small, 1, 2048),
-        PlanCase("distill", small, 1, 2048, levers=teacher),
+        PlanCase("distill", LLAMA_1B, 1, 2048),
+        PlanCase("distill", LLAMA_1B, 1, 2048, levers=teacher),
         PlanCase(
             "distill",
-            small,
+            LLAMA_1B,
             4,
             2048,
             levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
         ),
-        PlanCase("qat", small, 1, 2048),
-        PlanCase("qat", small, 4, 2048, "selective", levers=("qat=fp8",)),
+        PlanCase("qat", LLAMA_1B, 1, 2048),
+        PlanCase("qat", LLAMA_1B, 4, 2048, "selective", levers=("qat=fp8",)),
         *(PlanCase(method, "llama3/8B", 1, 2048) for method in LABELED),
     ]
 
 
 def _list_lever_cases() -> list[PlanCase]:
-    """What is freed sooner, rounded, made again or kept on the host."""
-    big, small = "llama3/8B", "llama3_2/1B"
+    """Return configs whose levers free sooner, round, recompute or keep on the host."""
     return [
-        *(PlanCase("full", big, 1, 2048, levers=levers) for levers in STEPPING[1:]),
-        PlanCase("full", big, 2, 8192, levers=("memory.optimizer_offload=true",)),
-        *(PlanCase("full", small, 1, 2048, levers=levers) for levers in (*STEPPING, *STATES)),
-        *(PlanCase("full", small, 4, 2048, levers=levers) for levers in REDUCED_ONCE),
-        PlanCase("full", big, 8, 2048, levers=ZERO_1),
-        PlanCase("full", small, 1, 8192, "none", levers=("memory.activation_offload=true",)),
+        *(PlanCase("full", LLAMA_8B, 1, 2048, levers=levers) for levers in STEPPING[1:]),
+        PlanCase("full", LLAMA_8B, 2, 8192, levers=("memory.optimizer_offload=true",)),
+        *(PlanCase("full", LLAMA_1B, 1, 2048, levers=levers) for levers in (*STEPPING, *STATES)),
+        *(PlanCase("full", LLAMA_1B, 4, 2048, levers=levers) for levers in REDUCED_ONCE),
+        PlanCase("full", LLAMA_8B, 8, 2048, levers=ZERO_1),
+        PlanCase("full", LLAMA_1B, 1, 8192, "none", levers=("memory.activation_offload=true",)),
         PlanCase(
             "full",
-            big,
+            LLAMA_8B,
             2,
             8192,
             levers=("memory.activation_offload=true", "memory.optimizer_offload=true"),
         ),
-        PlanCase("full", small, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),
-        PlanCase("qlora", big, 1, 32768, levers=("memory.mlp_tiles=8",)),
+        PlanCase("full", LLAMA_1B, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),
+        PlanCase("qlora", LLAMA_8B, 1, 32768, levers=("memory.mlp_tiles=8",)),
         *(
-            PlanCase("full", big, 1, 2048, levers=(*STREAMED, *levers))
+            PlanCase("full", LLAMA_8B, 1, 2048, levers=(*STREAMED, *levers))
             for levers in ((), STATES[1])
         ),
-        *(PlanCase(kind, big, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
-        PlanCase("full", big, 8, 262144, chunks=32, levers=("parallel.context=8", *TILED)),
-        PlanCase("lora", big, 4, 65536, levers=("parallel.context=4", "memory.mlp_tiles=2")),
-        PlanCase("full", small, 4, 32768, "selective", documents=5, levers=("parallel.context=4",)),
-        PlanCase("full", small, 1, 2048, levers=("matmul_dtype=int8",)),
-        PlanCase("full", small, 1, 2048, levers=("matmul_dtype=fp8",)),
-        PlanCase("lora", small, 2, 2048, levers=("parallel.strategy=ddp",)),
+        *(PlanCase(kind, LLAMA_8B, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
+        PlanCase("full", LLAMA_8B, 8, 262144, chunks=32, levers=("parallel.context=8", *TILED)),
+        PlanCase("lora", LLAMA_8B, 4, 65536, levers=("parallel.context=4", "memory.mlp_tiles=2")),
+        PlanCase(
+            "full", LLAMA_1B, 4, 32768, "selective", documents=5, levers=("parallel.context=4",)
+        ),
+        PlanCase("full", LLAMA_1B, 1, 2048, levers=("matmul_dtype=int8",)),
+        PlanCase("full", LLAMA_1B, 1, 2048, levers=("matmul_dtype=fp8",)),
+        PlanCase("lora", LLAMA_1B, 2, 2048, levers=("parallel.strategy=ddp",)),
     ]
 
 
 def _list_mixture_cases() -> list[PlanCase]:
-    """Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and
+    """Return configs of mixtures of experts.
+
+    Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and
     attention with sinks.
     """
-    qwen, oss, olmoe = "qwen3_moe/30B", "gpt_oss/20B", "olmoe/7B"
     offloaded = ("memory.stream_layers=experts",)
     return [
-        PlanCase("qlora", qwen, 1, 2048),
-        PlanCase("qlora", qwen, 1, 2048, levers=offloaded),
-        PlanCase("qlora", qwen, 1, 2048, levers=("lora.target_modules=[q,k,v,o,experts]",)),
-        PlanCase("qlora", oss, 1, 2048),
-        PlanCase("qlora", oss, 1, 8192, "selective", levers=offloaded),
-        PlanCase("lora", olmoe, 1, 2048, "none"),
-        PlanCase("full", olmoe, 4, 2048),
-        PlanCase("full", olmoe, 4, 8192, levers=("memory.mlp_tiles=8",)),
-        PlanCase("full", qwen, 8, 2048),
-        PlanCase("full", oss, 8, 2048, "selective", documents=6),
+        PlanCase("qlora", QWEN_MOE, 1, 2048),
+        PlanCase("qlora", QWEN_MOE, 1, 2048, levers=offloaded),
+        PlanCase("qlora", QWEN_MOE, 1, 2048, levers=("lora.target_modules=[q,k,v,o,experts]",)),
+        PlanCase("qlora", GPT_OSS, 1, 2048),
+        PlanCase("qlora", GPT_OSS, 1, 8192, "selective", levers=offloaded),
+        PlanCase("lora", OLMOE, 1, 2048, "none"),
+        PlanCase("full", OLMOE, 4, 2048),
+        PlanCase("full", OLMOE, 4, 8192, levers=("memory.mlp_tiles=8",)),
+        PlanCase("full", QWEN_MOE, 8, 2048),
+        PlanCase("full", GPT_OSS, 8, 2048, "selective", documents=6),
     ]
 
 
 def _list_compiled_cases() -> list[PlanCase]:
-    """Layers compiled, of which the plan runs the module that inductor writes; the code is for a
-    CPU there.
+    """Return configs with compiled layers.
+
+    A plan runs the module that inductor writes for them, whose code is for a CPU there.
     """
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
     compiled = ("compile=true",)
     return [
-        *(
-            PlanCase("full", small, 1, 2048, kind, levers=compiled)
-            for kind in ("none", "selective", "full")
-        ),
-        PlanCase("full", middle, 4, 2048, "none", levers=compiled),
-        PlanCase("lora", big, 1, 2048, "none", levers=compiled),
-        PlanCase("qlora", big, 1, 2048, levers=compiled),
+        PlanCase("full", LLAMA_1B, 1, 2048, "none", levers=compiled),
+        PlanCase("full", LLAMA_1B, 1, 2048, "selective", levers=compiled),
+        PlanCase("full", LLAMA_1B, 1, 2048, "full", levers=compiled),
+        PlanCase("full", LLAMA_3B, 4, 2048, "none", levers=compiled),
+        PlanCase("lora", LLAMA_8B, 1, 2048, "none", levers=compiled),
+        PlanCase("qlora", LLAMA_8B, 1, 2048, levers=compiled),
     ]
 
 
 def _list_pipeline_cases() -> list[PlanCase]:
-    """Stages of pipelines, each run by itself."""
-    big, small = "llama3/8B", "llama3_2/1B"
-    stages = [
-        PlanCase("full", big, 4, 2048, rank=rank, schedule=name)
-        for name in ("1f1b", "zbv")
-        for rank in (0, 3)
-    ]
-    stages += [
-        PlanCase("full", small, 4, 2048, "none", rank=rank, schedule="zbv") for rank in range(4)
-    ]
-    stages += [
-        PlanCase("full", small, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble")
-    ]
-    return [*stages, PlanCase("qlora", big, 2, 2048, rank=1, schedule="1f1b")]
-
-
-def _build_full_case() -> list[PlanCase]:
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    """Return stages of pipelines, each run by itself."""
     return [
-        PlanCase("full", big, 4, 2048, wrapping="layers"),
-        PlanCase("full", big, 4, 2048),
-        PlanCase("full", big, 4, 8192, wrapping="layers"),
-        PlanCase("full", big, 4, 8192),
-        PlanCase("full", big, 4, 8192, "selective"),
-        PlanCase("full", big, 4, 2048, "none", chunks=1),
-        PlanCase("full", big, 8, 2048, "none"),
-        PlanCase("full", big, 8, 512, "none", "layers", optimizer="single"),
-        PlanCase("full", big, 2, 8192, documents=8),
-        PlanCase("full", big, 2, 512, optimizer="foreach"),
-        PlanCase("full", big, 1, 512),
-        PlanCase("full", middle, 1, 512, "none"),
-        PlanCase("full", middle, 1, 2048, "selective"),
-        PlanCase("full", middle, 1, 8192),
-        PlanCase("full", middle, 2, 2048, wrapping="layers"),
-        PlanCase("full", middle, 2, 8192, "selective", documents=10),
-        PlanCase("full", middle, 4, 8192, "none"),
-        PlanCase("full", small, 1, 512, "none"),
-        PlanCase("full", small, 1, 2048, "none", optimizer="foreach", batch_size=2),
-        PlanCase("full", small, 1, 8192, optimizer="single"),
-        PlanCase("full", small, 2, 2048, "selective", documents=4, batch_size=2),
-        PlanCase("full", small, 8, 512, chunks=1),
-        PlanCase("full", small, 2, 2048, "none", optimizer="sgd single"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=0, schedule="1f1b"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=3, schedule="1f1b"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=0, schedule="zbv"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=3, schedule="zbv"),
+        *(
+            PlanCase("full", LLAMA_1B, 4, 2048, "none", rank=rank, schedule="zbv")
+            for rank in range(4)
+        ),
+        PlanCase(
+            "full", LLAMA_1B, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble"
+        ),
+        PlanCase("qlora", LLAMA_8B, 2, 2048, rank=1, schedule="1f1b"),
     ]
 
 
-def _build_adapter_case() -> list[PlanCase]:
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+def _list_full_cases() -> list[PlanCase]:
+    """Return more configs of full fine-tuning, in many settings."""
     return [
-        PlanCase("lora", big, 1, 8192),
-        PlanCase("lora", big, 2, 8192, "selective"),
-        PlanCase("lora", big, 4, 2048, wrapping="layers"),
-        PlanCase("lora", big, 1, 2048, documents=4),
-        PlanCase("lora", small, 1, 512, "none", optimizer="foreach"),
-        PlanCase("lora", small, 8, 2048),
-        PlanCase("qlora", big, 1, 512),
-        PlanCase("qlora", big, 1, 8192),
-        PlanCase("qlora", big, 1, 8192, "selective", documents=8),
-        PlanCase("qlora", big, 2, 2048),
-        PlanCase("qlora", big, 4, 8192),
-        PlanCase("qlora", middle, 1, 2048, "none"),
-        PlanCase("qlora", small, 1, 512, "none", batch_size=2),
+        PlanCase("full", LLAMA_8B, 4, 2048, wrapping="layers"),
+        PlanCase("full", LLAMA_8B, 4, 2048),
+        PlanCase("full", LLAMA_8B, 4, 8192, wrapping="layers"),
+        PlanCase("full", LLAMA_8B, 4, 8192),
+        PlanCase("full", LLAMA_8B, 4, 8192, "selective"),
+        PlanCase("full", LLAMA_8B, 4, 2048, "none", chunks=1),
+        PlanCase("full", LLAMA_8B, 8, 2048, "none"),
+        PlanCase("full", LLAMA_8B, 8, 512, "none", "layers", optimizer="single"),
+        PlanCase("full", LLAMA_8B, 2, 8192, documents=8),
+        PlanCase("full", LLAMA_8B, 2, 512, optimizer="foreach"),
+        PlanCase("full", LLAMA_8B, 1, 512),
+        PlanCase("full", LLAMA_3B, 1, 512, "none"),
+        PlanCase("full", LLAMA_3B, 1, 2048, "selective"),
+        PlanCase("full", LLAMA_3B, 1, 8192),
+        PlanCase("full", LLAMA_3B, 2, 2048, wrapping="layers"),
+        PlanCase("full", LLAMA_3B, 2, 8192, "selective", documents=10),
+        PlanCase("full", LLAMA_3B, 4, 8192, "none"),
+        PlanCase("full", LLAMA_1B, 1, 512, "none"),
+        PlanCase("full", LLAMA_1B, 1, 2048, "none", optimizer="foreach", batch_size=2),
+        PlanCase("full", LLAMA_1B, 1, 8192, optimizer="single"),
+        PlanCase("full", LLAMA_1B, 2, 2048, "selective", documents=4, batch_size=2),
+        PlanCase("full", LLAMA_1B, 8, 512, chunks=1),
+        PlanCase("full", LLAMA_1B, 2, 2048, "none", optimizer="sgd single"),
+    ]
+
+
+def _list_adapter_cases() -> list[PlanCase]:
+    """Return more configs of LoRA and QLoRA, in many settings."""
+    return [
+        PlanCase("lora", LLAMA_8B, 1, 8192),
+        PlanCase("lora", LLAMA_8B, 2, 8192, "selective"),
+        PlanCase("lora", LLAMA_8B, 4, 2048, wrapping="layers"),
+        PlanCase("lora", LLAMA_8B, 1, 2048, documents=4),
+        PlanCase("lora", LLAMA_1B, 1, 512, "none", optimizer="foreach"),
+        PlanCase("lora", LLAMA_1B, 8, 2048),
+        PlanCase("qlora", LLAMA_8B, 1, 512),
+        PlanCase("qlora", LLAMA_8B, 1, 8192),
+        PlanCase("qlora", LLAMA_8B, 1, 8192, "selective", documents=8),
+        PlanCase("qlora", LLAMA_8B, 2, 2048),
+        PlanCase("qlora", LLAMA_8B, 4, 8192),
+        PlanCase("qlora", LLAMA_3B, 1, 2048, "none"),
+        PlanCase("qlora", LLAMA_1B, 1, 512, "none", batch_size=2),
     ]

@@ -1,42 +1,39 @@
-"""The report of gpu_check.py: one JSON file with everything, one Markdown file with the tables."""
+"""The report of `python benchmarks/gpu_check.py`, written after each case.
 
-import json
+One JSON file has everything, one Markdown file has the tables: memory, time, and the losses of each
+timed run step by step. Both are named after the device.
+"""
+
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_plan_report import name_device, write_pair
 from recipe_lib.units import GIB
 
-HOW = """Memory: the recipe's model, optimizer and training step as rank 0 of N through torch's fake process group, \
-random weights, bf16 parameters and gradients, AdamW (fused), activation checkpointing `full`, the loss in 8 chunks, \
-batch 1. `lora`, `qlora`: adapters of rank 16 on all linears of the layers, beside a base in bf16 or NF4; gradients \
-of the adapters alone. Peaks are those of steps 2 and 3 (the optimizer states exist), in GiB (1024^3), of torch's \
-allocator; NCCL's buffers and the CUDA context are not in them. Capped: the allocator may take {cap} GiB, what a \
-24 GB card leaves it. Losses under the fake group mean nothing and are not shown.
+HOW = """Memory: the recipe's model, optimizer and training step as rank 0 of N through torch's \
+fake process group, random weights, bf16 parameters and gradients, AdamW (fused), activation \
+checkpointing `full`, the loss in 8 chunks, batch 1. `lora`, `qlora`: adapters of rank 16 on all \
+linears of the layers, beside a base in bf16 or NF4; gradients of the adapters alone. Peaks are \
+those of steps 2 and 3 (the optimizer states exist), in GiB (1024^3), of torch's allocator; NCCL's \
+buffers and the CUDA context are not in them. Capped: the allocator may take {cap} GiB, what a 24 \
+GB card leaves it. Losses under the fake group mean nothing and are not shown.
 
-Time: one process on the whole GPU, random weights, random tokens, the same batch each step. Tokens a second over the \
-second half of the steps. MFU: the model's own FLOP (6 a parameter in a matmul and token, 4 if it is frozen, 6 s h e a \
-layer and token for causal attention; nothing for recomputation or dequantizing) over a bf16 matmul rate."""
+Time: one process on the whole GPU, random weights, random tokens, the same batch each step. \
+Tokens a second over the second half of the steps. MFU: the model's own FLOP (6 a parameter in a \
+matmul and token, 4 if it is frozen, 6 s h e a layer and token for causal attention; nothing for \
+recomputation or dequantizing) over a bf16 matmul rate."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes both files, named after the device; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    device = report["device"]
-    dry = device.get("type") != "cuda"
-    name = "dry-run-cpu" if dry else "-".join(str(device["name"]).lower().split())
-    paths = [folder / f"gpu-check-{name}{suffix}" for suffix in (".json", ".md")]
-    for path, text in zip(
-        paths, (json.dumps(report, indent=1) + "\n", format_page(report)), strict=True
-    ):
-        part = path.with_name(path.name + ".part")
-        part.write_text(text)
-        part.replace(path)
-    return paths
+    """Write both files, named after the device, and return their paths."""
+    stem = folder / f"gpu-check-{name_device(report['device'])}"
+    return write_pair(stem, report, format_page(report))
 
 
 def format_page(report: dict[str, Any]) -> str:
-    """The report's tables."""
-    device, versions = report["device"], report["versions"]
+    """Return the page of the report's tables."""
+    device = report["device"]
+    versions = report["versions"]
     lines = [
         f"# {report['kind']}: {device.get('name', 'unknown device')}",
         "",
@@ -57,27 +54,22 @@ def format_page(report: dict[str, Any]) -> str:
     memory = [entry for entry in report["cases"] if entry["case"]["kind"] == "memory"]
     speed = [entry for entry in report["cases"] if entry["case"]["kind"] == "speed"]
     if memory:
-        lines += [
-            "",
-            "## Memory",
-            "",
-            *_format_memory(memory, "not applied" if dry_run else report["cap_gib"]),
-        ]
+        lines += ["", "## Memory", ""]
+        lines += _format_memory(memory, "not applied" if dry_run else report["cap_gib"])
     if speed:
         matmul: dict[str, Any] = next(
             (entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "matmul"), {}
         )
-        lines += [
-            "",
-            "## Time",
-            "",
-            *_format_speeds(speed, matmul.get("flop_per_second"), device.get("datasheet_rate")),
-        ]
-        lines += _draw_curves(speed)
+        lines += ["", "## Time", ""]
+        lines += _format_speeds(
+            speed, measured=matmul.get("flop_per_second"), datasheet=device.get("datasheet_rate")
+        )
+        lines += _format_curves(speed)
     return "\n".join(lines) + "\n"
 
 
 def _format_memory(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
+    """Return the table of peaks; `cap` is what is shown for capped cases."""
     rows = [
         (
             "| model | method | ranks | tokens | wrapping | cap, GiB | active | allocated |"
@@ -85,40 +77,48 @@ def _format_memory(entries: list[dict[str, Any]], cap: float | str) -> list[str]
         ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    order = sorted(
-        (entry["case"] | {"result": entry["result"]} for entry in entries),
-        key=lambda case: (
-            case["method"],
-            case["preset"],
-            -case["ranks"],
-            case["sequence"],
-            case["wrapping"],
-            -case["capped"],
-        ),
-    )
-    for case in order:
-        result = case["result"]
-        later, first = result.get("later_steps"), result.get("first_step")
+    for entry in sorted(entries, key=_get_memory_order):
+        case = entry["case"]
+        result = entry["result"]
         if "failed" in result:
             peaks = [f"failed: {result['failed']}", "", ""]
         elif "out_of_memory" in result:
             peaks = [f"out of memory, {result['out_of_memory']}", "", ""]
         else:
+            later = result["later_steps"]
             peaks = [f"{later[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")]
-        in_first = f"{first['active'] / GIB:.2f}" if first else ""
+        first = result.get("first_step")
+        first_peak = f"{first['active'] / GIB:.2f}" if first else ""
         rows.append(
             f"| {case['preset']} | {case['method']} | {case['ranks']} | {case['sequence']} |"
             f" {case['wrapping']} | {cap if case['capped'] else 'none'} | {' | '.join(peaks)} |"
-            f" {in_first} | {result.get('alloc_retries', '')} |"
+            f" {first_peak} | {result.get('alloc_retries', '')} |"
         )
     return rows
 
 
+def _get_memory_order(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the sort key of a memory case: many ranks first, a capped run before its uncapped."""
+    case = entry["case"]
+    return (
+        case["method"],
+        case["preset"],
+        -case["ranks"],
+        case["sequence"],
+        case["wrapping"],
+        -case["capped"],
+    )
+
+
 def _format_speeds(
-    entries: list[dict[str, Any]], measured: float | None, datasheet: float | None
+    entries: list[dict[str, Any]], *, measured: float | None, datasheet: float | None
 ) -> list[str]:
+    """Return the table of speeds; measured, datasheet: bf16 matmul rates, FLOP/s."""
     rows = [
-        f"bf16 matmul rate: measured {_format_rate(measured)}, datasheet {_format_rate(datasheet)}.",
+        (
+            f"bf16 matmul rate: measured {_format_rate(measured)},"
+            f" datasheet {_format_rate(datasheet)}."
+        ),
         "",
         (
             "| model | method | batch | tokens | checkpointing | compiled | tokens/s | model"
@@ -127,7 +127,8 @@ def _format_speeds(
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for entry in entries:
-        case, result = entry["case"], entry["result"]
+        case = entry["case"]
+        result = entry["result"]
         settings = (
             f"| {case['preset']} | {case['method']} | {case['batch_size']} | {case['sequence']} "
             f"| {case['activation_checkpointing']} | {'yes' if case['compile'] else 'no'} "
@@ -139,23 +140,25 @@ def _format_speeds(
         rate = result["flop_per_second"]
         rows.append(
             f"{settings}| {result['tokens_per_second']:.0f} | {rate / 1e12:.3g} |"
-            f" {_share(rate, measured)} | {_share(rate, datasheet)} |"
+            f" {_format_share(rate, measured)} | {_format_share(rate, datasheet)} |"
             f" {result['later_steps']['active'] / GIB:.2f} |"
         )
     return rows
 
 
-def _draw_curves(entries: list[dict[str, Any]]) -> list[str]:
+def _format_curves(entries: list[dict[str, Any]]) -> list[str]:
+    """Return loss, gradient norm and seconds of each run, step by step."""
     lines = []
     for entry in entries:
-        case, result = entry["case"], entry["result"]
+        case = entry["case"]
+        result = entry["result"]
         if result.get("losses"):
+            compiled = ", compiled" if case["compile"] else ""
             lines += [
                 "",
                 (
                     f"{case['method']}, batch {case['batch_size']},"
-                    f" {case['activation_checkpointing']}{', compiled' if case['compile'] else ''},"
-                    " step by step:"
+                    f" {case['activation_checkpointing']}{compiled}, step by step:"
                 ),
                 "",
                 "- loss " + ", ".join(f"{loss:.4f}" for loss in result["losses"]),
@@ -169,5 +172,5 @@ def _format_rate(rate: float | None) -> str:
     return f"{rate / 1e12:.3g} TFLOP/s" if rate else "unknown"
 
 
-def _share(rate: float, of: float | None) -> str:
-    return f"{rate / of:.1%}" if of else "unknown"
+def _format_share(rate: float, reference_rate: float | None) -> str:
+    return f"{rate / reference_rate:.1%}" if reference_rate else "unknown"

@@ -25,9 +25,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # sequences are as long as they may be: no dataset is asked for its rows
-)
+# Sequences are as long as they may be: no dataset is asked for its rows.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from recipe_lib.config.paths import get_configs_folder  # noqa: E402
 from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch  # noqa: E402
@@ -61,7 +60,7 @@ Plans = dict[str, dict[str, int]]
 
 
 def list_names() -> list[str]:
-    """The shipped configs."""
+    """Return the names of the shipped configs."""
     return sorted(
         path.relative_to(get_configs_folder()).with_suffix("").as_posix()
         for path in get_configs_folder().rglob("*.yaml")
@@ -69,8 +68,9 @@ def list_names() -> list[str]:
 
 
 def fits(plan: dict[str, int], ranks: int, size: int) -> bool:
-    """Whether a plan of so many ranks leaves the margin on a card of `size` GB, with what is
-    outside of torch.
+    """Return True if a plan leaves the margin on a card of `size` GB.
+
+    ranks: of the plan; what CUDA and NCCL take outside of torch is counted.
     """
     hardware = find_hardware(f"{size}GB")
     outside = estimate_outside_torch(hardware, [ranks] if ranks > 1 else [])
@@ -78,27 +78,28 @@ def fits(plan: dict[str, int], ranks: int, size: int) -> bool:
 
 
 def find_fewest_ranks(plans: Plans) -> dict[int, int]:
-    """Card size in GB -> the fewest planned ranks that fit cards of it; sizes that none fits are
-    missing.
+    """Return the fewest planned ranks that fit, by card size in GB.
+
+    Sizes that none fits are missing.
     """
-    found = {}
+    fewest_ranks = {}
     for size in SIZES:
-        fitting = [
-            ranks for ranks in RANKS if str(ranks) in plans and fits(plans[str(ranks)], ranks, size)
-        ]
-        found.update({size: fitting[0]} if fitting else {})
-    return found
+        for ranks in RANKS:
+            if str(ranks) in plans and fits(plans[str(ranks)], ranks, size):
+                fewest_ranks[size] = ranks
+                break
+    return fewest_ranks
 
 
 def find_meant_cards(plans: Plans) -> tuple[int, int]:
-    """(card size in GB, ranks) that a config is meant for."""
-    found = find_fewest_ranks(plans)
-    size = next(size for size in FIRST if size in found)
-    return size, found[size]
+    """Return (card size in GB, ranks) that a config is meant for."""
+    fewest_ranks = find_fewest_ranks(plans)
+    size = next(size for size in FIRST if size in fewest_ranks)
+    return size, fewest_ranks[size]
 
 
 def plan_ranks(name: str, ranks: int, *words: str) -> dict[str, int]:
-    """Bytes of the heaviest rank: active, reserved; and tokens of a sequence."""
+    """Plan a config on so many ranks: bytes of the heaviest one, and tokens of a sequence."""
     from recipe_lib.plan.build_plan import make_plan
     from tests.plan.apart import build_settings
 
@@ -112,13 +113,11 @@ def plan_ranks(name: str, ranks: int, *words: str) -> dict[str, int]:
 
 
 def plan_config(name: str) -> tuple[str, Plans]:
-    """The plans that say what a config is meant for, from one rank on until the smallest card is
-    large enough.
+    """Return (name, plans) of a config, from one rank on until the smallest card is large enough.
 
-    Of shards (FSDP), which is what makes several cards hold what one does not; adapters that fit
-    one card of 24 GB are planned with whole models (DDP) too; where that fits, their configs let
-    `tune run` choose (`auto`). Left out are numbers of ranks where the share of each, by what the
-    header says the model takes, is larger than the largest card.
+    Several ranks are planned with shards (FSDP), which is what makes several cards hold what one
+    does not. Adapters that fit one card of 24 GB are planned with whole models (DDP) too; where
+    that fits, their configs let `tune run` choose (`auto`).
     """
     from tests.plan.apart import call_in_fork
 
@@ -126,10 +125,8 @@ def plan_config(name: str) -> tuple[str, Plans]:
     total = read_total_bytes(read_text(name))
     for ranks in RANKS:
         if total / ranks > SIZES[-1] * 10**9:
-            continue
-        plan = call_in_fork(
-            plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else [])
-        )
+            continue  # a rank's share alone is larger than the largest card
+        plan = call_in_fork(plan_ranks, name, ranks, *_choose_strategy(ranks))
         plans[str(ranks)] = plan
         if fits(plan, ranks, SIZES[0]):
             break
@@ -138,87 +135,88 @@ def plan_config(name: str) -> tuple[str, Plans]:
     return name, plans
 
 
+def _choose_strategy(ranks: int) -> list[str]:
+    """Return the override with which so many ranks are planned."""
+    return ["parallel.strategy=fsdp"] if ranks > 1 else []
+
+
 def read_total_bytes(text: str) -> float:
-    """Bytes that a config's header says the model takes, on all ranks."""
-    return GIB * sum(
-        float(size) for size in re.findall(r"([0-9.]+) GiB", text.partition("# Planned")[0])
-    )
+    """Return the bytes that a config's header says the model takes, on all ranks."""
+    sizes = re.findall(r"([0-9.]+) GiB", text.partition("# Planned")[0])
+    return GIB * sum(map(float, sizes))
 
 
 def format_header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> str:
-    """The config's text with its header made of the plans, and its command of the ranks that it is
-    meant for.
+    """Return the config's text with its header, and the ranks of its command, made of the plans.
 
     fastest: the settings that were found for these ranks, and speeds; None: no search was made.
-
-    A header that does not say what the config is meant for, the demo's, has its peak alone made
-    anew.
     """
-    old = _HEADER.search(text)
-    if old is None:
-        return PEAK.sub(lambda _: f"{_get_peak(plans['1'], 1)}\n", text)
+    header = _HEADER.search(text)
+    if header is None:
+        # It does not say what the config is meant for, the demo's: its peak alone is made anew.
+        return PEAK.sub(lambda _: f"{_format_peak(plans['1'], 1)}\n", text)
     size, ranks = find_meant_cards(plans)
-    found = {
-        other: count
-        for other, count in find_fewest_ranks(plans).items()
-        if other != size and other in ALSO
-    }
-    others = {other: count for other, count in found.items() if other < size or count < ranks}
-    also = ", ".join(f"{count} of {other} GB" for other, count in others.items())
-    also = f", or {also}" if also else ""
-    joined = " ".join(line.strip("# ") for line in old[0].splitlines())
+    alternatives = []
+    for other_size, other_ranks in find_fewest_ranks(plans).items():
+        is_cheaper = other_size < size or other_ranks < ranks
+        if other_size != size and other_size in ALSO and is_cheaper:
+            alternatives.append(f"{other_ranks} of {other_size} GB")
+    also = f", or {', '.join(alternatives)}" if alternatives else ""
+    header_text = " ".join(line.strip("# ") for line in header[0].splitlines())
     sentences = [
         f"Meant for {ranks} {'GPUs' if ranks > 1 else 'GPU'} of {size} GB{also}:"
-        f" {_format_total(joined, ranks)}"
+        f" {_format_total(header_text, ranks)}"
     ]
-    sentences += [_VISION] if "vision part" in joined else []
-    sentences += re.findall(r"The frozen teacher takes \S+ GiB\.", joined)
+    if "vision part" in header_text:
+        sentences.append(_VISION)
+    sentences += re.findall(r"The frozen teacher takes \S+ GiB\.", header_text)
     lines = [
         f"# {line}" for line in textwrap.wrap(" ".join(sentences), 117, break_on_hyphens=False)
     ]
-    lines += [
-        _get_peak(plans[str(ranks)], ranks),
-        *(_format_fastest(fastest, size, ranks) if fastest else []),
-        "#",
-        "",
-    ]
-    text = text[: old.start()] + "\n".join(lines) + text[old.end() :]
+    lines.append(_format_peak(plans[str(ranks)], ranks))
+    if fastest:
+        lines += _format_fastest(fastest, size, ranks)
+    lines += ["#", ""]
+    text = text[: header.start()] + "\n".join(lines) + text[header.end() :]
     flags = f"--nproc_per_node {ranks} " if ranks > 1 else ""
     return _RUN.sub(lambda _: f"#   tune run {flags}", text, count=1)
 
 
-def _get_peak(plan: dict[str, int], ranks: int) -> str:
+def _format_peak(plan: dict[str, int], ranks: int) -> str:
+    """Return the header's line of the planned peak."""
     peak = f"{format_bytes(plan['active'])} active, {format_bytes(plan['reserved'])} reserved"
-    many = f"{ranks} ranks" if ranks > 1 else "1 rank"
-    return f"# Planned peak of a rank: {peak} ({many}, sequences of {plan['tokens']} tokens)."
+    num_ranks = f"{ranks} ranks" if ranks > 1 else "1 rank"
+    return f"# Planned peak of a rank: {peak} ({num_ranks}, sequences of {plan['tokens']} tokens)."
 
 
-def _format_fastest(found: dict[str, Any], size: int, ranks: int) -> list[str]:
-    """The settings, wrapped between them alone; an error where they were searched for other
-    cards.
+def _format_fastest(fastest: dict[str, Any], size: int, ranks: int) -> list[str]:
+    """Return the header's lines of the fastest settings, wrapped between settings alone.
+
+    Raises AssertionError where they were searched for other cards.
     """
-    assert found["cards"] == f"{ranks}x{size}GB", (
-        f"{FASTEST.name}: found for {found['cards']}, not {ranks}x{size}GB"
+    assert fastest["cards"] == f"{ranks}x{size}GB", (
+        f"{FASTEST.name}: found for {fastest['cards']}, not {ranks}x{size}GB"
     )
-    shipped, best = (
-        f"{format_count(found[key])} tokens/s" for key in ("shipped", "tokens_per_second")
-    )
+    shipped_speed = f"{format_count(fastest['shipped'])} tokens/s"
+    best_speed = f"{format_count(fastest['tokens_per_second'])} tokens/s"
     text = (
-        f"Planned speed: {shipped}, and with the fastest settings that fit {best}:"
-        f" `{found['settings']}`."
+        f"Planned speed: {shipped_speed}, and with the fastest settings that fit {best_speed}:"
+        f" `{fastest['settings']}`."
     )
-    if not found["settings"]:
-        text = f"Planned speed: {best}; no settings that fit are faster."
+    if not fastest["settings"]:
+        text = f"Planned speed: {best_speed}; no settings that fit are faster."
     return [
         f"# {line}"
         for line in textwrap.wrap(text, 117, break_on_hyphens=False, break_long_words=False)
     ]
 
 
-def _format_total(joined: str, ranks: int) -> str:
-    """What the model takes in all, as the header says it, and what comes to that."""
+def _format_total(header_text: str, ranks: int) -> str:
+    """Return what the model takes in all, as the header says it, and what comes to that."""
     shared = " shared by the ranks;" if ranks > 1 else ""
-    full = re.search(r"parameters, gradients and AdamW's states are [0-9.]+ GiB in all", joined)
+    full = re.search(
+        r"parameters, gradients and AdamW's states are [0-9.]+ GiB in all", header_text
+    )
     if full:
         rest = "what is gathered at the moment" if ranks > 1 else "the logits of a loss chunk"
         return (
@@ -226,9 +224,10 @@ def _format_total(joined: str, ranks: int) -> str:
             f" and {rest}."
         )
     frozen = re.search(
-        r"frozen weights are \S+ GiB; adapters, their gradients and AdamW's states \S+ GiB", joined
+        r"frozen weights are \S+ GiB; adapters, their gradients and AdamW's states \S+ GiB",
+        header_text,
     )
-    assert frozen is not None, joined
+    assert frozen is not None, header_text
     rest = " and what is gathered at the moment" if ranks > 1 else ""
     return (
         f"{frozen[0]}{',' if shared else ';'}{shared} to that comes what layers keep for"
@@ -237,7 +236,7 @@ def _format_total(joined: str, ranks: int) -> str:
 
 
 def write_header(name: str, plans: Plans) -> None:
-    """Writes one config's file anew."""
+    """Write one config's file with the header that its plans make."""
     path = get_configs_folder() / f"{name}.yaml"
     path.write_text(
         format_header(path.read_text(encoding="utf-8"), plans, read_fastest().get(name)),
@@ -245,42 +244,44 @@ def write_header(name: str, plans: Plans) -> None:
     )
 
 
-def check(name: str, plans: Plans) -> bool:
-    """Plans what a config's header says, and prints it as a row of a table beside what is kept.
-    Whether it is equal.
+def check_config(name: str, plans: Plans) -> bool:
+    """Plan what a config's header says, and print it as a row of a table beside what is kept.
+
+    Return True if both are equal.
     """
     from tests.plan.apart import call_in_fork
 
     ranks = find_meant_cards(plans)[1] if _HEADER.search(read_text(name)) else 1
-    kept = plans[str(ranks)]
-    found = call_in_fork(
-        plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else [])
-    )
-    numbers = [f"{one[key]:,}" for key in ("active", "reserved") for one in (kept, found)]
+    kept_plan = plans[str(ranks)]
+    plan = call_in_fork(plan_ranks, name, ranks, *_choose_strategy(ranks))
+    is_same = plan == kept_plan
+    cells = []
+    for key in ("active", "reserved"):
+        cells += [f"{kept_plan[key]:,}", f"{plan[key]:,}"]
     print(
-        f"| {name} | {ranks} | {' | '.join(numbers)} | {'same' if found == kept else 'CHANGED'} |",
+        f"| {name} | {ranks} | {' | '.join(cells)} | {'same' if is_same else 'CHANGED'} |",
         flush=True,
     )
-    return found == kept
+    return is_same
 
 
 def read_text(name: str) -> str:
-    """A shipped config's text."""
+    """Return a shipped config's text."""
     return (get_configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def read_plans() -> dict[str, Plans]:
-    """The plans that are kept, by config."""
+    """Return the plans that are kept, by config."""
     return json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else {}
 
 
 def read_fastest() -> dict[str, dict[str, Any]]:
-    """The fastest settings that are kept, by config."""
+    """Return the fastest settings that are kept, by config."""
     return json.loads(FASTEST.read_text(encoding="utf-8")) if FASTEST.exists() else {}
 
 
 def main() -> None:
-    """Plans the configs that are named, or all, on all cores, and writes the headers."""
+    """Plan the configs that are named, or all, on all cores, and write the headers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -292,9 +293,9 @@ def main() -> None:
         "--check", action="store_true", help="plan again and compare with the plans that are kept"
     )
     arguments = parser.parse_args()
-    kept = read_plans()
-    chosen = arguments.names or [
-        name for name in list_names() if name in kept or not arguments.headers
+    kept_plans = read_plans()
+    chosen_names = arguments.names or [
+        name for name in list_names() if name in kept_plans or not arguments.headers
     ]
     if arguments.check:
         print(
@@ -302,21 +303,22 @@ def main() -> None:
             " |\n|---|---:|---:|---:|---:|---:|---|"
         )
         with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
-            same = pool.map(lambda name: check(name, kept[name]), chosen, chunksize=1)
+            same = pool.map(
+                lambda name: check_config(name, kept_plans[name]), chosen_names, chunksize=1
+            )
         print(f"{sum(same)} of {len(same)} the same")
         sys.exit(not all(same))
     if not arguments.headers:
         import recipe_lib.plan.build_plan  # noqa: F401  (once, for all processes)
 
         with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
-            for name, plans in pool.imap_unordered(plan_config, chosen):
-                kept[name] = plans
-                PLANS.write_text(
-                    json.dumps(dict(sorted(kept.items())), indent=1) + "\n", encoding="utf-8"
-                )
+            for name, plans in pool.imap_unordered(plan_config, chosen_names):
+                kept_plans[name] = plans
+                text = json.dumps(dict(sorted(kept_plans.items())), indent=1) + "\n"
+                PLANS.write_text(text, encoding="utf-8")
                 print(f"{name}: {find_meant_cards(plans)}", flush=True)
-    for name in chosen:
-        write_header(name, kept[name])
+    for name in chosen_names:
+        write_header(name, kept_plans[name])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Training speeds that others published next to those that `tune plan` says, row by row, as one
-page.
+"""Training speeds that others published next to those that `tune plan` says, as one page.
 
     python -m benchmarks.planned_times --output docs/measurements/planned_times.md
     python -m benchmarks.planned_times --only F1,T4
@@ -47,7 +46,7 @@ TOO_FAST = 0.85
 
 @dataclass(frozen=True)
 class PublishedSpeed:
-    """A row of the data, whose keys its first lines explain. published: tokens a second and GPU."""
+    """A row of the data; the first lines of `published_speeds.yaml` explain the fields."""
 
     id: str
     where: str
@@ -56,7 +55,7 @@ class PublishedSpeed:
     card: str
     gpus: int
     says: str
-    published: int
+    published: int  # tokens a second and GPU
     config: str
     device: str
     sequence: int
@@ -69,67 +68,72 @@ class PublishedSpeed:
 
     @property
     def command(self) -> str:
-        """As typed, but for a folder with the config.json of a shape that is not shipped."""
+        """Return the command as typed.
+
+        FOLDER stands for a folder with the config.json of a shape that is not shipped.
+        """
         processes = f"--nproc_per_node {min(self.gpus, 8)} " if self.gpus > 1 else ""
         nodes = f"--nnodes {self.gpus // 8} " if self.gpus > 8 else ""
-        other = " model.path=FOLDER" if self.shape else ""
+        model_path = " model.path=FOLDER" if self.shape else ""
         return (
             f"tune plan {nodes}{processes}--config {self.config} --device {self.device} "
-            f"--sequence {self.sequence} {' '.join(self.overrides)}{other}"
+            f"--sequence {self.sequence} {' '.join(self.overrides)}{model_path}"
         )
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of one publication. stack: what ran. differs: what the plan does otherwise."""
+    """Rows of one publication."""
 
     name: str
     address: str
-    stack: str
-    differs: str
+    stack: str  # what ran
+    differs: str  # what the plan does otherwise
     rows: tuple[PublishedSpeed, ...]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A row and its plan. planned: tokens a second and GPU. share: of the card's dense rate that
-    matmuls and attention of the planned step, recomputation counted, would take at the published
-    speed. verdict: the plan's. note: what could not be planned as asked.
-    """
+    """A row and its plan."""
 
     row: PublishedSpeed
-    planned: float
+    planned: float  # tokens a second and GPU
+    # Of the card's dense rate that matmuls and attention of the planned step, recomputation
+    # counted, would take at the published speed.
     share: float
-    verdict: str
-    note: str = ""
+    verdict: str  # the plan's
+    note: str = ""  # what could not be planned as asked
 
     @property
     def error(self) -> float:
-        """Planned over published, less one."""
+        """Return planned over published, less one."""
         return self.planned / self.row.published - 1
 
     @property
     def counted(self) -> bool:
-        """Whether the row is in the summary: card and links are as data sheets say, and its figure
-        can be right.
+        """Return True if the row is in the summary.
+
+        Its card and links are as data sheets say, and its figure can be right.
         """
         return not (self.row.off_sheet or self.doubtful)
 
     @property
     def doubtful(self) -> bool:
-        """Whether the published figure cannot be right, by its source's own contradiction or by its
-        share.
+        """Return True if the published figure cannot be right.
+
+        Its source contradicts itself, or the share is too large.
         """
         return bool(self.row.doubt) or self.share > TOO_FAST
 
 
 def read_sources(path: Path = DATA) -> list[Source]:
-    """The data. What a source says of all of its rows is handed to each; overrides and shapes are
-    put together.
+    """Return the data, in which what a source says of all of its rows is handed to each.
+
+    Overrides and shapes of source and row are put together.
     """
     sources = []
     for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
-        own = {
+        source_fields = {
             key: " ".join(entry.pop(key).split()) for key in ("name", "address", "stack", "differs")
         }
         rows = []
@@ -137,32 +141,37 @@ def read_sources(path: Path = DATA) -> list[Source]:
             words = f"{entry.get('overrides', '')} {row.get('overrides', '')}".split()
             shape = entry.get("shape", {}) | row.get("shape", {})
             rows.append(PublishedSpeed(**entry | row | {"overrides": tuple(words), "shape": shape}))
-        sources.append(Source(**own, rows=tuple(rows)))
+        sources.append(Source(**source_fields, rows=tuple(rows)))
     return sources
 
 
 def load_row_config(row: PublishedSpeed, folder: Path) -> Any:
-    """The row's config, ready to be planned. folder: for the config.json of another shape than the
-    config's.
+    """Return the row's config, ready to be planned.
+
+    folder: for the config.json of another shape than the config's.
     """
     schema = find_config_recipe(row.config).schema()
     cfg, _ = make_plannable(load_config(row.config, row.overrides, schema))
     if row.shape:
         preset, _ = find_shape(load_config(row.config, (), schema).model.path)
-        place = folder / row.id
-        place.mkdir(exist_ok=True)
-        (place / "config.json").write_text(
+        model_folder = folder / row.id
+        model_folder.mkdir(exist_ok=True)
+        (model_folder / "config.json").write_text(
             json.dumps(dict(read_preset_config(preset)) | row.shape), encoding="utf-8"
         )
         cfg, _ = make_plannable(
-            load_config(row.config, (*row.overrides, f"model.path={place}"), schema)
+            load_config(row.config, (*row.overrides, f"model.path={model_folder}"), schema)
         )
     return cfg
 
 
-def compare(row: PublishedSpeed, folder: Path) -> Compared:
-    """Plans a row. folder: as `load_row_config` takes it."""
-    cfg, hardware = load_row_config(row, folder), find_hardware(row.device)
+def compare_row(row: PublishedSpeed, folder: Path) -> Compared:
+    """Plan a row and compare it with the published speed.
+
+    folder: as `load_row_config` takes it.
+    """
+    cfg = load_row_config(row, folder)
+    hardware = find_hardware(row.device)
     settings = PlanSettings(hardware, choose_sequence(cfg, str(row.sequence)), row.gpus, phases=())
     norms = (
         mock.patch.object(decoder, "rms_norm", compute_norm_written_out)
@@ -182,44 +191,60 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
         (line for line in plan.assumptions if line.startswith("compile=true is planned without")),
         "",
     )
-    return Compared(row, plan.time.tokens_per_second / row.gpus, share, plan.verdict, note)
+    return Compared(
+        row=row,
+        planned=plan.time.tokens_per_second / row.gpus,
+        share=share,
+        verdict=plan.verdict,
+        note=note,
+    )
 
 
 def sum_operations(trace: Trace) -> int:
-    """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats
-    among them.
+    """Sum the FLOP of matmuls and attention in a steady step of this rank.
+
+    Those that checkpointing repeats are counted again.
     """
     ops = (trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP)
     return sum(op.flops * op.repeats for op in ops)
 
 
 def compare_all(rows: Iterable[PublishedSpeed]) -> dict[str, Compared]:
-    """By id. Each is printed as it is planned, with its seconds."""
-    found = {}
+    """Plan the rows and return them by id; each is printed as it is planned, with its seconds."""
+    compared_rows = {}
     with tempfile.TemporaryDirectory(prefix="planned-times-") as folder:
         for row in rows:
             started = time.monotonic()
-            found[row.id] = one = compare(row, Path(folder))
-            what = f"{row.id:4} {row.model} {row.method}, {row.gpus} x {row.card}, {row.says}"
-            figures = f"published {row.published:,}, planned {one.planned:,.0f}, {one.error:+.1%}"
-            details = f"implied {one.share:.0%}, {one.verdict}, {time.monotonic() - started:.0f} s"
-            print(f"{what}: {figures}; {details} {one.note}", file=sys.stderr, flush=True)
-    return found
+            compared = compare_row(row, Path(folder))
+            compared_rows[row.id] = compared
+            seconds = time.monotonic() - started
+            name = f"{row.id:4} {row.model} {row.method}, {row.gpus} x {row.card}, {row.says}"
+            figures = (
+                f"published {row.published:,}, planned {compared.planned:,.0f},"
+                f" {compared.error:+.1%}"
+            )
+            details = f"implied {compared.share:.0%}, {compared.verdict}, {seconds:.0f} s"
+            print(f"{name}: {figures}; {details} {compared.note}", file=sys.stderr, flush=True)
+    return compared_rows
 
 
 def compute_statistics(rows: list[Compared]) -> str:
-    """Cells of a line: how many; mean error without its sign, the ninth decile of it; the middle
-    ratio; within 20 %.
+    """Return the cells of a line of the summary.
+
+    These are the number of rows, the mean of the errors' sizes and their ninth decile, the median
+    ratio, and the number of rows within 20 %.
     """
     errors = [abs(row.error) for row in rows]
-    tenth = quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
+    ninth_decile = errors[0]
+    if len(errors) > 1:
+        ninth_decile = quantiles(errors, n=10, method="inclusive")[-1]
     ratio = median(row.error + 1 for row in rows)
-    within = sum(error <= CLOSE for error in errors)
-    return f"{len(rows)} | {mean(errors):.1%} | {tenth:.1%} | {ratio:.2f} | {within}"
+    num_close = sum(error <= CLOSE for error in errors)
+    return f"{len(rows)} | {mean(errors):.1%} | {ninth_decile:.1%} | {ratio:.2f} | {num_close}"
 
 
 def summarize(rows: list[Compared]) -> list[str]:
-    """The figures of the counted rows: all, by card, by method."""
+    """Return the table of the counted rows' statistics: of all, by card, by method."""
     lines = [
         (
             "| rows | number | mean error | 90 % are within | median planned / published | within"
@@ -228,17 +253,22 @@ def summarize(rows: list[Compared]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
         f"| all | {compute_statistics(rows)} |",
     ]
-    groups: list[Callable[[Compared], str]] = [lambda one: one.row.card, lambda one: one.row.method]
-    for group in groups:
-        for name in dict.fromkeys(map(group, rows)):
-            lines.append(
-                f"| {name} | {compute_statistics([one for one in rows if group(one) == name])} |"
-            )
+    keys: list[Callable[[Compared], str]] = [
+        lambda compared: compared.row.card,
+        lambda compared: compared.row.method,
+    ]
+    for get_key in keys:
+        for name in dict.fromkeys(map(get_key, rows)):
+            group = [compared for compared in rows if get_key(compared) == name]
+            lines.append(f"| {name} | {compute_statistics(group)} |")
     return lines
 
 
 def format_table(rows: list[Compared], why: Callable[[Compared], str] | None = None) -> list[str]:
-    """A line for each row. why: what a last column says."""
+    """Return a table with a line for each row.
+
+    why: makes the cell of a last column.
+    """
     lines = [
         (
             "| row | in the source | model | method | GPUs | settings | published | planned |"
@@ -246,40 +276,42 @@ def format_table(rows: list[Compared], why: Callable[[Compared], str] | None = N
         ),
         f"|---|---|---|---|---|---|---:|---:|---:|---:|{'---|' if why else ''}",
     ]
-    for one in rows:
-        row = one.row
+    for compared in rows:
+        row = compared.row
         cells = [row.id, row.where, row.model, row.method, f"{row.gpus} x {row.card}", row.says]
         cells += [
             f"{row.published:,}",
-            f"{one.planned:,.0f}",
-            f"{one.error:+.1%}",
-            f"{one.share:.0%}",
+            f"{compared.planned:,.0f}",
+            f"{compared.error:+.1%}",
+            f"{compared.share:.0%}",
         ]
-        lines.append(f"| {' | '.join([*cells, why(one)] if why else cells)} |")
+        if why:
+            cells.append(why(compared))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def page(sources: list[Source], found: dict[str, Compared]) -> str:
-    """The page, of the rows that were planned."""
-    rows = list(found.values())
-    counted = [one for one in rows if one.counted]
+def format_page(sources: list[Source], compared_rows: dict[str, Compared]) -> str:
+    """Return the page of the rows that were planned."""
+    rows = list(compared_rows.values())
+    counted = [compared for compared in rows if compared.counted]
     lines = [
         TEXT.format(command=COMMAND, torch=torch.__version__.partition("+")[0], close=CLOSE),
         *summarize(counted),
     ]
-    unfit = [one.row.id for one in rows if one.verdict == DOES_NOT_FIT]
+    unfit = [compared.row.id for compared in rows if compared.verdict == DOES_NOT_FIT]
     if unfit:
         lines += ["", f"By their plans, these do not fit on their cards: {', '.join(unfit)}."]
-    named = [one for one in rows if one.row.named]
+    named = [compared for compared in rows if compared.row.named]
     if named:
         lines += ["", "## Five figures first", "", *format_table(named)]
     for source in sources:
-        own = [found[row.id] for row in source.rows if row.id in found and found[row.id].counted]
-        if own:
+        source_rows = _list_source_rows(source, counted)
+        if source_rows:
             lines += ["", f"## {source.name}", "", f"{source.address}: {source.stack}.", ""]
-            lines += [f"The plan: {source.differs}.", "", *format_table(own)]
-    off = [one for one in rows if one.row.off_sheet and not one.doubtful]
-    if off:
+            lines += [f"The plan: {source.differs}.", "", *format_table(source_rows)]
+    off_sheet = [compared for compared in rows if compared.row.off_sheet and not compared.doubtful]
+    if off_sheet:
         lines += [
             "",
             "## Cards and links that are not as data sheets say",
@@ -287,21 +319,18 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
             "Not in the summary.",
         ]
         for source in sources:
-            own = [one for one in off if one.row in source.rows]
-            if own:
+            source_rows = _list_source_rows(source, off_sheet)
+            if source_rows:
                 lines += [
                     "",
                     f"{source.name}, {source.address}: {source.stack}. The plan: {source.differs}.",
                     "",
                 ]
-                lines += format_table(own, lambda one: one.row.off_sheet)
-    doubtful = [one for one in rows if one.doubtful]
+                lines += format_table(source_rows, lambda compared: compared.row.off_sheet)
+    doubtful = [compared for compared in rows if compared.doubtful]
     if doubtful:
-        names = "; ".join(
-            dict.fromkeys(
-                source.name for source in sources for one in doubtful if one.row in source.rows
-            )
-        )
+        doubtful_sources = [source for source in sources if _list_source_rows(source, doubtful)]
+        names = "; ".join(dict.fromkeys(source.name for source in doubtful_sources))
         lines += [
             "",
             f"## Implies more than {TOO_FAST:.0%} of the card's peak, or another card",
@@ -309,13 +338,18 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
         ]
         lines += [f"Not in the summary. {names}.", ""]
         lines += format_table(
-            doubtful, lambda one: one.row.doubt or "more than a step's matmuls reach"
+            doubtful, lambda compared: compared.row.doubt or "more than a step's matmuls reach"
         )
     return "\n".join([*lines, "", *format_commands(rows)]) + "\n"
 
 
+def _list_source_rows(source: Source, rows: list[Compared]) -> list[Compared]:
+    """Return those of the rows that are a source's."""
+    return [compared for compared in rows if compared.row in source.rows]
+
+
 def format_commands(rows: list[Compared]) -> list[str]:
-    """What was planned, as typed, and the shapes that no shipped config has."""
+    """Return the table of the commands, as typed, and of the shapes that no shipped config has."""
     lines = [
         "## The plans",
         "",
@@ -326,10 +360,10 @@ def format_commands(rows: list[Compared]) -> list[str]:
         "| row | norms written out | command | keys of FOLDER/config.json |",
         "|---|---|---|---|",
     ]
-    for one in rows:
-        shape = f"`{json.dumps(one.row.shape)}`" if one.row.shape else ""
-        norms = "yes" if one.row.written_out_norms else ""
-        lines.append(f"| {one.row.id} | {norms} | `{one.row.command}` | {shape} |")
+    for row in [compared.row for compared in rows]:
+        shape = f"`{json.dumps(row.shape)}`" if row.shape else ""
+        norms = "yes" if row.written_out_norms else ""
+        lines.append(f"| {row.id} | {norms} | `{row.command}` | {shape} |")
     return lines
 
 
@@ -354,7 +388,7 @@ their sign.
 
 
 def main() -> int:
-    """Plans the rows, prints them, and writes the page if asked to."""
+    """Plan the rows, print them, and write the page if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -364,17 +398,17 @@ def main() -> int:
     sources = read_sources()
     rows = [row for source in sources for row in source.rows]
     if arguments.only:
-        wanted = arguments.only.split(",")
-        unknown = set(wanted) - {row.id for row in rows}
-        if unknown:
-            parser.error(f"--only: found no row {', '.join(sorted(unknown))}")
-        rows = [row for row in rows if row.id in wanted]
-    found = compare_all(rows)
-    counted = [one for one in found.values() if one.counted]
+        chosen_ids = arguments.only.split(",")
+        unknown_ids = set(chosen_ids) - {row.id for row in rows}
+        if unknown_ids:
+            parser.error(f"--only: found no row {', '.join(sorted(unknown_ids))}")
+        rows = [row for row in rows if row.id in chosen_ids]
+    compared_rows = compare_all(rows)
+    counted = [compared for compared in compared_rows.values() if compared.counted]
     if counted:
         print("\n".join(summarize(counted)))
     if arguments.output:
-        arguments.output.write_text(page(sources, found), encoding="utf-8")
+        arguments.output.write_text(format_page(sources, compared_rows), encoding="utf-8")
     return 0
 
 

@@ -1,5 +1,7 @@
-"""torchtune's pull request 865, Llama 3 8B on four GPUs, whole: memory, time, savings, and what it
-left open.
+"""The figures of torchtune's pull request 865, Llama 3 8B on four GPUs, beside planned ones.
+
+`build_group` gives its rows to `planner_replications.py`; the tables after them are of memory,
+time and savings, and of what the pull request left open (LoRA, 70B).
 """
 
 from collections.abc import Callable, Iterable
@@ -45,7 +47,7 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication")
 
 
 def run_865(wrapping: str, tokens: int = 512) -> Run:
-    """Llama 3 8B on four GPUs."""
+    """Return the pull request's run: Llama 3 8B on four GPUs."""
     settings = (
         f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
         " memory.loss_chunks=1 optimizer.implementation=single"
@@ -55,7 +57,7 @@ def run_865(wrapping: str, tokens: int = 512) -> Run:
 
 
 def run_lora(ranks: int, wrapping: str) -> Run:
-    """The same with adapters."""
+    """Return the run of `run_865` with LoRA."""
     settings = (
         "max_seq_len=512 batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
         " memory.loss_chunks=1 data.packing=false optimizer.implementation=single"
@@ -72,17 +74,17 @@ def run_lora(ranks: int, wrapping: str) -> Run:
 
 
 def run_70b(tokens: int, *settings: str) -> Run:
-    """Llama 3 70B on eight GPUs of 80 GB, one row each."""
-    always = (
+    """Return a run of Llama 3 70B on eight GPUs of 80 GB, one row each."""
+    common_settings = (
         f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
         " memory.loss_chunks=16 optimizer.implementation=single"
         " parallel.fsdp_wrap_policy=memory_efficient"
     )
-    return Run("llama3/70B_full", 8, "a100-80gb", tokens, (*always.split(), *settings))
+    return Run("llama3/70B_full", 8, "a100-80gb", tokens, (*common_settings.split(), *settings))
 
 
-def group() -> Group:
-    """The rows of the pull request."""
+def build_group() -> Group:
+    """Return the rows of the pull request and the tables after them."""
     rows = []
     for wrapping, figures in PUBLISHED.items():
         stored = {metric: figures[metric] for metric in ("allocated", "reserved")}
@@ -142,7 +144,7 @@ def group() -> Group:
 
 
 def format_tables() -> list[str]:
-    """Everything after the rows."""
+    """Return the lines of all tables after the rows."""
     return [
         *format_decomposition(),
         *format_marked(),
@@ -154,34 +156,34 @@ def format_tables() -> list[str]:
 
 
 def format_decomposition() -> list[str]:
-    """The allocated peak after each change, and what the change takes off."""
+    """Return the table of the allocated peak after each change, and what the change saves."""
     lines = ["", "From their stack to ours, allocated GB:", ""]
     lines += [
         "| change | layers | change | memory_efficient | change |",
         "| --- | --- | --- | --- | --- |",
     ]
-    before: dict[str, float] = {}
+    previous: dict[str, float] = {}  # GB of the step before, by wrapping
     for name, stack in STEPS:
         cells = []
         for wrapping in WRAPPINGS:
             amount = plan_run(run_865(wrapping), stack).peak.allocated / GB
-            cells += [
-                f"{amount:.2f}",
-                f"{amount - before[wrapping]:+.2f}" if before.get(wrapping) else "",
-            ]
-            before[wrapping] = amount
+            change = f"{amount - previous[wrapping]:+.2f}" if wrapping in previous else ""
+            cells += [f"{amount:.2f}", change]
+            previous[wrapping] = amount
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
 def format_marked() -> list[str]:
-    """Active and reserved memory by how long the host takes for an operator."""
+    """Return the table of active and reserved memory by the host's time for an operator."""
+    pending_layers = f"{_count_pending_layers('layers'):.2f}"
+    pending_memory_efficient = f"{_count_pending_layers('memory_efficient'):.2f}"
     lines = [
         "",
         (
             "Marked memory in their stack, by what the host takes for an operator (A100, NVLink)."
-            f" Published active memory is allocated memory and {_plan_pending('layers'):.2f} (layers) or"
-            f" {_plan_pending('memory_efficient'):.2f} (memory_efficient) times the {LAYER / 1e6:.0f} MB"
+            f" Published active memory is allocated memory and {pending_layers} (layers) or"
+            f" {pending_memory_efficient} (memory_efficient) times the {LAYER / 1e6:.0f} MB"
             " of one layer's parameters, or gradients: so many of them were freed and still"
             " marked. How many depends on how far the host was ahead, which nobody measured; a"
             " host time that gives both is one free number, and no claim rests on it:"
@@ -200,24 +202,26 @@ def format_marked() -> list[str]:
         allocated = next(peak.allocated for peak in plan.heaviest.peaks if peak.phase == STEADY)
         for microseconds in HOST_MICROSECONDS:
             hardware = find_hardware("a100-80gb")
-            held = replay_with_marks(trace, STEADY, hardware, host_seconds=microseconds * 1e-6)
+            peaks = replay_with_marks(trace, STEADY, hardware, host_seconds=microseconds * 1e-6)
             cells[microseconds] += [
-                f"{held.active / GB:.2f}", f"{(held.active - allocated) / LAYER:.2f}",
-                f"{held.active / GB / figures['active'] - 1:+.1%}",
-                f"{held.reserved / GB:.2f}", f"{held.reserved / GB / figures['reserved'] - 1:+.1%}",
-            ]  # fmt: skip
-    return [
-        *lines,
-        *(f"| {microseconds} | {' | '.join(found)} |" for microseconds, found in cells.items()),
-    ]
+                f"{peaks.active / GB:.2f}",
+                f"{(peaks.active - allocated) / LAYER:.2f}",
+                f"{peaks.active / GB / figures['active'] - 1:+.1%}",
+                f"{peaks.reserved / GB:.2f}",
+                f"{peaks.reserved / GB / figures['reserved'] - 1:+.1%}",
+            ]
+    for microseconds, row_cells in cells.items():
+        lines.append(f"| {microseconds} | {' | '.join(row_cells)} |")
+    return lines
 
 
-def _plan_pending(wrapping: str) -> float:
+def _count_pending_layers(wrapping: str) -> float:
+    """Return how many layers' parameters the published active bytes have over the allocated."""
     return (PUBLISHED[wrapping]["active"] - PUBLISHED[wrapping]["allocated"]) * GB / LAYER
 
 
 def format_savings() -> list[str]:
-    """What wrapping embedding and output saves, in per cent."""
+    """Return the table of what wrapping embedding and output saves, in per cent."""
     lines = ["", "What wrapping embedding and output too saves:", ""]
     lines += [
         "| memory | published | planned, their stack | planned, ours |",
@@ -225,24 +229,27 @@ def format_savings() -> list[str]:
     ]
     for metric in ("allocated", "active", "reserved"):
         published = _compute_savings(PUBLISHED[wrapping][metric] for wrapping in WRAPPINGS)
-        found = [
-            _compute_savings(
-                float(getattr(plan_run(run_865(wrapping), stack).peak, metric))
-                for wrapping in WRAPPINGS
-            )
-            for stack in (TUNE, OURS)
-        ]
-        lines.append(f"| {metric} | {published:.1%} | {found[0]:.1%} | {found[1]:.1%} |")
+        theirs = _compute_planned_savings(TUNE, metric)
+        ours = _compute_planned_savings(OURS, metric)
+        lines.append(f"| {metric} | {published:.1%} | {theirs:.1%} | {ours:.1%} |")
     return lines
 
 
+def _compute_planned_savings(stack: Stack, metric: str) -> float:
+    """Return the share that is planned to be saved of a metric of `PhasePeak`."""
+    return _compute_savings(
+        float(getattr(plan_run(run_865(wrapping), stack).peak, metric)) for wrapping in WRAPPINGS
+    )
+
+
 def _compute_savings(amounts: Iterable[float]) -> float:
+    """Return the share saved between two amounts, as those of `WRAPPINGS`."""
     before, after = amounts
     return 1 - after / before
 
 
 def format_speeds() -> list[str]:
-    """Planned iterations a second on cards that it may have been."""
+    """Return the table of planned iterations a second on cards that may have been theirs."""
     lines = [
         "",
         (
@@ -281,7 +288,7 @@ def format_speeds() -> list[str]:
 
 
 def format_lora() -> list[str]:
-    """The same two wrappings where weights are frozen."""
+    """Return the table of the same two wrappings with LoRA, where weights are frozen."""
     matrix = 128256 * 4096 * 2 / GB
     lines = [
         "",
@@ -299,14 +306,14 @@ def format_lora() -> list[str]:
         for name, ranks, run in LORA:
             before = 0.0
             for wrapping in WRAPPINGS:
-                found = plan_run(run(wrapping), stack)
-                amount = found.peak.allocated / GB
+                planned = plan_run(run(wrapping), stack)
+                amount = planned.peak.allocated / GB
                 saved[whose, name] = before - amount
                 share = f"{before - amount:.2f} | {1 - amount / before:.1%}" if before else "|"
                 before = amount
-                kinds = [found.kinds.get(kind, 0) / GB for kind in KINDS]
-                sizes = (*kinds, sum(found.kinds.values()) / GB - sum(kinds))
-                cells = " | ".join(f"{size:.2f}" for size in sizes)
+                kinds = [planned.kinds.get(kind, 0) / GB for kind in KINDS]
+                other_kinds = sum(planned.kinds.values()) / GB - sum(kinds)
+                cells = " | ".join(f"{size:.2f}" for size in [*kinds, other_kinds])
                 lines.append(
                     f"| {name}, {ranks} ranks | {whose} | {wrapping} | {amount:.2f} | {share} |"
                     f" {cells} |"
@@ -330,7 +337,8 @@ def format_lora() -> list[str]:
     ]
 
 
-SMALL_STATES, IN_BACKWARD = "optimizer.state_bits=8", "memory.optimizer_in_backward=true"
+SMALL_STATES = "optimizer.state_bits=8"
+IN_BACKWARD = "memory.optimizer_in_backward=true"
 SEVENTY = [
     ("their stack, rows of 512", run_70b(512), TUNE),
     ("ours, rows of 512", run_70b(512), OURS),
@@ -347,13 +355,16 @@ LORA: list[tuple[str, int, Callable[[str], Run]]] = [
 
 
 def format_further_runs() -> list[Run]:
-    """Of ours, those of the tables after the rows."""
-    adapted = [run(wrapping) for name, _, run in LORA if name == "LoRA" for wrapping in WRAPPINGS]
-    return [*adapted, *(run for _, run, stack in SEVENTY if stack == OURS)]
+    """Return the runs of our stack that only the tables after the rows have."""
+    runs = []
+    for name, _, run in LORA:
+        if name == "LoRA":
+            runs += [run(wrapping) for wrapping in WRAPPINGS]
+    return runs + [run for _, run, stack in SEVENTY if stack == OURS]
 
 
 def format_70b() -> list[str]:
-    """Full fine-tuning of 70B on 8 x 80 GB, without any offload."""
+    """Return the table of full fine-tuning of 70B on 8 x 80 GB, without any offload."""
     weights = 70_553_706_496 * 2 / 8 / GIB
     lines = [
         "",
@@ -371,16 +382,15 @@ def format_70b() -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, run, stack in SEVENTY:
-        found = plan_run(run, stack)
-        peak = found.peak
+        planned = plan_run(run, stack)
+        peak = planned.peak
         amounts = (
             peak.allocated,
             peak.active,
             peak.reserved,
             peak.reserved_expandable,
-            found.usable,
+            planned.usable,
         )
-        lines.append(
-            f"| {name} | {' | '.join(f'{size / GIB:.2f}' for size in amounts)} | {found.verdict} |"
-        )
+        cells = " | ".join(f"{size / GIB:.2f}" for size in amounts)
+        lines.append(f"| {name} | {cells} | {planned.verdict} |")
     return lines

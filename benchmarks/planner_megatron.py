@@ -1,5 +1,7 @@
-"""The four runs of Llama 2 7B that Megatron-LM's analysis tool was published with, planned from
-their stack.
+"""The four runs of Llama 2 7B that Megatron-LM's analysis tool was published with, planned.
+
+`build_group` gives its rows to `planner_replications.py`, in Megatron's stack (`megatron_stack.py`)
+and with our recipe; `build_rows` gives those of their stack to `planner_peers.py`.
 """
 
 from dataclasses import replace
@@ -56,21 +58,21 @@ CHOICES = (
 )
 
 
-def name_of(layout: Layout, batch: int) -> str:
-    """As their table has it."""
+def format_name(layout: Layout, batch: int) -> str:
+    """Return the name of a run as their table has it."""
     return f"{layout.micro_batch} / {batch} / {layout.data} / {layout.pipeline} / {layout.tensor}"
 
 
 def build_rows(gpt: Gpt) -> list[Row]:
-    """Their four runs with a model."""
+    """Return their four runs with a model, in their stack."""
     return [
-        Row(name_of(layout, batch), "theirs", layout, gpt, {"allocated": measured}, goal=True)
+        Row(format_name(layout, batch), "theirs", layout, gpt, {"allocated": measured}, goal=True)
         for layout, batch, measured, _ in PUBLISHED
     ]
 
 
 def run_ours(layout: Layout, batch: int) -> Run:
-    """Llama 2 7B by our recipe, with as many sequences and ranks."""
+    """Return a run of Llama 2 7B by our recipe, with as many sequences and ranks."""
     settings = (
         f"max_seq_len=2048 batch_size={layout.micro_batch} clip_grad_norm=null memory.loss_chunks=1"
         f" gradient_accumulation_steps={batch // layout.micro_batch // layout.data}"
@@ -80,10 +82,16 @@ def run_ours(layout: Layout, batch: int) -> Run:
     return Run("llama2/7B_full", layout.ranks, "h100", 2048, tuple(settings.split()))
 
 
-def group() -> Group:
-    """Their four rows in their stack, and with our recipe."""
+def build_group() -> Group:
+    """Return their four rows in their stack, and with our recipe."""
     ours = [
-        Row(name_of(layout, batch), "ours", run_ours(layout, batch), OURS, {"allocated": measured})
+        Row(
+            format_name(layout, batch),
+            "ours",
+            run_ours(layout, batch),
+            OURS,
+            {"allocated": measured},
+        )
         for layout, batch, measured, _ in PUBLISHED
     ]
     return Group(
@@ -124,35 +132,39 @@ def group() -> Group:
 
 
 def format_tables() -> list[str]:
-    """The tool's own prediction beside ours, what it consists of, and other choices."""
+    """Return tables of the tool's prediction beside ours, its parts, and other choices."""
     lines = [
-        "", "Their tool's prediction and ours of the same runs, GiB:", "",
-        "| run | measured | their tool | error | planned | error |", "| --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+        "",
+        "Their tool's prediction and ours of the same runs, GiB:",
+        "",
+        "| run | measured | their tool | error | planned | error |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for (_, _, measured, predicted), row in zip(PUBLISHED, build_rows(GPT), strict=True):
-        said = f"{predicted:.1f} | {predicted / measured - 1:+.2%}"
-        found = plan_run(row.run, row.stack).peak.allocated / GIB
-        lines.append(
-            f"| {row.name} | {measured:.1f} | {said} | {found:.2f} | {found / measured - 1:+.2%} |"
-        )
-    theirs, ours = compute_mean_errors()
-    lines += [f"| mean of the errors' sizes | | | {theirs:.2%} | | {ours:.2%} |", ""]
+        planned = plan_run(row.run, row.stack).peak.allocated / GIB
+        theirs = f"{predicted:.1f} | {predicted / measured - 1:+.2%}"
+        ours = f"{planned:.2f} | {planned / measured - 1:+.2%}"
+        lines.append(f"| {row.name} | {measured:.1f} | {theirs} | {ours} |")
+    their_mean, our_mean = compute_mean_errors()
+    lines += [f"| mean of the errors' sizes | | | {their_mean:.2%} | | {our_mean:.2%} |", ""]
     return [*lines, *_format_choices(), "", *_format_parts()]
 
 
 def compute_mean_errors() -> tuple[float, float]:
-    """(their tool's, ours): means of the errors' sizes over the four runs."""
+    """Return (their tool's, ours): means of the errors' sizes over the four runs."""
     theirs = [abs(predicted / measured - 1) for _, _, measured, predicted in PUBLISHED]
     ours = [abs(compute_error(row, "allocated", "GiB")) for row in build_rows(GPT)]
     return sum(theirs) / len(theirs), sum(ours) / len(ours)
 
 
 def _format_choices() -> list[str]:
-    names = " | ".join(name_of(layout, batch) for layout, batch, _, _ in PUBLISHED)
+    names = " | ".join(format_name(layout, batch) for layout, batch, _, _ in PUBLISHED)
     lines = [
-        "Errors with other choices:", "",
-        f"| choice | {names} | mean size |", "| --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+        "Errors with other choices:",
+        "",
+        f"| choice | {names} | mean size |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name, gpt in CHOICES:
         errors = [compute_error(row, "allocated", "GiB") for row in build_rows(gpt)]
         mean = sum(map(abs, errors)) / len(errors)
@@ -161,14 +173,19 @@ def _format_choices() -> list[str]:
 
 
 def _format_parts() -> list[str]:
-    """What is live at the peak of each run, and the tool's examples, which are predictions too."""
+    """Return the table of what is live at each run's peak; the tool's examples are predictions."""
     lines = [
-        "What is live at the peak, GiB, and the same of the examples that the tool prints (in the second line of each; "
-        "predictions, not measured; its activations are with logits where there are any):", "",
-        f"| run | {' | '.join(KINDS)} | other | all |", f"|{' --- |' * (len(KINDS) + 3)}",
-    ]  # fmt: skip
+        (
+            "What is live at the peak, GiB, and the same of the examples that the tool prints (in"
+            " the second line of each; predictions, not measured; its activations are with logits"
+            " where there are any):"
+        ),
+        "",
+        f"| run | {' | '.join(KINDS)} | other | all |",
+        f"|{' --- |' * (len(KINDS) + 3)}",
+    ]
     runs: list[tuple[str, Layout, tuple[float, ...]]] = [
-        (name_of(layout, batch), layout, ()) for layout, batch, _, _ in PUBLISHED
+        (format_name(layout, batch), layout, ()) for layout, batch, _, _ in PUBLISHED
     ]
     for name, layout, printed in [*runs, *EXAMPLES]:
         kinds = plan_run(layout, GPT).kinds

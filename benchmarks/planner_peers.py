@@ -72,12 +72,12 @@ NOT_PLANNED = [
 
 
 def read_rows() -> dict[str, Any]:
-    """`models`, sizes by name, and `groups` of rows."""
+    """Return the data: `models`, sizes by name, and `groups` of rows."""
     return dict(json.loads(ROWS.read_text(encoding="utf-8")))
 
 
-def run_of(group: Group, row: Row) -> PeerRun:
-    """A row's settings, over those of its group."""
+def build_run(group: Group, row: Row) -> PeerRun:
+    """Return a row's run: its settings over those of its group."""
     settings: dict[str, Any] = {**group["settings"], **row["run"]}
     for name in ("targets", "capability"):
         settings[name] = tuple(settings[name])
@@ -92,25 +92,27 @@ def _trace_run(run: PeerRun) -> Trace:
 
 @cache
 def plan_figures(run: PeerRun) -> dict[str, float]:
-    """Planned bytes, allocated and reserved, of the phase that the row is about."""
+    """Return the planned bytes, allocated and reserved, of the phase that the row is about."""
     trace = _trace_run(replace(run, expandable=False, phase=STEP))
-    found = replay(trace, AllocatorSettings(expandable=run.expandable)).phases[run.phase]
-    return {"allocated": found.allocated, "reserved": found.reserved}
+    peaks = replay(trace, AllocatorSettings(expandable=run.expandable)).phases[run.phase]
+    return {"allocated": peaks.allocated, "reserved": peaks.reserved}
 
 
 def plan_row(group: Group, row: Row) -> dict[str, float]:
-    """What we plan of a row, by metric. A whole process is what is reserved, and the group's
-    context.
+    """Return the planned bytes of a row, by metric.
+
+    A whole process is what is reserved and the group's CUDA context.
     """
-    found = dict(row["ours"]) if "ours" in row else dict(plan_figures(run_of(group, row)))
+    planned = dict(row["ours"]) if "ours" in row else dict(plan_figures(build_run(group, row)))
     if "context" in group:
-        found["process"] = found["reserved"] + group["context"]
-    return found
+        planned["process"] = planned["reserved"] + group["context"]
+    return planned
 
 
 def compute_errors(group: Group, metric: str) -> tuple[list[float], list[float]]:
-    """(theirs, ours) of the rows that have the metric: planned over measured, less one. Theirs may
-    be fewer.
+    """Return (theirs, ours) of the rows that have the metric: planned over measured, less one.
+
+    Theirs are fewer where they published no plan of a row.
     """
     rows = [row for row in group["rows"] if metric in row["measured"]]
     theirs = [
@@ -118,16 +120,17 @@ def compute_errors(group: Group, metric: str) -> tuple[list[float], list[float]]
         for row in rows
         if metric in row["theirs"]
     ]
-    return theirs, [plan_row(group, row)[metric] / row["measured"][metric] - 1 for row in rows]
+    ours = [plan_row(group, row)[metric] / row["measured"][metric] - 1 for row in rows]
+    return theirs, ours
 
 
 def list_metrics(group: Group) -> list[str]:
-    """Those that rows of a group have, in their order."""
+    """Return the metrics that rows of a group have, in the order of `METRICS`."""
     return [metric for metric in METRICS if any(metric in row["measured"] for row in group["rows"])]
 
 
 def format_table(group: Group) -> list[str]:
-    """A line for each measured figure."""
+    """Return a table with a line for each measured figure."""
     unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
     lines = [
         (
@@ -138,71 +141,74 @@ def format_table(group: Group) -> list[str]:
     ]
     for row in group["rows"]:
         for metric, measured in row["measured"].items():
-            sides = (row["theirs"].get(metric), plan_row(group, row)[metric])
             cells = [f"{measured / unit:.{digits}f}"]
-            for side in sides:
-                cells += (
-                    ["", ""]
-                    if side is None
-                    else [f"{side / unit:.{digits}f}", f"{side / measured - 1:+.2%}"]
-                )
+            for planned in (row["theirs"].get(metric), plan_row(group, row)[metric]):
+                if planned is None:
+                    cells += ["", ""]
+                else:
+                    cells += [f"{planned / unit:.{digits}f}", f"{planned / measured - 1:+.2%}"]
             lines.append(f"| {row['name']} | {METRICS[metric]} | {' | '.join(cells)} |")
     return lines
 
 
 def format_choices(group: Group) -> list[str]:
-    """What other choices of the imitation would give, in rows of the group: a line for each."""
+    """Return a table of what other choices of the imitation would give in rows of the group."""
     if "choices" not in group:
         return []
     unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
     lines = [
-        "", "Other choices, allocated memory:", "",
-        f"| choice | row | measured, {group['unit']} | our plan | error |", "| --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+        "",
+        "Other choices, allocated memory:",
+        "",
+        f"| choice | row | measured, {group['unit']} | our plan | error |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for choice in group["choices"]:
         row = next(row for row in group["rows"] if row["name"] == choice["row"])
         measured = row["measured"]["allocated"]
-        found = plan_figures(run_of(group, {"run": {**row["run"], **choice["run"]}}))["allocated"]
+        run = build_run(group, {"run": {**row["run"], **choice["run"]}})
+        planned = plan_figures(run)["allocated"]
         cells = (
-            f"{measured / unit:.{digits}f} | {found / unit:.{digits}f} |"
-            f" {found / measured - 1:+.2%}"
+            f"{measured / unit:.{digits}f} | {planned / unit:.{digits}f} |"
+            f" {planned / measured - 1:+.2%}"
         )
         lines.append(f"| {choice['choice']} | {choice['row']} | {cells} |")
     return lines
 
 
-def format_errors(found: list[float]) -> str:
-    """Mean of the errors' sizes, and the worst error, as two cells."""
-    if not found:
+def format_errors(errors: list[float]) -> str:
+    """Return the mean of the errors' sizes and the worst error as two cells."""
+    if not errors:
         return " | "
-    return f"{sum(map(abs, found)) / len(found):.2%} | {max(found, key=abs):+.2%}"
+    return f"{sum(map(abs, errors)) / len(errors):.2%} | {max(errors, key=abs):+.2%}"
 
 
 def summarize(groups: list[Group]) -> list[str]:
-    """A line for each group and metric."""
+    """Return a table with a line for each group and metric."""
     lines = [
         "| group | metric | rows | their mean | their worst | our mean | our worst |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for group in groups:
         for metric in list_metrics(group):
-            theirs, found = compute_errors(group, metric)
-            sides = f"{format_errors(theirs)} | {format_errors(found)}"
-            lines.append(f"| {group['title']} | {METRICS[metric]} | {len(found)} | {sides} |")
+            theirs, ours = compute_errors(group, metric)
+            cells = f"{format_errors(theirs)} | {format_errors(ours)}"
+            lines.append(f"| {group['title']} | {METRICS[metric]} | {len(ours)} | {cells} |")
     return lines
 
 
 def build_megatron_rows() -> Group:
-    """The four rows that Megatron's own tool was published with."""
+    """Return the four rows that Megatron's own tool was published with."""
     rows = []
-    for (_, _, measured, said), row in zip(PUBLISHED, build_rows(Gpt()), strict=True):
-        found = {"allocated": plan_run(row.run, row.stack).peak.allocated}
-        published = {
-            "measured": {"allocated": measured * GIB},
-            "theirs": {"allocated": said * GIB},
-            "ours": found,
-        }
-        rows.append({"name": row.name, **published})
+    for (_, _, measured, predicted), row in zip(PUBLISHED, build_rows(Gpt()), strict=True):
+        rows.append(
+            {
+                "name": row.name,
+                "measured": {"allocated": measured * GIB},
+                "theirs": {"allocated": predicted * GIB},
+                "ours": {"allocated": plan_run(row.run, row.stack).peak.allocated},
+            }
+        )
     return {
         "title": "Megatron-LM: Llama 2 7B on 8 H800",
         "tool": "Megatron's analysis tool",
@@ -218,15 +224,16 @@ def build_megatron_rows() -> Group:
 
 
 def format_page(groups: list[Group]) -> str:
-    """The page."""
-    rows = sum(len(group["rows"]) for group in groups)
+    """Return the text of docs/measurements/planner_peers.md."""
+    num_rows = sum(len(group["rows"]) for group in groups)
     lines = [
         "# Rows of other planners",
         "",
         (
             "`python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md`"
             " writes this page. Other memory planners publish what they plan next to what they"
-            f" measured; here are {rows} of their rows, and what our planner says of the same run."
+            f" measured; here are {num_rows} of their rows, and what our planner says of the same"
+            " run."
             " Nothing was measured by us. Error: planned over measured, less one; mean: of the"
             " errors' sizes. GB is 10^9, GiB 2^30, MiB 2^20 bytes. torch"
             f" {torch.__version__.partition('+')[0]} and transformers {transformers.__version__} on"
@@ -249,18 +256,20 @@ def format_page(groups: list[Group]) -> str:
         lines += [f"- {note}" for note in group["notes"]]
         lines += [*format_choices(group), *group.get("more", [])]
     lines += ["", "## Not planned", "", "| what | why |", "| --- | --- |"]
-    lines += [f"| {what} | {why} |" for what, why in NOT_PLANNED]
+    lines += [f"| {figures} | {reason} |" for figures, reason in NOT_PLANNED]
     return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the page, or writes it."""
+    """Print the page, or write it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)
-    text = format_page([*read_rows()["groups"], build_megatron_rows(), planner_simumax.group()])
+    text = format_page(
+        [*read_rows()["groups"], build_megatron_rows(), planner_simumax.build_group()]
+    )
     if options.output is None:
         print(text, end="")
     else:

@@ -1,5 +1,7 @@
-"""Published figures beside planned ones: the rows and tables that the page of replications consists
-of.
+"""Published memory figures beside planned ones: rows, groups of rows and their tables.
+
+`planner_865.py`, `planner_megatron.py` and `planner_replications.py` make a `Row` of each published
+figure, with the run and the stack to plan; `plan_run` plans it, once for all tables.
 """
 
 import sys
@@ -41,21 +43,22 @@ OURS = Stack()
 class Run:
     """A command line of `tune plan`."""
 
-    config: str
+    config: str  # a shipped one
     ranks: int
-    device: str
-    tokens: int
-    overrides: tuple[str, ...]
+    device: str  # as `--device` takes it
+    tokens: int  # of a sequence
+    overrides: tuple[str, ...]  # `key=value`
     recipe: str = RECIPE
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All overrides; what others publish runs its chains operator by operator."""
+        """Return all overrides."""
+        # The published runs launch a kernel for each operator.
         return (*self.overrides, "fused_kernels=false")
 
     @property
     def command(self) -> str:
-        """As typed."""
+        """Return the command as typed."""
         processes = f"--nproc_per_node {self.ranks} " if self.ranks > 1 else ""
         return (
             f"tune plan {processes}{self.recipe} --config {self.config} --device {self.device} "
@@ -65,49 +68,41 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """What was published: figures by metric, in the group's unit; and what we plan for it.
-
-    whose: `theirs`, `ours`, or in words what else. run, stack: of `tune plan`, or of Megatron.
-    goal: whether it has to come within 1 %.
-    """
+    """A published run, its figures, and what is planned for it."""
 
     name: str
-    whose: str
-    run: Run | Layout
+    whose: str  # stack is planned: `theirs`, `ours`, or in words what else
+    run: Run | Layout  # of `tune plan`, or of Megatron
     stack: Stack | Gpt
-    published: dict[str, float]
-    goal: bool = False
+    published: dict[str, float]  # figures by metric, in the group's unit
+    goal: bool = False  # the plan has to come within 1 %
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one source. differs: what theirs and ours do differently, or what is assumed. more:
-    tables after it.
-    """
+    """Rows of one source, and the text around them."""
 
     title: str
-    source: str
-    unit: str
+    source: str  # where the figures are, and of what
+    unit: str  # of UNITS
     rows: list[Row]
-    differs: list[str]
-    more: Callable[[], list[str]] = list
+    differs: list[str]  # what theirs and ours do differently, or what is assumed
+    more: Callable[[], list[str]] = list  # makes lines of tables after those
 
 
 @dataclass(frozen=True)
 class Planned:
-    """peak: of a steady step. kinds: what is live then, by kind, bytes as asked for. verdict,
-    usable: a plan's.
-    """
+    """What a run is planned to hold."""
 
-    peak: PhasePeak
-    kinds: dict[str, int] = field(default_factory=dict)
-    verdict: str = ""
-    usable: int = 0
+    peak: PhasePeak  # of a steady step
+    kinds: dict[str, int] = field(default_factory=dict)  # live at the peak, bytes as asked for
+    verdict: str = ""  # of `tune plan`
+    usable: int = 0  # bytes of the card, of `tune plan`
 
 
 @lru_cache(maxsize=2)  # a trace is large
 def trace_run(run: Run, stack: Stack) -> tuple[Plan, Trace]:
-    """Rank 0 of a run."""
+    """Plan and trace rank 0 of a run."""
     recipe = RecipeFile.find(run.recipe)
     cfg, _ = make_plannable(load_config(run.config, run.keys, recipe.schema()))
     sequence = choose_sequence(cfg, str(run.tokens))
@@ -119,15 +114,16 @@ def trace_run(run: Run, stack: Stack) -> tuple[Plan, Trace]:
 
 @cache
 def plan_run(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
-    """The steady step's peaks, of rank 0 or the heaviest place in a pipeline. FSDP1's active bytes
-    are with marks.
+    """Plan the peaks of a steady step, of rank 0 or of the heaviest stage of a pipeline.
+
+    FSDP1's active bytes count memory that other streams may still use.
     """
     if isinstance(run, Layout):
         assert isinstance(stack, Gpt | Llama)
         print(f"{run} ({stack})", file=sys.stderr, flush=True)
         return max(
             (_plan_stage(trace) for trace in trace_stages(stack, run)),
-            key=lambda found: found.peak.allocated,
+            key=lambda planned: planned.peak.allocated,
         )
     assert isinstance(stack, Stack)
     plan, trace = trace_run(run, stack)
@@ -140,33 +136,33 @@ def plan_run(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
 
 
 def _plan_stage(trace: Trace) -> Planned:
-    found = replay(trace).phases[STEP]
+    peaks = replay(trace).phases[STEP]
     peak = PhasePeak(
-        STEP, found.active, found.allocated, found.reserved, 0, 0, requested=found.requested
+        STEP, peaks.active, peaks.allocated, peaks.reserved, 0, 0, requested=peaks.requested
     )
     return Planned(peak, sum_kinds_at_peak(trace, STEP))
 
 
 def sum_kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
-    """By kind of memory the bytes live when the most are asked for."""
-    found: dict[str, int] = defaultdict(int)
+    """Sum the bytes that are live when the most are asked for, by kind of memory."""
+    kinds: dict[str, int] = defaultdict(int)
     for number in trace.list_alive_at_peak(phase):
-        found[trace.storages[number].kind] += trace.storages[number].bytes
-    return dict(found)
+        kinds[trace.storages[number].kind] += trace.storages[number].bytes
+    return dict(kinds)
 
 
 def plan_amount(row: Row, metric: str, unit: str) -> float:
-    """What is planned, in a unit."""
+    """Return the planned figure of a row, in a unit of `UNITS`."""
     return float(getattr(plan_run(row.run, row.stack).peak, metric)) / UNITS[unit]
 
 
 def compute_error(row: Row, metric: str, unit: str) -> float:
-    """Planned over published, less one."""
+    """Return the error of a row's plan: planned over published, less one."""
     return plan_amount(row, metric, unit) / row.published[metric] - 1
 
 
 def format_table(group: Group) -> list[str]:
-    """A line for each figure."""
+    """Return a table with a line for each published figure."""
     lines = [
         f"| row | stack | metric | published, {group.unit} | planned, {group.unit} | error |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,7 @@
-"""The eight dense runs on B200 that SimuMax v1.2 was published with, planned from their stack."""
+"""The eight dense runs on B200 that SimuMax v1.2 was published with, planned from their stack.
+
+`build_group` gives its rows to `planner_peers.py`; the stack is in `transformer_engine_stack.py`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,29 +38,35 @@ PUBLISHED = (
 CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as above", {}),
     ("torch's workspaces of 32 MiB, as from 2.11 on", {"architecture": "sm90"}),
-    ("the output projection's dummy made anew, as Megatron's linear did before", {"dummy_gradients": OUTPUT_ANEW}),
+    (
+        "the output projection's dummy made anew, as Megatron's linear did before",
+        {"dummy_gradients": OUTPUT_ANEW},
+    ),
     ("all dummy gradients made anew", {"dummy_gradients": ANEW}),
-)  # fmt: skip
+)
 
 
 def list_runs() -> Iterator[tuple[str, Llama, Layout, float, float]]:
-    """(name, model, layout, measured, said) of each row."""
+    """Yield (name, model, layout, measured GiB, GiB that SimuMax said) of each row."""
     for name, llama, figures in PUBLISHED:
-        for layout, (measured, said) in zip(LAYOUTS, figures, strict=True):
-            place = f"tp{layout.tensor} pp{layout.pipeline} dp{layout.data}"
-            yield f"{name}, {place}", llama, layout, measured, said
+        for layout, (measured, predicted) in zip(LAYOUTS, figures, strict=True):
+            degrees = f"tp{layout.tensor} pp{layout.pipeline} dp{layout.data}"
+            yield f"{name}, {degrees}", llama, layout, measured, predicted
 
 
-def group() -> dict[str, Any]:
-    """As those of `peer_rows.json`, with our figures; `more` are lines after its notes."""
+def build_group() -> dict[str, Any]:
+    """Return a group as those of `peer_rows.json`, with our figures.
+
+    Its `more` are lines after its notes.
+    """
     rows = [
         {
             "name": name,
             "measured": {"allocated": measured * GIB},
-            "theirs": {"allocated": said * GIB},
+            "theirs": {"allocated": predicted * GIB},
             "ours": {"allocated": plan_run(layout, llama).peak.allocated},
         }
-        for name, llama, layout, measured, said in list_runs()
+        for name, llama, layout, measured, predicted in list_runs()
     ]
     return {
         "title": "SimuMax: Llama 3 on 8 B200",
@@ -118,14 +127,17 @@ NOTES = [
 
 
 def format_other_choices() -> list[str]:
-    """A table: the mean of the errors' sizes and each error with other choices."""
+    """Return a table of the errors with other choices, and the mean of their sizes."""
     names = " | ".join(
         name.replace("llama3-", "").replace(" layers", "") for name, *_ in list_runs()
     )
     lines = [
-        "", "Errors with other choices:", "",
-        f"| choice | mean size | {names} |", f"|{' --- |' * 10}",
-    ]  # fmt: skip
+        "",
+        "Errors with other choices:",
+        "",
+        f"| choice | mean size | {names} |",
+        f"|{' --- |' * 10}",
+    ]
     for choice, changes in CHOICES:
         errors = [
             plan_run(layout, replace(llama, **changes)).peak.allocated / GIB / measured - 1

@@ -1,5 +1,4 @@
-"""Training stacks of others, imitated for the planner in the few places where they hold other
-memory than ours does.
+"""Training stacks of others, imitated for the planner where they hold other memory than ours.
 
 Each imitation is our full fine-tuning recipe with some of its parts replaced, written from what the
 others' code does at the time of their figures; what it computes is of no interest here, what it
@@ -31,6 +30,7 @@ from recipe_lib.memory.budget import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
 from recipe_lib.parallel import DTYPES, Parallel, materialize
+from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
 RECIPE = "full_finetune_distributed"
 FSDP1, FSDP2, OURS = "FSDP1", "FSDP2", "ours"
@@ -39,39 +39,34 @@ PIECES = "bf16 in eight pieces until backward"
 
 @dataclass(frozen=True)
 class Stack:
-    """What is not ours. All defaults: nothing.
+    """The parts of a stack that are not ours; with all defaults, none is."""
 
-    sharding: `ours`, `FSDP2` (as it comes: the root's units are gathered on FSDP's own stream, the
-    embedding once more for backward) or `FSDP1`. logits: fp32 logits of all tokens and torch's
-    cross-entropy, with our loss in one piece otherwise: `until backward`, given up before backward;
-    `through backward`, a variable that holds them until the next forward; `bf16 until backward`,
-    whose fp32 copy belongs to the loss alone; `bf16 in eight pieces until backward`, likewise,
-    whose loss is compiled if the layers are. shifted: labels are cut off by slicing and copying the
-    logits. norms: the RMS norm written out, in fp32. expanded_keys: keys and values are copied for
-    each query head. saved_matmuls: selective checkpointing keeps the first of every two matmuls.
-    mixed: parameters and states fp32, compute in bf16, gradients summed in fp32. last_layer_kept:
-    it is not resharded after forward.
-    """
-
+    # `ours`, `FSDP1` or `FSDP2` as it comes: the root's units are gathered on FSDP's own stream,
+    # the embedding once more for backward.
     sharding: str = OURS
+    # Empty: our loss. Else logits of all tokens and torch's cross-entropy:
+    # `until backward`: in fp32, given up before backward;
+    # `through backward`: in fp32, held by a variable until the next forward;
+    # `bf16 until backward`: the fp32 copy belongs to the loss alone;
+    # `bf16 in eight pieces until backward`: likewise, the loss compiled if the layers are.
     logits: str = ""
-    shifted: bool = False
-    norms: bool = False
-    expanded_keys: bool = False
-    saved_matmuls: bool = False
-    mixed: bool = False
-    last_layer_kept: bool = False
-    checkpointed_ends: bool = False
+    shifted: bool = False  # labels are shifted by slicing and copying the logits
+    norms: bool = False  # RMS norms are written out, in fp32
+    expanded_keys: bool = False  # keys and values are copied for each query head
+    saved_matmuls: bool = False  # selective checkpointing keeps the first of every two matmuls
+    mixed: bool = False  # parameters, states and sums of gradients in fp32, compute in bf16
+    last_layer_kept: bool = False  # the last layer is not resharded after forward
+    checkpointed_ends: bool = False  # embedding and output projection are checkpointed too
 
 
 def make_recipe_class(stack: Stack, recipe: str = RECIPE) -> type:
-    """Our recipe with the parts of that stack."""
+    """Return our recipe's class with the parts of that stack in place of ours."""
     ours = plan_request.find_recipe_class(RecipeFile.find(recipe))
     return type("Imitation", (_Imitated, ours), {"stack": stack}) if stack != Stack() else ours
 
 
 class _Imitated:
-    """Comes before the recipe's class."""
+    """The replaced methods of a recipe, a base before the recipe's own class."""
 
     stack: Stack
     cfg: Any
@@ -83,14 +78,14 @@ class _Imitated:
     trained: dict[str, Tensor]
 
     def setup_model(self) -> None:
-        """As the recipe's, part by part as the stack says."""
-        cfg, stack = self.cfg, self.stack
+        """Make the model as the recipe does, part by part as the stack says."""
+        cfg = self.cfg
+        stack = self.stack
         if stack.sharding == OURS and not (
             stack.norms or stack.expanded_keys or stack.saved_matmuls or stack.mixed
         ):
             super().setup_model()  # type: ignore[misc]
             return
-        self.parallel = Parallel()  # nothing that the recipe's own calls decide
         self.model = build_meta(self.spec, torch.float32 if stack.mixed else DTYPES[cfg.dtype])
         if hasattr(cfg, "lora"):
             add_adapters(self.model, cfg.lora, DTYPES[cfg.dtype])
@@ -120,44 +115,51 @@ class _Imitated:
         else:
             _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
+        # Nothing of what the recipe's own calls decide, but for how gradients are added up.
+        self.parallel = Parallel(accumulation=GradientAccumulation(self.model, cfg.parallel))
 
     def train_step(self, batches: StepBatches) -> Any:
-        """The recipe's, except that FSDP1's flat shards are no DTensors to take a norm of."""
-        clip = (
-            (lambda *_, **__: torch.zeros(()))
-            if self.stack.sharding == FSDP1
-            else training.clip_grad_norm
-        )
-        with mock.patch.object(training, "clip_grad_norm", clip):
+        """Run the recipe's step."""
+        clip_grad_norm: Any = training.clip_grad_norm
+        if self.stack.sharding == FSDP1:
+            # Its flat shards are no DTensors to take a norm of.
+            clip_grad_norm = _skip_clipping
+        with mock.patch.object(training, "clip_grad_norm", clip_grad_norm):
             return super().train_step(batches)  # type: ignore[misc]
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Logits of all tokens at once, where the stack makes them."""
+        """Return the summed loss, from logits of all tokens at once where the stack makes them."""
         if not self.stack.logits:
             return super().compute_loss(batch)  # type: ignore[misc]
         if self.stack.logits == PIECES:
-            return self._loss_in_pieces(batch)
+            return self._compute_loss_in_pieces(batch)
         logits = self.model(batch.tokens, batch.positions, batch.attention)
         labels = batch.labels
         if not self.stack.logits.startswith("bf16"):
             logits = logits.float()
         if self.stack.shifted:
-            logits, labels = logits[:, :-1].contiguous(), labels[:, 1:].contiguous()
+            logits = logits[:, :-1].contiguous()
+            labels = labels[:, 1:].contiguous()
         loss = _cross_entropy(logits, labels)
         self.held = logits if self.stack.logits == "through backward" else None
         return loss
 
-    def _loss_in_pieces(self, batch: Batch) -> Tensor:
-        """The logits of an eighth of each row at a time, all kept until backward."""
+    def _compute_loss_in_pieces(self, batch: Batch) -> Tensor:
+        """Sum the loss over eighths of each row, whose logits are all kept until backward."""
         hidden = self.model.model(batch.tokens, batch.positions, batch.attention, None)
         logits = [self.model.lm_head(piece) for piece in hidden.tensor_split(8, dim=1)]
         labels = batch.labels.tensor_split(8, dim=1)
-        summed = _compiled_cross_entropy if self.cfg.compile else _cross_entropy
-        return torch.stack([summed(*pair) for pair in zip(logits, labels, strict=True)]).sum()
+        sum_losses = _compiled_cross_entropy if self.cfg.compile else _cross_entropy
+        return torch.stack([sum_losses(*pair) for pair in zip(logits, labels, strict=True)]).sum()
+
+
+def _skip_clipping(*_: Any, **__: Any) -> Tensor:
+    """Return a norm of zero in place of clipping."""
+    return torch.zeros(())
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over tokens, in fp32."""
+    """Return the sum over tokens, in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
@@ -165,33 +167,33 @@ _compiled_cross_entropy = torch.compile(_cross_entropy)
 
 
 def compute_norm_written_out(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """An RMS norm of single operators: autograd keeps its fp32 input and the normed one beside
-    it.
+    """Return the RMS norm by single operators, of which autograd keeps more than of one kernel.
+
+    It keeps the fp32 input and the normed one beside it.
     """
-    wide = hidden.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(hidden) * weight
+    hidden_fp32 = hidden.float()
+    inverse_rms = torch.rsqrt(hidden_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    return (hidden_fp32 * inverse_rms).type_as(hidden) * weight
 
 
 def attend_with_expanded_keys(
     attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any, **more: Any
 ) -> Tensor:
-    """Each key and value head copied for the query heads that share it."""
-    times = q.shape[1] // k.shape[1]
-    k, v = (tensor.repeat_interleave(times, dim=1) for tensor in (k, v))
+    """Attend with each key and value head copied for the query heads that share it."""
+    num_copies = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (k, v))
     return attend(q, k, v, info, **more)
 
 
 def _keep_first_matmuls() -> Any:
-    """Outputs of attention and of the first, third, ... matmul of a layer are kept."""
+    """Make contexts that keep outputs of attention and of every other matmul of a layer."""
     return checkpointing._make_contexts(
         lambda kind, number: kind == ATTENTION or (kind == MATMUL and number % 2 == 0)
     )
 
 
 def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> None:
-    """fully_shard on each layer, on embedding and output where they are units of their own, and on
-    the root.
-    """
+    """Shard each layer, embedding and output where they are units of their own, and the root."""
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if stack.mixed
@@ -216,8 +218,9 @@ def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> No
 
 
 def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Module:
-    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around
-    all. Adapters, some ten MB that theirs shares as units of their own, are left whole.
+    """Wrap each layer, embedding and output likewise, and the whole model.
+
+    Adapters, some ten MB that theirs shares as units of their own, are left whole.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy

@@ -1,5 +1,4 @@
-"""Memory that is freed while another stream may still use it: FSDP1's record_stream in a plan of
-that stack.
+"""Memory that is freed while another stream may still use it: FSDP1's record_stream in a plan.
 
 A block that was marked so is active, in torch's sense, until the work issued on those streams
 before it was freed is done, and the host finds out when it next asks for memory. So it depends on
@@ -27,15 +26,15 @@ from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, 
 from recipe_lib.plan.tracing.tracer import Tracer
 
 NCCL = -1  # its stream, which no program issues on
-HOST_WAIT = (
-    100  # a kind of event that other readers of a trace pass over: the host waits for a record
-)
+# A kind of event that other readers of a trace pass over: the host waits for a record.
+HOST_WAIT = 100
 
 
 @dataclass
 class MarkedTrace(Trace):
-    """marks: by storage the streams, other than its own, that it was marked as used on."""
+    """A trace with the marks of record_stream."""
 
+    # By storage the streams, other than its own, that it was marked as used on.
     marks: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
@@ -50,12 +49,13 @@ class _MarkingTracer(Tracer):
 
 @contextmanager
 def mark_traces() -> Iterator[None]:
-    """Plans made in here leave `MarkedTrace`s. FSDP1 asks what only a real device has: marks on
-    memory, addresses.
+    """Let plans that are made in this context leave `MarkedTrace`s.
+
+    FSDP1 asks what only a real device has: marks on memory, addresses.
     """
     tracers: list[_MarkingTracer] = []
 
-    def traced(*args: Any, **kwargs: Any) -> Tracer:
+    def make_tracer(*args: Any, **kwargs: Any) -> Tracer:
         tracers.append(_MarkingTracer(*args, **kwargs))
         return tracers[-1]
 
@@ -66,7 +66,7 @@ def mark_traces() -> Iterator[None]:
         tracers[-1].trace.events.append((HOST_WAIT, event.number))
 
     with (
-        mock.patch.object(simulate, "Tracer", traced),
+        mock.patch.object(simulate, "Tracer", make_tracer),
         mock.patch.object(Event, "synchronize", synchronize),
         mock.patch.object(_flat_param, "_no_dispatch_record_stream", record_stream),
         mock.patch.object(_runtime_utils, "_no_dispatch_record_stream", record_stream),
@@ -76,35 +76,36 @@ def mark_traces() -> Iterator[None]:
 
 
 class _Clock:
-    """When the host is where, and each stream done with what was issued on it, seconds."""
+    """The time line of the host and of each stream, seconds."""
 
     def __init__(self, hardware: Hardware, host_seconds: float):
-        self.hardware, self.host_seconds, self.host = hardware, host_seconds, 0.0
-        self.streams: dict[int, float] = defaultdict(float)
-        self.recorded: dict[int, float] = defaultdict(float)
+        self.hardware = hardware
+        self.host_seconds = host_seconds  # for issuing an operator
+        self.host = 0.0  # when the host is done with what it has issued
+        self.streams: dict[int, float] = defaultdict(float)  # when each is done
+        self.recorded: dict[int, float] = defaultdict(float)  # when each event is reached
 
     def issue(self, op: Op) -> None:
-        """A collective runs on NCCL's stream, and its own waits for it."""
+        """Put an operator on its stream."""
         self.host += self.host_seconds * op.repeats
+        # A collective runs on NCCL's stream, and its own stream waits for it.
         queues = (op.stream, NCCL) if op.collective else (op.stream,)
         start = max(self.host, *(self.streams[stream] for stream in queues), 0.0)
         for stream in queues:
             self.streams[stream] = start + op.repeats * compute_op_seconds(op, self.hardware, None)
 
     def wait_for_all(self) -> None:
-        """As where a loss is printed."""
+        """Let the host wait for all streams, as where a loss is printed."""
         self.host = max([self.host, *self.streams.values()])
 
 
 @dataclass
 class Held:
-    """The most of one phase, bytes: active in torch's sense, and reserved. seconds: from its begin
-    to its end.
-    """
+    """The peaks of one phase."""
 
-    active: int
-    reserved: int
-    seconds: float
+    active: int  # bytes, in torch's sense
+    reserved: int  # bytes
+    seconds: float  # from its begin to its end
 
 
 def replay_with_marks(
@@ -115,16 +116,17 @@ def replay_with_marks(
     expandable: bool = False,
     host_seconds: float = HOST_SECONDS,
 ) -> Held:
-    """A replay in which a marked block comes back when its streams are done and the host asks for
-    memory again.
+    """Replay a phase of a trace with its marks, and return its peaks.
+
+    A marked block comes back when its streams are done and the host asks for memory again.
     """
-    allocator, clock = (
-        CachingAllocator(AllocatorSettings(expandable=expandable)),
-        _Clock(hardware, host_seconds),
-    )
-    blocks: dict[int, Block] = {}
-    pending: list[tuple[float, Block]] = []
-    found, current, begin = Held(0, 0, 0.0), "", 0.0
+    allocator = CachingAllocator(AllocatorSettings(expandable=expandable))
+    clock = _Clock(hardware, host_seconds)
+    blocks: dict[int, Block] = {}  # live ones, by storage
+    pending: list[tuple[float, Block]] = []  # freed ones, with the second at which they come back
+    peaks = Held(0, 0, 0.0)
+    current_phase = ""
+    phase_begin = 0.0
 
     def take_back(until: float) -> None:
         for entry in [entry for entry in pending if entry[0] <= until]:
@@ -138,15 +140,12 @@ def replay_with_marks(
                 trace.storages[number].bytes, trace.storages[number].stream
             )
         elif kind == FREE and number in blocks:
+            block = blocks.pop(number)
             streams = trace.marks.get(number, set()) - {trace.storages[number].stream}
-            pending.append(
-                (
-                    max((clock.streams[stream] for stream in streams), default=0.0),
-                    blocks.pop(number),
-                )
-            )
-            if not streams:
-                allocator.free(pending.pop()[1])
+            if streams:
+                pending.append((max(clock.streams[stream] for stream in streams), block))
+            else:
+                allocator.free(block)
         elif kind == OP:
             clock.issue(trace.ops[number])
         elif kind == RECORD:
@@ -159,10 +158,15 @@ def replay_with_marks(
         elif kind == PHASE:
             clock.wait_for_all()
             take_back(clock.host)
-            if current == phase:
-                found = Held(
-                    allocator.peaks.allocated, allocator.peaks.reserved, clock.host - begin
+            if current_phase == phase:
+                # A pending block is not given back to the allocator yet: what that calls
+                # allocated is active here.
+                peaks = Held(
+                    active=allocator.peaks.allocated,
+                    reserved=allocator.peaks.reserved,
+                    seconds=clock.host - phase_begin,
                 )
-            current, begin = trace.phases[number], clock.host
+            current_phase = trace.phases[number]
+            phase_begin = clock.host
             allocator.reset_peaks()
-    return found
+    return peaks

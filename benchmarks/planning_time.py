@@ -50,7 +50,7 @@ measured in the same run.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the page, or prints it."""
+    """Measure each plan, print its row, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", default="", metavar="COMMIT")
     parser.add_argument("--repeats", type=int, default=2)
@@ -62,21 +62,27 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     with check_out(arguments.against) as before:
         for name in arguments.only:
-            times: dict[bool, float] = {}
+            folders = [before, REPOSITORY] if before else [REPOSITORY]
+            least_seconds: dict[Path, float] = {}
             for _ in range(arguments.repeats):
-                for folder in [before, REPOSITORY] if before else [REPOSITORY]:
-                    spent = measure_seconds(folder, PLANS[name])
-                    key = folder == REPOSITORY
-                    times[key] = min(spent, times.get(key, spent))
-            earlier = times.get(False)
-            shown = (f"{earlier:.1f}", f"{times[True] / earlier:.2f}") if earlier else ("-", "-")
-            rows.append(f"| {name} | {shown[0]} | {times[True]:.1f} | {shown[1]} |")
+                for folder in folders:
+                    seconds = measure_seconds(folder, PLANS[name])
+                    least_seconds[folder] = min(seconds, least_seconds.get(folder, seconds))
+            after_seconds = least_seconds[REPOSITORY]
+            before_cell = ratio_cell = "-"
+            if before:
+                before_cell = f"{least_seconds[before]:.1f}"
+                ratio_cell = f"{after_seconds / least_seconds[before]:.2f}"
+            rows.append(f"| {name} | {before_cell} | {after_seconds:.1f} | {ratio_cell} |")
             print(rows[-1], flush=True)
     options = f"--against {arguments.against}" if arguments.against else ""
     page = PAGE.format(
-        options=options, torch=torch.__version__, repeats=arguments.repeats, against=arguments.against or "none",
+        options=options,
+        torch=torch.__version__,
+        repeats=arguments.repeats,
+        against=arguments.against or "none",
         rows="\n".join(rows),
-    )  # fmt: skip
+    )
     if arguments.output:
         arguments.output.write_text(page, encoding="utf-8")
     return 0
@@ -84,24 +90,26 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def check_out(commit: str) -> Iterator[Path | None]:
-    """A folder with the files of a commit; None for no commit."""
+    """Yield a folder with the files of a commit; None for no commit."""
     if not commit:
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "before"
+        checkout = Path(folder) / "before"
         git = ["git", "-C", str(REPOSITORY), "worktree"]
         subprocess.run(
-            [*git, "add", "--detach", str(place), commit], check=True, capture_output=True
+            [*git, "add", "--detach", str(checkout), commit], check=True, capture_output=True
         )
         try:
-            yield place
+            yield checkout
         finally:
-            subprocess.run([*git, "remove", "--force", str(place)], check=True, capture_output=True)
+            subprocess.run(
+                [*git, "remove", "--force", str(checkout)], check=True, capture_output=True
+            )
 
 
 def measure_seconds(folder: Path, words: tuple[str, ...]) -> float:
-    """CPU time of `tune plan` with the code in a folder."""
+    """Return the CPU time of `tune plan` with the code in a folder."""
     command = [
         sys.executable,
         "-c",

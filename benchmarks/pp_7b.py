@@ -1,7 +1,8 @@
-"""What the ranks of a pipeline hold of a 7B: ours and torch's runtime on the simulated device. Used
-by pp_memory.py.
+"""Plan what the ranks of a pipeline hold of a 7B, with our runtime and with torch's.
 
-Also what torch's runtime held before its #138119 and #138504, by planting what they took away.
+Used by pp_memory.py, which puts the section into its page. Both run on the simulated device. What
+torch's runtime held before its #138119 and #138504 is planned too, by planting back what they took
+away.
 """
 
 import multiprocessing
@@ -22,7 +23,8 @@ from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
 CONFIG, RANKS, COUNT, TOKENS, CARD = "llama2/7B_full", 4, 8, 4096, "h100"
-SCHEDULES, MODES = ("1f1b", "interleaved_zero_bubble", "zbv"), ("none", "full")
+SCHEDULES = ("1f1b", "interleaved_zero_bubble", "zbv")
+MODES = ("none", "full")  # of activation checkpointing
 LAST_STAGE = {"interleaved_zero_bubble": RANKS - 1, "zbv": 0}  # whose schedules the fix changed
 OURS, TORCH, BEFORE = "ours", "torch", "torch before the fix"
 _HELD = ("parameters", "gradients", "optimizer")
@@ -60,8 +62,9 @@ HEAD = [
 def simulate_peak(
     kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG
 ) -> tuple[int, int]:
-    """(the most live bytes of a rank's steady step, what of them are parameters, gradients and
-    states).
+    """Return the most live bytes of a rank's steady step, and those held throughout among them.
+
+    Held throughout are parameters, gradients and the optimizer's states.
     """
     overrides = (
         f"max_seq_len={TOKENS}", f"parallel.pipeline={RANKS}", f"parallel.pipeline_schedule={schedule}", "batch_size=1",
@@ -72,65 +75,67 @@ def simulate_peak(
     settings = PlanSettings(
         find_hardware(CARD), choose_sequence(cfg, str(TOKENS)), RANKS, phases=()
     )
-    ours = load_module(RecipeFile.find(RECIPE).path).FullFinetune
-    recipe = ours if kind == OURS else make_recipe_class(attached=kind == BEFORE)
+    if kind == OURS:
+        recipe = load_module(RecipeFile.find(RECIPE).path).FullFinetune
+    else:
+        recipe = make_recipe_class(attached=kind == BEFORE)
     trace = simulate_rank(recipe, cfg, settings, rank, traced=COUNT).trace
-    alive = [trace.storages[number] for number in trace.list_alive_at_peak(STEADY)]
-    return trace.find_active_peaks()[STEADY], sum(one.bytes for one in alive if one.kind in _HELD)
+    storages = [trace.storages[number] for number in trace.list_alive_at_peak(STEADY)]
+    held_bytes = sum(storage.bytes for storage in storages if storage.kind in _HELD)
+    return trace.find_active_peaks()[STEADY], held_bytes
 
 
-Job = tuple[str, str, str, int]
+Job = tuple[str, str, str, int]  # kind, schedule, mode and rank of a simulation
 
 
 def _list_jobs() -> list[Job]:
-    """Kind, schedule, mode and rank of each simulation; before the fix that of the rank with the
-    last stage.
-    """
-    places = [
-        (schedule, mode, rank) for mode in MODES for schedule in SCHEDULES for rank in range(RANKS)
-    ]
-    jobs = [(kind, *place) for place in places for kind in (OURS, TORCH)]
-    return jobs + [
-        (BEFORE, name, mode, rank) for mode in MODES for name, rank in LAST_STAGE.items()
-    ]
+    """List all simulations; those before the fix are of the rank with the last stage alone."""
+    jobs: list[Job] = []
+    for mode in MODES:
+        for schedule in SCHEDULES:
+            for rank in range(RANKS):
+                jobs.append((OURS, schedule, mode, rank))
+                jobs.append((TORCH, schedule, mode, rank))
+    for mode in MODES:
+        for schedule, rank in LAST_STAGE.items():
+            jobs.append((BEFORE, schedule, mode, rank))
+    return jobs
 
 
-def _run(job: Job) -> tuple[int, int]:
-    found = simulate_peak(*job)
-    print("7B", *job, f"{found[0] / GIB:.2f} GiB", flush=True)
-    return found
+def _run_job(job: Job) -> tuple[int, int]:
+    peak, held = simulate_peak(*job)
+    print("7B", *job, f"{peak / GIB:.2f} GiB", flush=True)
+    return peak, held
 
 
-def _build_row(found: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:
-    """The cells of a rank."""
-    (ours, held), (torch, held_there) = (
-        found[kind, schedule, mode, rank] for kind in (OURS, TORCH)
-    )
-    besides = ours - held, torch - held_there
-    cells = [
-        f"`{schedule}`",
-        str(rank),
-        *(f"{size / GIB:.2f}" for size in (held, ours, torch)),
-        f"{torch / ours:.2f}x",
-    ]
-    cells += [*(f"{size / GIB:.2f}" for size in besides), f"{besides[1] / besides[0]:.2f}x"]
-    if (BEFORE, schedule, mode, rank) not in found:
+def _build_row(peaks: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:
+    """Return the cells of a rank. peaks: what `_run_job` returned for each job."""
+    ours, ours_held = peaks[OURS, schedule, mode, rank]
+    torch, torch_held = peaks[TORCH, schedule, mode, rank]
+    ours_besides = ours - ours_held
+    torch_besides = torch - torch_held
+    cells = [f"`{schedule}`", str(rank)]
+    cells += [f"{size / GIB:.2f}" for size in (ours_held, ours, torch)]
+    cells.append(f"{torch / ours:.2f}x")
+    cells += [f"{size / GIB:.2f}" for size in (ours_besides, torch_besides)]
+    cells.append(f"{torch_besides / ours_besides:.2f}x")
+    if (BEFORE, schedule, mode, rank) not in peaks:
         return [*cells, "", ""]
-    before, _ = found[BEFORE, schedule, mode, rank]
+    before, _ = peaks[BEFORE, schedule, mode, rank]
     return [*cells, f"{before / GIB:.2f}", f"{1 - torch / before:.0%}"]
 
 
 def format_section(version: str) -> str:
-    """The page's section. version: of torch."""
-    jobs, tables, shares = _list_jobs(), [], {}
+    """Simulate everything and return the page's section. version: of torch."""
+    jobs = _list_jobs()
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-        found = dict(zip(jobs, pool.map(_run, jobs), strict=True))
+        peaks = dict(zip(jobs, pool.map(_run_job, jobs), strict=True))
+    tables = []
+    shares = {}
     for mode in MODES:
-        rows = [
-            _build_row(found, schedule, mode, rank)
-            for schedule in SCHEDULES
-            for rank in range(RANKS)
-        ]
+        rows = []
+        for schedule in SCHEDULES:
+            rows += [_build_row(peaks, schedule, mode, rank) for rank in range(RANKS)]
         tables.append(f"### Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
         shares[mode] = " and ".join(cells[-1] for cells in rows if cells[-1])
     logits = TOKENS * 32000 * 2 / GIB

@@ -1,5 +1,4 @@
-"""The bubble of every pipeline schedule, measured: gloo processes whose layers sleep, through the
-driver that trains.
+"""Measure the bubble of every pipeline schedule: gloo processes train with layers that sleep.
 
     python benchmarks/pp_bubble.py --output docs/measurements/pp_bubble.md
 
@@ -47,8 +46,9 @@ ONE_STAGE = "1f1b"
 
 
 def sleep_a_tick(seconds: float) -> None:
-    """Until the tick, a whole multiple of `seconds` of the machine's clock, that is nearest to
-    `seconds` from now.
+    """Sleep until the tick that is nearest to `seconds` from now.
+
+    Ticks are the whole multiples of `seconds` on the machine's clock.
     """
     begin = time.monotonic()
     time.sleep(max(0.0, round(begin / seconds + 1) * seconds - begin))
@@ -59,28 +59,30 @@ class _Sleeping(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.weight, ctx.seconds = weight, seconds
+        ctx.weight = weight
+        ctx.seconds = seconds
         sleep_a_tick(seconds)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, seconds = ctx.weight, ctx.seconds
+        weight = ctx.weight
+        seconds = ctx.seconds
         sleep_a_tick(seconds)
 
-        def weight_gradient() -> list[Tensor | None]:
+        def compute_weight_gradient() -> list[Tensor | None]:
             sleep_a_tick(seconds)
             return [torch.zeros_like(weight)]
 
         if deferred.is_deferring():
-            deferred.defer_gradients([weight], weight_gradient)
+            deferred.defer_gradients([weight], compute_weight_gradient)
         else:
-            weight_gradient()
+            compute_weight_gradient()
         return gradients[0].clone(), None, None
 
 
 def make_sleep(model: nn.Module, seconds: float) -> None:
-    """Every layer sleeps instead of what it did."""
+    """Make every layer sleep instead of computing."""
     for layer in model.model.layers.children():
         weight = layer.input_layernorm.weight
         layer.forward = lambda hidden, *rest, weight=weight: _Sleeping.apply(
@@ -89,8 +91,8 @@ def make_sleep(model: nn.Module, seconds: float) -> None:
 
 
 def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) -> list[list[Any]]:
-    """Of each schedule and step: when it began and ended."""
-    found = []
+    """Return, for each schedule and step, when it began and ended on this rank."""
+    times = []
     for schedule in schedules:
         cfg = build_config(schedule, ranks, count, "none")
         stages = count_stages(cfg.parallel)
@@ -103,19 +105,19 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
             model.to_empty(device="cpu")
             init_weights(model, 1, spec)
             make_sleep(model, seconds)
-            found.append(
+            times.append(
                 [
                     _time_step(pipeline, model, make_micro_batches(count), seconds)
                     for _ in range(STEPS)
                 ]
             )
-    return found
+    return times
 
 
 def _time_step(
     pipeline: Pipeline, model: nn.Module, batches: list[Batch], seconds: float
 ) -> list[float]:
-    """When a step began, at a tick, and when this rank's last action ended."""
+    """Run a step; return when it began, at a tick, and when this rank's last action ended."""
     ends: list[float] = []
     driver.on_action = lambda action: ends.append(time.monotonic())
     begin = _agree_on_begin(seconds)
@@ -129,7 +131,7 @@ def _time_step(
 
 
 def _agree_on_begin(seconds: float) -> float:
-    """A tick that all ranks have slept until."""
+    """Sleep on all ranks until the same tick, and return it."""
     dist.barrier()
     begin = torch.tensor(round(time.monotonic() / seconds + 3) * seconds, dtype=torch.float64)
     dist.broadcast(begin, src=0)
@@ -138,30 +140,36 @@ def _agree_on_begin(seconds: float) -> float:
 
 
 def compute_bubble(step: Sequence[Sequence[float]], work: float) -> float:
-    """Of one step of all ranks, each of which computes for `work` seconds: the part of their time
-    together in which they do not.
+    """Return the share of the ranks' time together in one step in which they do not compute.
+
+    step: (begin, end) of each rank. work: seconds that each of them computes.
     """
     return 1 - work / (max(end for _, end in step) - min(begin for begin, _ in step))
 
 
-def measure(schedules: Sequence[str], ranks: int, count: int, seconds: float) -> dict[str, float]:
-    """The least bubble of each schedule's steps but the first: what the machine does beside only
-    adds to it.
+def measure_bubbles(
+    schedules: Sequence[str], ranks: int, count: int, seconds: float
+) -> dict[str, float]:
+    """Return the least bubble of each schedule's steps, the first not counted.
+
+    The least, since what else the machine does only adds to a step.
     """
-    found = run_ranks(_run_rank, ranks, schedules, ranks, count, seconds, timeout=1800.0)
+    times = run_ranks(_run_rank, ranks, schedules, ranks, count, seconds, timeout=1800.0)
     measured = {}
     for number, schedule in enumerate(schedules):
-        own = count_stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
-        work = 3 * own * count * seconds
-        steps = [
-            compute_bubble([rank[number][step] for rank in found], work) for step in range(1, STEPS)
-        ]
-        measured[schedule] = min(steps)
+        parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
+        # Forward, input gradient and weight gradients of each stage and micro-batch.
+        work = 3 * count_stages_per_rank(parallel) * count * seconds
+        bubbles = []
+        for step in range(1, STEPS):
+            rank_times = [rank[number][step] for rank in times]
+            bubbles.append(compute_bubble(rank_times, work))
+        measured[schedule] = min(bubbles)
     return measured
 
 
 def simulate_bubble(schedule: str, ranks: int, count: int) -> float:
-    """The bubble of the lists that the ranks run, by simulation."""
+    """Return the bubble of the lists that the ranks run, by simulation."""
     parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
     orders = add_transfers(compute_orders(parallel, count), parallel)
     return simulate(orders, parallel, lambda action: UNITS[action.kind]).bubble
@@ -185,45 +193,49 @@ that are not equally long.
 """
 
 
-def page(count: int, seconds: float) -> tuple[str, bool]:
-    """The page's text, and whether everything is as it should be."""
-    lines, good = (
-        [
-            "| ranks | schedule | stages | theory | simulated | measured | measured / theory | to"
-            " 1F1B |"
-        ],
-        True,
-    )
-    lines.append("| --- " * 8 + "|")
+def build_page(count: int, seconds: float) -> tuple[str, bool]:
+    """Measure everything; return the page's text, and whether all bubbles are those of theory."""
+    head = "| ranks | schedule | stages | theory | simulated | measured | measured / theory"
+    lines = [f"{head} | to 1F1B |", "| --- " * 8 + "|"]
+    good = True
     for ranks in RANKS:
-        measured = measure(list(SCHEDULES), ranks, count, seconds)
+        measured = measure_bubbles(list(SCHEDULES), ranks, count, seconds)
         for schedule, bubble in measured.items():
-            own = count_stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
-            theory = compute_theoretical_bubble(schedule, ranks, count, own)
+            parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
+            stages_per_rank = count_stages_per_rank(parallel)
+            theory = compute_theoretical_bubble(schedule, ranks, count, stages_per_rank)
             assert theory is not None
             good &= abs(bubble / theory - 1) <= ALLOWED
             good &= bubble < measured[ONE_STAGE] or not SCHEDULES[schedule].splits
-            cells = [str(ranks), f"`{schedule}`", str(ranks * own), f"{theory:.2%}"]
-            cells += [
+            cells = [
+                str(ranks),
+                f"`{schedule}`",
+                str(ranks * stages_per_rank),
+                f"{theory:.2%}",
                 f"{simulate_bubble(schedule, ranks, count):.2%}",
                 f"{bubble:.2%}",
                 f"{bubble / theory:.3f}",
+                f"{bubble / measured[ONE_STAGE]:.2f}",
             ]
-            lines.append(f"| {' | '.join([*cells, f'{bubble / measured[ONE_STAGE]:.2f}'])} |")
+            lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-    found = (
+    verdict = (
         f"Every measured bubble is within {ALLOWED:.0%} of theory, and those of zero-bubble"
         " schedules below 1F1B's."
     )
     text = PAGE.format(
-        ranks=" and ".join(map(str, RANKS)), milliseconds=seconds * 1000, count=count, steps=STEPS - 1,
-        table="\n".join(lines), verdict=found,
-    )  # fmt: skip
+        ranks=" and ".join(map(str, RANKS)),
+        milliseconds=seconds * 1000,
+        count=count,
+        steps=STEPS - 1,
+        table="\n".join(lines),
+        verdict=verdict,
+    )
     return text, good
 
 
 def main() -> int:
-    """Writes the page, or prints it; 1 and no page if a bubble is not that of theory."""
+    """Write the page, or print it; return 1 and write none if a bubble is not that of theory."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -231,7 +243,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.06, help="of a tick")
     parser.add_argument("--count", type=int, default=8, help="micro-batches a step")
     arguments = parser.parse_args()
-    text, good = page(arguments.count, arguments.seconds)
+    text, good = build_page(arguments.count, arguments.seconds)
     if not good:
         print(
             f"a bubble is not within {ALLOWED:.0%} of theory: sleep longer (--seconds), on a"

@@ -1,5 +1,4 @@
-"""Which gradients are right, of ours and of torch's own stages, when layers are frozen, sharded or
-checkpointed.
+"""Check the gradients of pipelines, ours and torch's, with frozen, sharded, checkpointed layers.
 
     python benchmarks/pp_gradients.py --output docs/measurements/pp_gradients.md
 
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.pp_stock import SCHEDULE_CLASSES, Part  # noqa: E402
+from benchmarks.pp_stock import SCHEDULE_CLASSES, StockStage  # noqa: E402
 from benchmarks.pp_traced import build_config, build_small_spec, make_micro_batches  # noqa: E402
 from recipe_lib.config.mesh import count_stages, list_rank_stages  # noqa: E402
 from recipe_lib.data import Batch  # noqa: E402
@@ -40,7 +39,8 @@ from recipe_lib.parallel import (  # noqa: E402
 )
 from tests.distributed.ranks import RankFailure, run_ranks  # noqa: E402
 
-LAYERS, COUNT, RANKS, TOLERANCE = 4, 4, 2, 1e-6
+LAYERS, COUNT, RANKS = 4, 4, 2
+TOLERANCE = 1e-6  # of a gradient's own size
 SPEC = build_small_spec(LAYERS)
 
 PAGE = """# Gradients of a pipeline
@@ -59,14 +59,12 @@ or a warning.
 
 @dataclass(frozen=True)
 class Situation:
-    """What is done to the layers. reshards: None: no FSDP; else whether it frees what it has
-    gathered after forward.
-    """
+    """A case of the table: how the layers are trained."""
 
-    name: str
-    frozen: bool = False
-    reshards: bool | None = None
-    checkpointing: str = "none"
+    name: str  # in the table
+    frozen: bool = False  # the embedding and the first half of the layers
+    reshards: bool | None = None  # does FSDP free gathered parameters after forward? None: no FSDP
+    checkpointing: str = "none"  # the value of memory.activation_checkpointing
 
 
 SITUATIONS = (
@@ -78,18 +76,20 @@ SITUATIONS = (
     Situation("selective checkpointing", checkpointing="selective"),
 )
 SCHEDULES = [name for name in SCHEDULE_CLASSES if name != "gpipe"]
-# By name, how far a gradient is from the expected one, of its size; None: there is none.
-Found = dict[str, float | None]
+# By parameter, the distance of its gradient to the expected one over that one's norm; None where
+# there is no gradient.
+GradientErrors = dict[str, float | None]
 
 
 def main() -> int:
-    """Prints the table, and writes the page; 1 if a gradient of ours is not right."""
+    """Print the table, and write the page; return 1 if a gradient of ours is not right."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="the page")
     output = parser.parse_args().output
-    rows, all_right = [], True
+    rows = []
+    all_right = True
     for situation in SITUATIONS:
         for schedule in SCHEDULES:
             cells = [judge_run(run, situation, schedule) for run in (_run_ours, _run_stock)]
@@ -97,36 +97,36 @@ def main() -> int:
             rows.append(f"| {situation.name} | `{schedule}` | {' | '.join(cells)} |")
             print(rows[-1], flush=True)
     if output is not None:
-        words = {
-            "layers": LAYERS,
-            "count": COUNT,
-            "ranks": RANKS,
-            "torch": torch.__version__,
-            "tolerance": TOLERANCE,
-        }
-        output.write_text(PAGE.format(rows="\n".join(rows), **words))
+        text = PAGE.format(
+            rows="\n".join(rows),
+            layers=LAYERS,
+            count=COUNT,
+            ranks=RANKS,
+            torch=torch.__version__,
+            tolerance=TOLERANCE,
+        )
+        output.write_text(text)
     return 0 if all_right else 1
 
 
 def judge_run(run: Any, situation: Situation, schedule: str) -> str:
-    """`right`, or what is not."""
+    """Return the cell of a run: `right`, what is wrong, or the error that it raises."""
     ranks = RANKS if situation.reshards is None else 2 * RANKS
     try:
-        found: Found = functools.reduce(
+        errors: GradientErrors = functools.reduce(
             dict.__or__, run_ranks(run, ranks, situation, schedule, timeout=120)
         )
     except RankFailure as failure:
-        return (
-            "raises:"
-            f" {next(line for line in str(failure).splitlines() if 'Error: ' in line).partition(': ')[2]}"
-        )
-    missing = [name for name, off in found.items() if off is None]
-    wrong = [off for off in found.values() if off is not None and off > TOLERANCE]
-    told = [f"{len(missing)} of {len(found)} trained parameters have no gradient"] * bool(missing)
-    told += [
-        f"{len(wrong)} of {len(found)} are off, by {max(wrong, default=0):.0%} at most"
-    ] * bool(wrong)
-    return f"**{', '.join(told)}**" if told else "right"
+        error_line = next(line for line in str(failure).splitlines() if "Error: " in line)
+        return f"raises: {error_line.partition(': ')[2]}"
+    num_missing = sum(error is None for error in errors.values())
+    wrong = [error for error in errors.values() if error is not None and error > TOLERANCE]
+    faults = []
+    if num_missing:
+        faults.append(f"{num_missing} of {len(errors)} trained parameters have no gradient")
+    if wrong:
+        faults.append(f"{len(wrong)} of {len(errors)} are off, by {max(wrong):.0%} at most")
+    return f"**{', '.join(faults)}**" if faults else "right"
 
 
 def _build_config(situation: Situation, schedule: str) -> Any:
@@ -136,7 +136,7 @@ def _build_config(situation: Situation, schedule: str) -> Any:
 
 
 def _build_rows(world: World) -> list[Batch]:
-    """The micro-batches of this data rank."""
+    """Return the micro-batches of this data rank."""
     return make_micro_batches(COUNT * world.data_ranks)[world.data_rank :: world.data_ranks]
 
 
@@ -148,7 +148,7 @@ def _freeze(model: nn.Module, situation: Situation) -> None:
         parameter.requires_grad_(not (situation.frozen and early))
 
 
-def _run_ours(situation: Situation, schedule: str) -> Found:
+def _run_ours(situation: Situation, schedule: str) -> GradientErrors:
     cfg = _build_config(situation, schedule)
     with start_world(cfg) as world:
         model = build_meta(SPEC, torch.float64)
@@ -161,50 +161,48 @@ def _run_ours(situation: Situation, schedule: str) -> Found:
         init_weights(model, 1, SPEC)
         for batch in pipeline.train(_build_rows(world)):
             pipeline.backward(model(batch.tokens, labels=batch.labels) / 100)
-        return _compare_gradients(
-            {name: one.grad for name, one in model.named_parameters()}, situation, world
-        )
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return _compare_gradients(gradients, situation, world)
 
 
-def _run_stock(situation: Situation, schedule: str) -> Found:
+def _run_stock(situation: Situation, schedule: str) -> GradientErrors:
     cfg = _build_config(situation, schedule)
     with start_world(cfg) as world:
         assert world.pipeline is not None
-        stages, mine = (
-            count_stages(cfg.parallel),
-            list_rank_stages(cfg.parallel, world.pipeline.rank),
-        )
-        each, group = LAYERS // stages, world.mesh.get_group("pipeline")
-        parts = [
-            _build_stage(situation, range(stage * each, (stage + 1) * each), stage, stages, world)
-            for stage in mine
-        ]
-        wrapped = [
-            PipelineStage(part, stage, stages, world.device, group=group)
-            for part, stage in zip(parts, mine, strict=True)
-        ]
-        run = SCHEDULE_CLASSES[schedule](
-            wrapped[0] if schedule == "1f1b" else wrapped,
+        num_stages = count_stages(cfg.parallel)
+        rank_stages = list_rank_stages(cfg.parallel, world.pipeline.rank)
+        group = world.mesh.get_group("pipeline")
+        modules = []
+        stages = []
+        for stage in rank_stages:
+            module = _build_stage(situation, stage, num_stages, world)
+            modules.append(module)
+            stages.append(PipelineStage(module, stage, num_stages, world.device, group=group))
+        runtime = SCHEDULE_CLASSES[schedule](
+            stages[0] if schedule == "1f1b" else stages,
             n_microbatches=COUNT,
             loss_fn=_compute_loss,
             scale_grads=False,
         )
-        tokens, labels = (
-            torch.cat([getattr(one, what) for one in _build_rows(world)])
-            for what in ("tokens", "labels")
-        )
-        more: dict[str, Any] = {"target": labels} if stages - 1 in mine else {}
-        run.step(*([tokens] if 0 in mine else []), return_outputs=False, **more)
-        found = {name: one.grad for part in parts for name, one in part.model.named_parameters()}
-        return _compare_gradients(found, situation, world)
+        batches = _build_rows(world)
+        inputs = [torch.cat([batch.tokens for batch in batches])] if 0 in rank_stages else []
+        targets: dict[str, Any] = {}
+        if num_stages - 1 in rank_stages:
+            targets["target"] = torch.cat([batch.labels for batch in batches])
+        runtime.step(*inputs, return_outputs=False, **targets)
+        gradients: dict[str, Tensor | None] = {}
+        for module in modules:
+            for name, parameter in module.model.named_parameters():
+                gradients[name] = parameter.grad
+        return _compare_gradients(gradients, situation, world)
 
 
-def _build_stage(
-    situation: Situation, layers: range, stage: int, stages: int, world: World
-) -> Part:
-    """A stage as torch's runtime takes it, with values."""
+def _build_stage(situation: Situation, stage: int, num_stages: int, world: World) -> StockStage:
+    """Return a stage as torch's runtime takes it, with values."""
+    stage_layers = LAYERS // num_stages
+    layers = range(stage * stage_layers, (stage + 1) * stage_layers)
     model = build_meta(SPEC, torch.float64)
-    part = Part(model, layers, stage, stages)
+    part = StockStage(model, layers, stage, num_stages)
     _freeze(model, situation)
     apply_activation_checkpointing(model, situation.checkpointing)
     model.to_empty(device="cpu")
@@ -216,6 +214,7 @@ def _build_stage(
             )
     for module in part.modules():
         if isinstance(module, FSDPModule):
+            # FSDP would average over its ranks; the loss is a sum here.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return part
@@ -226,31 +225,31 @@ def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _compare_gradients(
-    found: dict[str, Tensor | None], situation: Situation, world: World
-) -> Found:
-    """Of this rank's parameters that are trained in one process."""
-    alone: Decoder = build_meta(SPEC, torch.float64).to_empty(device="cpu")
-    _freeze(alone, situation)
-    init_weights(alone, 1, SPEC)
-    for one in make_micro_batches(COUNT * world.data_ranks):
-        (alone(one.tokens, labels=one.labels) / 100).backward()
+    gradients: dict[str, Tensor | None], situation: Situation, world: World
+) -> GradientErrors:
+    """Compare a rank's gradients with those of one process, which has no pipeline."""
+    reference: Decoder = build_meta(SPEC, torch.float64).to_empty(device="cpu")
+    _freeze(reference, situation)
+    init_weights(reference, 1, SPEC)
+    for batch in make_micro_batches(COUNT * world.data_ranks):
+        (reference(batch.tokens, labels=batch.labels) / 100).backward()
     expected = {
         name: parameter.grad
-        for name, parameter in alone.named_parameters()
+        for name, parameter in reference.named_parameters()
         if parameter.grad is not None
     }
     return {
-        name: _measure_error(grad, expected[name])
-        for name, grad in found.items()
+        name: _measure_error(gradient, expected[name])
+        for name, gradient in gradients.items()
         if name in expected
     }
 
 
-def _measure_error(found: Tensor | None, expected: Tensor) -> float | None:
-    if found is None:
+def _measure_error(gradient: Tensor | None, expected: Tensor) -> float | None:
+    if gradient is None:
         return None
-    whole = found.full_tensor() if isinstance(found, DTensor) else found
-    return float(torch.linalg.vector_norm(whole - expected) / torch.linalg.vector_norm(expected))
+    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return float(torch.linalg.vector_norm(full - expected) / torch.linalg.vector_norm(expected))
 
 
 if __name__ == "__main__":

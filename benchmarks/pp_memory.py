@@ -1,5 +1,4 @@
-"""What a pipeline's ranks hold: ours against theory, and beside torch's own stages and schedules in
-the same run.
+"""Measure what a pipeline's ranks hold, against theory and beside torch's own stages.
 
     python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md
 
@@ -33,8 +32,8 @@ from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 RANKS, LAYERS, COUNT = 2, 8, 8
-MODES = ("none", "full")
-Job = tuple[str, str]
+MODES = ("none", "full")  # of activation checkpointing
+Job = tuple[str, str]  # schedule, mode
 JOBS: list[Job] = [(schedule, mode) for mode in MODES for schedule in SCHEDULES]
 
 PAGE = """# What the ranks of a pipeline hold
@@ -61,41 +60,42 @@ size waits. Here both are small. On a GPU the caching allocator rounds sizes and
 
 
 def _run_rank() -> list[list[dict[str, Any]]]:
-    """Of each job: ours, torch's."""
-    spec, found = build_small_spec(LAYERS), []
+    """Trace this rank in every job; return our `TracedStep` and torch's for each, as dicts."""
+    spec = build_small_spec(LAYERS)
+    steps = []
     for schedule, mode in JOBS:
         cfg = build_config(schedule, RANKS, COUNT, mode)
         ours = run_ours(cfg, spec, COUNT, peaks=True).as_dict()
-        found.append([ours, run_stock(cfg, spec, COUNT, dist.get_rank()).as_dict()])
-    return found
+        stock = run_stock(cfg, spec, COUNT, dist.get_rank()).as_dict()
+        steps.append([ours, stock])
+    return steps
 
 
-def _check(job: Job, rank: int, ours: dict[str, Any]) -> int:
-    """The peak in theory. ValueError where what is held is not what theory says."""
+def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
+    """Return the peak in theory. ValueError where what is held is not what theory says."""
     schedule, mode = job
-    cfg, spec = build_config(schedule, RANKS, COUNT, mode), build_small_spec(LAYERS)
-    for (name, held), (wanted, bytes_) in zip(
-        ours["held"], compute_expected_held(cfg, spec, rank, COUNT), strict=True
-    ):
-        if held != bytes_ or name != wanted:
+    cfg = build_config(schedule, RANKS, COUNT, mode)
+    spec = build_small_spec(LAYERS)
+    expected = compute_expected_held(cfg, spec, rank, COUNT)
+    for (name, held), (expected_name, expected_held) in zip(ours["held"], expected, strict=True):
+        if held != expected_held or name != expected_name:
             raise ValueError(
-                f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {bytes_} in theory"
+                f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {expected_held} in"
+                " theory"
             )
     return compute_expected_most(cfg, spec, rank, COUNT)
 
 
 def _build_row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
-    theory = _check(job, rank, ours)
-    cells = [
-        f"`{job[0]}`",
-        str(rank),
-        *(f"{size / 1024:.0f}" for size in (theory, ours["most"], stock["most"])),
-    ]
-    cells += [f"{found['most'] / theory:.2f}x" for found in (ours, stock)]
-    cells += [f"{found['left'] / 1024:.0f}" for found in (ours, stock)]
-    for found in (ours, stock):
-        most, first = (max(found[step].values()) for step in ("forwards", "first"))
-        cells.append(f"{most / COUNT:.2g} ({first - most:+d})")
+    theory = _check_against_theory(job, rank, ours)
+    cells = [f"`{job[0]}`", str(rank)]
+    cells += [f"{size / 1024:.0f}" for size in (theory, ours["most"], stock["most"])]
+    cells += [f"{step['most'] / theory:.2f}x" for step in (ours, stock)]
+    cells += [f"{step['left'] / 1024:.0f}" for step in (ours, stock)]
+    for step in (ours, stock):
+        most_forwards = max(step["forwards"].values())
+        most_at_first = max(step["first"].values())
+        cells.append(f"{most_forwards / COUNT:.2g} ({most_at_first - most_forwards:+d})")
     return cells
 
 
@@ -107,29 +107,39 @@ HEAD = [
     "torch, KiB",
     "ours / theory",
     "torch / theory",
+    "ours between steps, KiB",
+    "torch between steps, KiB",
+    "forwards, ours",
+    "forwards, torch",
 ]
-HEAD += ["ours between steps, KiB", "torch between steps, KiB", "forwards, ours", "forwards, torch"]
 
 
-def page() -> str:
-    """The page's text. ValueError where what a rank of ours holds is not what theory says."""
+def build_page() -> str:
+    """Return the page. ValueError where what a rank of ours holds is not what theory says."""
     import torch
 
-    found = run_ranks(_run_rank, RANKS, timeout=1800.0)
+    steps = run_ranks(_run_rank, RANKS, timeout=1800.0)
     tables = []
     for mode in MODES:
         rows = []
         for number, job in enumerate(JOBS):
-            if job[1] == mode:
-                for rank in range(RANKS):
-                    rows.append(_build_row(job, rank, *found[rank][number]))
-                    print(mode, *rows[-1], flush=True)
+            if job[1] != mode:
+                continue
+            for rank in range(RANKS):
+                ours, stock = steps[rank][number]
+                rows.append(_build_row(job, rank, ours, stock))
+                print(mode, *rows[-1], flush=True)
         tables.append(f"## Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
     version = torch.__version__.partition("+")[0]
     return PAGE.format(
-        layers=LAYERS, ranks=RANKS, count=COUNT, boundary=count_boundary_bytes(), tables="\n\n".join(tables),
-        torch=version, section=format_section(version),
-    )  # fmt: skip
+        layers=LAYERS,
+        ranks=RANKS,
+        count=COUNT,
+        boundary=count_boundary_bytes(),
+        tables="\n\n".join(tables),
+        torch=version,
+        section=format_section(version),
+    )
 
 
 def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -138,13 +148,13 @@ def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Writes the page, or prints its rows."""
+    """Print the rows, and write the page where `--output` names one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()
-    text = page()
+    text = build_page()
     if arguments.output:
         arguments.output.write_text(text, encoding="utf-8")
 

@@ -1,5 +1,8 @@
-"""The same small decoder through torch's own pipeline: PipelineStage and the Schedule classes. Used
-by pp_memory.py.
+"""Trace the small decoder of pp_traced.py in torch's own pipeline.
+
+Torch's are `PipelineStage` and the schedule classes of `torch.distributed.pipelining`. Used by
+pp_memory.py, which compares `run_stock` with `pp_traced.run_ours`; pp_gradients.py and
+pp_torch_stages.py take the stages.
 """
 
 from collections import Counter
@@ -17,7 +20,13 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.pp_traced import Storages, Traced, count_forwards, make_micro_batches
+from benchmarks.pp_traced import (
+    Storages,
+    TracedStep,
+    count_forwards,
+    list_gradients,
+    make_micro_batches,
+)
 from recipe_lib.config.mesh import count_stages, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_activation_checkpointing
@@ -32,22 +41,21 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 }
 
 
-class Part(nn.Module):
-    """A stage as torch wants it: tokens or hidden states to hidden states, the last one's to
-    logits.
+class StockStage(nn.Module):
+    """A stage as torch wants it: hidden states to hidden states.
+
+    The first takes tokens instead, the last returns logits.
     """
 
     def __init__(self, model: Decoder, layers: range, stage: int, stages: int) -> None:
         super().__init__()
-        self.model, self.layers, self.is_first, self.is_last = (
-            model,
-            layers,
-            stage == 0,
-            stage == stages - 1,
-        )
+        self.model = model
+        self.layers = layers
+        self.is_first = stage == 0
+        self.is_last = stage == stages - 1
         trunk = model.model
-        kept = {str(number) for number in layers}
-        for name in [name for name in trunk.layers._modules if name not in kept]:
+        layer_names = {str(number) for number in layers}
+        for name in [name for name in trunk.layers._modules if name not in layer_names]:
             del trunk.layers._modules[name]
         if not self.is_first:
             trunk.embed_tokens = None  # type: ignore[assignment]
@@ -63,59 +71,63 @@ class Part(nn.Module):
         return F.linear(trunk.norm(hidden), self.model.lm_head.weight) if self.is_last else hidden
 
 
-def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int) -> Traced:
-    """A rank's second step, traced; `held` stays empty. The loss is that of whole logits, made in
-    forward.
+def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int) -> TracedStep:
+    """Trace a rank's second step; `held` stays empty.
+
+    The loss is that of whole logits, which the last stage makes in forward.
     """
-    stages = count_stages(cfg.parallel)
-    each, mine = spec.num_layers // stages, list_rank_stages(cfg.parallel, rank)
-    parts = [
-        _build_stage(cfg, spec, stage, range(stage * each, (stage + 1) * each), stages)
-        for stage in mine
+    num_stages = count_stages(cfg.parallel)
+    rank_stages = list_rank_stages(cfg.parallel, rank)
+    modules = [_build_stage(cfg, spec, stage, num_stages) for stage in rank_stages]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    stages = [
+        PipelineStage(module, stage, num_stages, torch.device("cpu"))
+        for stage, module in zip(rank_stages, modules, strict=True)
     ]
-    parameters = [parameter for _, part in parts for parameter in part.parameters()]
-    wrapped = [PipelineStage(part, stage, stages, torch.device("cpu")) for stage, part in parts]
-    make = SCHEDULE_CLASSES[cfg.parallel.pipeline_schedule]
-    alone = cfg.parallel.pipeline_schedule in ("gpipe", "1f1b")
-    schedule = make(
-        wrapped[0] if alone else wrapped,
+    takes_one_stage = cfg.parallel.pipeline_schedule in ("gpipe", "1f1b")
+    schedule = SCHEDULE_CLASSES[cfg.parallel.pipeline_schedule](
+        stages[0] if takes_one_stage else stages,
         n_microbatches=count,
         loss_fn=_compute_loss,
         scale_grads=False,
     )
-    found, calls = Traced(), Counter[str]()
-    for _, part in parts:
-        count_forwards(part.model, calls)
-    rows = make_micro_batches(count)
-    tokens, labels = (
-        torch.cat([one.tokens for one in rows]),
-        torch.cat([one.labels for one in rows]),
-    )
+    traced = TracedStep()
+    calls = Counter[str]()
+    for module in modules:
+        count_forwards(module.model, calls)
+    batches = make_micro_batches(count)
+    inputs = [torch.cat([batch.tokens for batch in batches])] if 0 in rank_stages else []
+    targets: dict[str, Any] = {}
+    if num_stages - 1 in rank_stages:
+        targets["target"] = torch.cat([batch.labels for batch in batches])
     storages = Storages(peaks=True)
-    storages.ignored = lambda: [one.grad for one in parameters if one.grad is not None]
+    storages.list_ignored = lambda: list_gradients(parameters)
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
     for _ in range(2):
         calls.clear()
         storages.most = 0
         with storages:
-            more: dict[str, Any] = {"target": labels} if stages - 1 in mine else {}
-            schedule.step(*([tokens] if 0 in mine else []), return_outputs=False, **more)
-            found.left = sum(storages.alive().values())
-        found.most, found.first, found.forwards = storages.most, found.forwards, dict(calls)
+            schedule.step(*inputs, return_outputs=False, **targets)
+            traced.left = sum(storages.measure_alive().values())
+        traced.most = storages.most
+        traced.first = traced.forwards
+        traced.forwards = dict(calls)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return found
+    return traced
 
 
 def _build_stage(
-    cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, layers: range, stages: int
-) -> tuple[int, Part]:
+    cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, num_stages: int
+) -> StockStage:
+    stage_layers = spec.num_layers // num_stages
+    layers = range(stage * stage_layers, (stage + 1) * stage_layers)
     model = build_meta(spec, torch.float32)
-    part = Part(model, layers, stage, stages)
+    part = StockStage(model, layers, stage, num_stages)
     apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
     model.to_empty(device="cpu")
     init_weights(model, 1, spec)
-    return stage, part
+    return part
 
 
 def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Our full fine-tuning recipe through torch's own stages and schedules, for the planner. Used by
-pp_memory.py.
+"""Plan our full fine-tuning recipe with torch's own stages and schedules. Used by pp_7b.py.
 
 The layers, the optimizer, the data and the device are ours; what runs the stages is torch's
 `PipelineStage` with its schedule classes, as `benchmarks.pp_stock` has them for real processes.
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from benchmarks.pp_stock import SCHEDULE_CLASSES, Part
+from benchmarks.pp_stock import SCHEDULE_CLASSES, StockStage
 from recipe_lib import training
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config.mesh import compute_micro_batches, count_stages, list_rank_stages
@@ -30,85 +29,89 @@ RECIPE = "full_finetune_distributed"
 
 
 def make_recipe_class(*, attached: bool = False) -> type:
-    """The recipe. attached: outputs and losses keep their graphs, as before torch's #138119 and
-    #138504.
+    """Return the class of the recipe with torch's stages.
+
+    attached: outputs and losses keep their graphs, as before torch's #138119 and #138504.
     """
     full = load_module(RecipeFile.find(RECIPE).path).FullFinetune
     return type("TorchStages", (_TorchStages, full), {"attached": attached})
 
 
 class _TorchStages:
-    """Comes before the recipe's class. losses: of the last step, which a user holds until the next
-    one.
-    """
+    """The part of the recipe that torch's stages replace; comes before the recipe's class."""
 
-    attached: bool
+    attached: bool  # do outputs and losses keep their graphs?
     cfg: Any
     spec: Any
     world: Any
     device: torch.device
     model: Any
-    losses: list[Tensor]
+    losses: list[Tensor]  # of the last step, which a user holds until the next one
 
     def setup_model(self) -> None:
-        """The stages of this rank, layers shared out evenly, and what runs them."""
-        cfg, self.parallel, self.losses = self.cfg, Parallel(), []
-        stages, mine = (
-            count_stages(cfg.parallel),
-            list_rank_stages(cfg.parallel, self.world.pipeline.rank),
-        )
-        each = self.spec.num_layers // stages
-        self.mine, self.last = mine, stages - 1
-        parts = [
-            self._part(stage, range(stage * each, (stage + 1) * each), stages) for stage in mine
-        ]
-        self.model = nn.ModuleList(parts)
-        wrapped = [
-            self._stage(part, stage, stages) for part, stage in zip(parts, mine, strict=True)
+        """Build the stages of this rank, layers shared out evenly, and the schedule."""
+        cfg = self.cfg
+        self.parallel = Parallel()
+        self.losses = []
+        num_stages = count_stages(cfg.parallel)
+        self.rank_stages = list_rank_stages(cfg.parallel, self.world.pipeline.rank)
+        self.last_stage = num_stages - 1
+        modules = [self._build_module(stage, num_stages) for stage in self.rank_stages]
+        self.model = nn.ModuleList(modules)
+        stages = [
+            self._build_stage(module, stage, num_stages)
+            for module, stage in zip(modules, self.rank_stages, strict=True)
         ]
         name = cfg.parallel.pipeline_schedule
-        made: Any = wrapped[0] if name in ("gpipe", "1f1b") else wrapped
-        count = compute_micro_batches(cfg)[1]
         self.schedule = SCHEDULE_CLASSES[name](
-            made, n_microbatches=count, loss_fn=_compute_loss, scale_grads=False
+            stages[0] if name in ("gpipe", "1f1b") else stages,
+            n_microbatches=compute_micro_batches(cfg)[1],
+            loss_fn=_compute_loss,
+            scale_grads=False,
         )
 
-    def _part(self, stage: int, layers: range, stages: int) -> Part:
+    def _build_module(self, stage: int, num_stages: int) -> StockStage:
+        stage_layers = self.spec.num_layers // num_stages
+        layers = range(stage * stage_layers, (stage + 1) * stage_layers)
         model = build_meta(self.spec, DTYPES[self.cfg.dtype])
-        part = Part(model, layers, stage, stages)
+        module = StockStage(model, layers, stage, num_stages)
         apply_activation_checkpointing(model, self.cfg.memory.activation_checkpointing)
-        part.to_empty(device=self.device)
-        return part
+        module.to_empty(device=self.device)
+        return module
 
-    def _stage(self, part: Part, stage: int, stages: int) -> PipelineStage:
-        """With the shapes given: what torch would otherwise learn by running, and by sending."""
+    def _build_stage(self, module: StockStage, stage: int, num_stages: int) -> PipelineStage:
+        """Return the stage with its shapes, which torch would otherwise learn by running."""
         shape = (compute_micro_batches(self.cfg)[0], self.cfg.max_seq_len)
 
-        def made(width: int | None) -> Tensor:
+        def make_boundary(width: int | None) -> Tensor:
             if width is None:
                 return torch.zeros(shape, dtype=torch.int64, device=self.device)
             return torch.zeros(
                 *shape, width, dtype=DTYPES[self.cfg.dtype], device=self.device, requires_grad=True
             )
 
-        given = made(None if stage == 0 else self.spec.width)
-        gives = made(self.spec.vocab_size if stage == stages - 1 else self.spec.width)
-        group = self.world.mesh.get_group("pipeline")
         return PipelineStage(
-            part, stage, stages, self.device, input_args=given, output_args=gives, group=group
+            module,
+            stage,
+            num_stages,
+            self.device,
+            input_args=make_boundary(None if stage == 0 else self.spec.width),
+            output_args=make_boundary(
+                self.spec.vocab_size if stage == num_stages - 1 else self.spec.width
+            ),
+            group=self.world.mesh.get_group("pipeline"),
         )
 
     def train_step(self, batches: StepBatches) -> Any:
-        """One step of torch's schedule, and the optimizer."""
-        tokens, labels = (
-            torch.cat([getattr(batch, what) for batch in batches.micro_batches])
-            for what in ("tokens", "labels")
-        )
-        more: dict[str, Any] = (
-            {"target": labels, "losses": self.losses} if self.last in self.mine else {}
-        )
+        """Run one step of torch's schedule, and the optimizer."""
+        tokens = torch.cat([batch.tokens for batch in batches.micro_batches])
+        labels = torch.cat([batch.labels for batch in batches.micro_batches])
+        inputs = [tokens] if 0 in self.rank_stages else []
+        targets: dict[str, Any] = {}
+        if self.last_stage in self.rank_stages:
+            targets = {"target": labels, "losses": self.losses}
         with _hold_graphs() if self.attached else _assume_known_shapes():
-            self.schedule.step(*([tokens] if 0 in self.mine else []), return_outputs=False, **more)
+            self.schedule.step(*inputs, return_outputs=False, **targets)
         self.optimizer.step()  # type: ignore[attr-defined]
         self.optimizer.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
         return training.Step(torch.zeros(()), torch.zeros(()))
@@ -120,20 +123,18 @@ def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @contextmanager
 def _assume_known_shapes() -> Iterator[None]:
-    """No vote among the ranks on it, which reads what has been sent: here nothing is."""
+    """Skip the ranks' vote on shapes, which reads what has been sent: here nothing is."""
 
-    def agreed(schedule: Any, stages: list[Any], *args: Any) -> None:
+    def set_known_shapes(schedule: Any, stages: list[Any], *args: Any) -> None:
         for stage in stages:
             stage._inference_mode = _utils.InferenceMode.STATIC
 
-    with mock.patch.object(_PipelineSchedule, "_warmup_p2p", agreed):
+    with mock.patch.object(_PipelineSchedule, "_warmup_p2p", set_known_shapes):
         yield
 
 
 @contextmanager
 def _hold_graphs() -> Iterator[None]:
-    """The fault that #138119 and #138504 took away: what is returned is not detached from its
-    graph.
-    """
+    """Plant what #138119 and #138504 took away: outputs are not detached from their graphs."""
     with _assume_known_shapes(), mock.patch.object(torch.Tensor, "detach_", lambda tensor: tensor):
         yield

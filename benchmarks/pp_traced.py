@@ -1,8 +1,8 @@
-"""A small decoder going through a pipeline of gloo processes, with every byte that is alive after
-each action noted.
+"""Train a small decoder in a pipeline of gloo processes, and note what is alive after each action.
 
-Used by pp_memory.py and by the tests of the same. Storages are followed by weak references from the
-operator that made them, so that what is alive is known whoever holds it.
+Used by pp_memory.py and tests/parallel/pipeline/test_memory.py: `run_ours` traces a step,
+`compute_expected_held` says what theory expects of it. Storages are followed by weak references from
+the operator that made them, so that what is alive is known whoever holds it.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ _FP32 = 4
 
 
 def build_small_spec(layers: int) -> DecoderSpec:
-    """A Llama with small matrices."""
+    """Return the spec of a Llama with small matrices."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -73,21 +73,21 @@ def build_small_spec(layers: int) -> DecoderSpec:
 
 
 def make_micro_batches(count: int) -> list[Batch]:
-    """The same on all ranks."""
+    """Return random micro-batches, the same on all ranks."""
     generator = torch.Generator().manual_seed(3)
     drawn = torch.randint(0, VOCABULARY, (count, 2, ROWS, LENGTH), generator=generator)
     return [Batch(tokens.clone(), labels.clone()) for tokens, labels in drawn]
 
 
 def count_boundary_bytes() -> int:
-    """A micro-batch's tensor between two stages, fp32."""
+    """Return the bytes of a micro-batch's tensor between two stages, fp32."""
     return ROWS * LENGTH * WIDTH * _FP32
 
 
-def stage_bytes(
+def compute_stage_bytes(
     spec: DecoderSpec, layers: int, checkpointing: str, *, last: bool, splits: bool
 ) -> StageBytes:
-    """By formula, of a micro-batch in fp32 on the CPU, for a stage with so many layers.
+    """Return by formula what a stage keeps of a micro-batch, in fp32 on the CPU.
 
     Without checkpointing a layer keeps 6 d + 2 h e + 2 k e + 4 f elements a token: two norms, which
     are composite on the CPU and keep their input, their input over its mean square, and their
@@ -98,31 +98,34 @@ def stage_bytes(
     """
     tokens = ROWS * LENGTH
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
-    whole = 6 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width + 2 + spec.num_heads
-    each = spec.width if checkpointing == "full" else whole
-    kept = tokens * _FP32 * (layers * each + spec.head_width) + (
-        count_boundary_bytes() if last else 0
-    )
-    return StageBytes(
-        kept, layers * count_deferred_elements(spec) * tokens * _FP32 if splits else 0
-    )
+    if checkpointing == "full":
+        layer_elements = spec.width
+    else:
+        layer_elements = 6 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width
+        layer_elements += 2 + spec.num_heads
+    kept = tokens * _FP32 * (layers * layer_elements + spec.head_width)
+    if last:
+        kept += count_boundary_bytes()
+    deferred_bytes = layers * count_deferred_elements(spec) * tokens * _FP32 if splits else 0
+    return StageBytes(kept, deferred_bytes)
 
 
-_TOLD = 256  # bytes of a message, at most
+_MESSAGE_BYTES = 256  # of what the host tells other ranks, at most
 
 
 class Storages(TorchDispatchMode):
-    """While entered, follows the storages that operators make. peaks: looks at every operator how
-    much is alive.
+    """Follows, while entered, the storages that operators make.
+
+    peaks: `most` is kept as well, for which every operator looks how much is alive.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
         super().__init__()
         self._peaks = peaks
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._at_most = 0  # bytes alive, of which some may be gone
-        self.most = 0  # bytes at once, apart from those of `ignored`
-        self.ignored: Callable[[], Iterable[Tensor]] = tuple
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: itself and its bytes
+        self._upper_bound = 0  # bytes alive, of which some may be gone
+        self.most = 0  # bytes at once, apart from those of `list_ignored`
+        self.list_ignored: Callable[[], Iterable[Tensor]] = tuple
 
     def __torch_dispatch__(
         self,
@@ -134,29 +137,27 @@ class Storages(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         # What the host tells other ranks as JSON, whole numbers all of it, gloo's threads may hold
         # a moment longer.
-        counted = (
-            leaf
-            for leaf in _list_tensors(result)
-            if leaf.is_floating_point() or leaf.nbytes > _TOLD
-        )
-        made = [leaf.untyped_storage() for leaf in counted]
-        if made:
-            given = {leaf.untyped_storage()._cdata for leaf in _list_tensors((args, kwargs))}
-            for storage in made:
-                if storage._cdata not in given:
+        results = [
+            tensor.untyped_storage()
+            for tensor in _list_tensors(result)
+            if tensor.is_floating_point() or tensor.nbytes > _MESSAGE_BYTES
+        ]
+        if results:
+            inputs = {tensor.untyped_storage()._cdata for tensor in _list_tensors((args, kwargs))}
+            for storage in results:
+                if storage._cdata not in inputs:  # else a view of an input, or it in place
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                    self._at_most += storage.nbytes()
-        if (
-            self._peaks and self._at_most > self.most
-        ):  # else it is no peak, however much is gone by now
-            self._at_most = sum(self.alive().values())
-            self.most = max(self.most, self._at_most)
+                    self._upper_bound += storage.nbytes()
+        # Below `most` it is no peak, however much is gone by now.
+        if self._peaks and self._upper_bound > self.most:
+            self._upper_bound = sum(self.measure_alive().values())
+            self.most = max(self.most, self._upper_bound)
         return result
 
-    def alive(self) -> dict[int, int]:
-        """Bytes by storage, of those that are there now and not ignored."""
+    def measure_alive(self) -> dict[int, int]:
+        """Return the bytes of each storage that is there now and not ignored."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        ignored = {tensor.untyped_storage()._cdata for tensor in self.ignored()}
+        ignored = {tensor.untyped_storage()._cdata for tensor in self.list_ignored()}
         return {key: size for key, (_, size) in self._alive.items() if key not in ignored}
 
 
@@ -164,82 +165,97 @@ def _list_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def list_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 @dataclass
-class Traced:
-    """Of one rank and one step. held: bytes when the action behind each begins. left: bytes after
-    the step. most: bytes at once. forwards: by layer; first: in the step before.
-    """
+class TracedStep:
+    """Bytes that were alive in one step of one rank, and how often its layers ran."""
 
     held: list[tuple[str, int]] = field(default_factory=list)
+    """Of each action, its name and what is alive when the next one begins."""
     left: int = 0
+    """Bytes after the step."""
     most: int = 0
+    """Bytes at once."""
     forwards: dict[str, int] = field(default_factory=dict)
+    """Forwards of each layer, recomputation included."""
     first: dict[str, int] = field(default_factory=dict)
+    """Forwards of each layer in the step before."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For the process that started the ranks: numbers, strings, tuples, lists and dicts."""
+        """Return the fields as plain Python values, for the process that started the ranks."""
         return vars(self)
 
 
 def build_config(
     schedule: str, ranks: int, count: int, checkpointing: str, stages: int = 2
 ) -> FullFinetuneConfig:
-    """Of a pipeline that takes so many micro-batches a step."""
+    """Return the config of a pipeline. count: micro-batches a step. stages: of each rank."""
     cfg = FullFinetuneConfig()
-    cfg.device, cfg.dtype = "cpu", "fp32"
-    cfg.batch_size, cfg.gradient_accumulation_steps, cfg.max_seq_len = ROWS, count, LENGTH
-    cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = ranks, schedule
+    cfg.device = "cpu"
+    cfg.dtype = "fp32"
+    cfg.batch_size = ROWS
+    cfg.gradient_accumulation_steps = count
+    cfg.max_seq_len = LENGTH
+    cfg.parallel.pipeline = ranks
+    cfg.parallel.pipeline_schedule = schedule
     cfg.parallel.pipeline_stages_per_rank = stages
-    cfg.memory.activation_checkpointing, cfg.memory.loss_chunks = checkpointing, 2
+    cfg.memory.activation_checkpointing = checkpointing
+    cfg.memory.loss_chunks = 2
     return cfg
 
 
 def compute_expected(
     cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
 ) -> list[Live]:
-    """What a rank holds after each action, by theory; layers are even."""
-    parallel = cfg.parallel
-    stages, each = count_stages(parallel), spec.num_layers // count_stages(parallel)
+    """Return by theory what a rank holds after each action; layers are shared out evenly."""
+    num_stages = count_stages(cfg.parallel)
     order, taken = list_taken_sends(cfg, rank, count)
-    splits, mode = SCHEDULES[parallel.pipeline_schedule].splits, cfg.memory.activation_checkpointing
     sizes = {}
     for stage in {action.stage for action in order}:
-        sizes[stage] = stage_bytes(spec, each, mode, last=stage == stages - 1, splits=splits)
-    return compute_live_bytes(order, parallel, sizes, count_boundary_bytes(), taken=taken)
+        sizes[stage] = compute_stage_bytes(
+            spec,
+            layers=spec.num_layers // num_stages,
+            checkpointing=cfg.memory.activation_checkpointing,
+            last=stage == num_stages - 1,
+            splits=SCHEDULES[cfg.parallel.pipeline_schedule].splits,
+        )
+    return compute_live_bytes(order, cfg.parallel, sizes, count_boundary_bytes(), taken=taken)
 
 
 def list_taken_sends(
     cfg: FullFinetuneConfig, rank: int, count: int
 ) -> tuple[list[Action], dict[Action, int]]:
-    """A rank's list, and until when the driver holds what it sends: as `find_taken` has it."""
+    """Return a rank's actions, and when the driver lets go of what it sends (see `find_taken`)."""
     orders = add_transfers(compute_orders(cfg.parallel, count), cfg.parallel)
     timeline = simulate(orders, cfg.parallel, lambda action: UNITS[action.kind])
     return orders[rank], find_taken(timeline, orders[rank], rank, cfg.parallel)
 
 
 def sum_live(live: Live) -> int:
-    """All that is counted of a moment."""
+    """Return all bytes that are counted at a moment."""
     return live.kept + live.deferred + live.received + live.handed + live.waiting + live.sent
 
 
 def compute_expected_held(
     cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
 ) -> list[tuple[str, int]]:
-    """As `Traced.held`: what is there when the next action begins, for which sends that are done by
-    then are let go.
-    """
-    lives, gone = (
-        compute_expected(cfg, spec, rank, count),
-        Counter(list_taken_sends(cfg, rank, count)[1].values()),
-    )
-    return [
-        (str(live.action), sum_live(live) - gone[number + 1] * count_boundary_bytes())
-        for number, live in enumerate(lives)
-    ]
+    """Return what is expected in `TracedStep.held`."""
+    _, taken = list_taken_sends(cfg, rank, count)
+    sends_gone = Counter(taken.values())
+    held = []
+    for number, live in enumerate(compute_expected(cfg, spec, rank, count)):
+        # The next action begins by letting go of the sends that are done by then.
+        gone = sends_gone[number + 1] * count_boundary_bytes()
+        held.append((str(live.action), sum_live(live) - gone))
+    return held
 
 
 def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
-    """The most bytes that are alive at once, during an action or after it."""
+    """Return the most bytes that are alive at once, during an action or after it."""
     work = compute_work_bytes(cfg, spec)
     before = most = 0
     lives = compute_expected(cfg, spec, rank, count)
@@ -251,13 +267,13 @@ def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int,
 
 
 def compute_work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str, int]]:
-    """By stage and kind of action: the most bytes that it has alive beyond what is there before.
+    """Return by stage and kind of action the most bytes alive beyond those there before it.
 
     Measured on each stage by itself, without a pipeline; of the second micro-batch, when gradients
     are there already.
     """
-    stages = count_stages(cfg.parallel)
-    each = spec.num_layers // stages
+    num_stages = count_stages(cfg.parallel)
+    stage_layers = spec.num_layers // num_stages
     splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
     model = build_meta(spec, torch.float32)
     apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
@@ -266,75 +282,79 @@ def compute_work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, 
     for module in model.modules():
         if splits and type(module) is nn.Linear:
             module.forward = MethodType(_list_deferred, module)  # type: ignore[method-assign]
-    alone = _Alone(model, cfg.memory.loss_chunks)
-    found: dict[int, dict[str, int]] = {stage: {} for stage in range(stages)}
+    stage_work = _StageWork(model, cfg.memory.loss_chunks)
+    work: dict[int, dict[str, int]] = {stage: {} for stage in range(num_stages)}
     with deferred.enable_split_backward() if splits else nullcontext():
-        for stage in range(stages):
-            layers = range(stage * each, (stage + 1) * each)
+        for stage in range(num_stages):
+            layers = range(stage * stage_layers, (stage + 1) * stage_layers)
             for defers in (False, True) if splits else (False,):
-                for rows in make_micro_batches(2):
-                    sizes = alone.work(
-                        rows, layers, defers, first=stage == 0, last=stage == stages - 1
+                for batch in make_micro_batches(2):
+                    sizes = stage_work.measure(
+                        batch,
+                        layers,
+                        defers=defers,
+                        first=stage == 0,
+                        last=stage == num_stages - 1,
                     )
                 names = (FORWARD, INPUT if defers else BACKWARD, WEIGHT)
-                found[stage] |= dict(zip(names, sizes, strict=True))
-    return found
+                work[stage] |= dict(zip(names, sizes, strict=True))
+    return work
 
 
 def _list_deferred(module: nn.Linear, hidden: Tensor) -> Tensor:
     return deferred.linear(hidden, module.weight, module.bias)
 
 
-class _Alone:
-    """One stage at a time of a whole decoder, and how much its actions take."""
+class _StageWork:
+    """A decoder without a pipeline, of which one stage at a time is run and measured."""
 
     def __init__(self, model: Decoder, chunks: int) -> None:
-        self._model, self._chunks = model, chunks
+        self._model = model
+        self._chunks = chunks  # of the loss
         self._storages = Storages(peaks=True)
-        self._storages.ignored = lambda: [
-            one.grad for one in model.parameters() if one.grad is not None
-        ]
+        self._storages.list_ignored = lambda: list_gradients(model.parameters())
 
-    def work(
-        self, rows: Batch, layers: range, defers: bool, *, first: bool, last: bool
+    def measure(
+        self, batch: Batch, layers: range, *, defers: bool, first: bool, last: bool
     ) -> tuple[int, int, int]:
-        """Of forward, of backward or input gradient, of what was deferred."""
+        """Return the bytes of forward, of backward or input gradient, and of what was deferred."""
         model = self._model
         with self._storages:
-            shape = (*rows.tokens.shape, WIDTH)
+            shape = (*batch.tokens.shape, WIDTH)
             received = None if first else torch.zeros(shape).requires_grad_()
-            given = None if last else torch.zeros(shape)
+            gradient = None if last else torch.zeros(shape)
             before = self._begin()
-            hidden = model.model.embed_tokens(rows.tokens) if received is None else received
-            hidden = model.model.run_layers(hidden, rows.tokens.shape, None, None, layers=layers)
+            hidden = model.model.embed_tokens(batch.tokens) if received is None else received
+            hidden = model.model.run_layers(hidden, batch.tokens.shape, None, None, layers=layers)
             graph = get_gradient_edge(hidden)
             hidden = hidden.detach().requires_grad_() if last else hidden.detach()
             forward = self._storages.most - before
             if not last:
                 del hidden
             before = self._begin()
-            inside: Any = deferred.defer_weight_gradients() if defers else nullcontext([])
-            with inside as later:
+            deferring: Any = deferred.defer_weight_gradients() if defers else nullcontext([])
+            with deferring as deferred_work:
                 if last:
                     loss = model.lm_head(
                         model.model.norm(hidden),
-                        labels=rows.labels,
+                        labels=batch.labels,
                         head_loss=CrossEntropy(self._chunks),
                     )
                     loss.backward()
-                    given = hidden.grad
+                    gradient = hidden.grad
                     del hidden, loss
-                torch.autograd.backward((graph,), (given,))  # type: ignore[arg-type]
+                torch.autograd.backward((graph,), (gradient,))  # type: ignore[arg-type]
             backward = self._storages.most - before
-            del given, graph, received
+            del gradient, graph, received
             before = self._begin()
-            later.reverse()
-            while later:
-                later.pop().run()
+            deferred_work.reverse()
+            while deferred_work:
+                deferred_work.pop().run()
             return forward, backward, self._storages.most - before
 
     def _begin(self) -> int:
-        self._storages.most = before = sum(self._storages.alive().values())
+        before = sum(self._storages.measure_alive().values())
+        self._storages.most = before
         return before
 
 
@@ -345,13 +365,14 @@ def run_ours(
     *,
     peaks: bool = False,
     spoil: Callable[[nn.Module, Pipeline], None] | None = None,
-) -> Traced:
-    """A rank's second step, traced. peaks: also `Traced.most`. spoil: is given model and pipeline
-    first.
+) -> TracedStep:
+    """Trace a rank's second step.
+
+    peaks: fill `TracedStep.most` as well. spoil: a function that changes model and pipeline before
+    they run, to plant a fault.
     """
-    cfg.parallel.pipeline_layers_per_stage = [
-        spec.num_layers // count_stages(cfg.parallel)
-    ] * count_stages(cfg.parallel)
+    num_stages = count_stages(cfg.parallel)
+    cfg.parallel.pipeline_layers_per_stage = [spec.num_layers // num_stages] * num_stages
     with start_world(cfg) as world:
         model = build_meta(spec, torch.float32)
         pipeline = split_pipeline(model, cfg, world)
@@ -360,25 +381,28 @@ def run_ours(
         model.to_empty(device="cpu")
         init_weights(model, 1, spec)
         assert world.pipeline is not None
-        order = add_transfers(compute_orders(cfg.parallel, count), cfg.parallel)[
-            world.pipeline.rank
-        ]
+        orders = add_transfers(compute_orders(cfg.parallel, count), cfg.parallel)
         if spoil is not None:
             spoil(model, pipeline)
-        return _Tracing(model, pipeline, cfg, order, peaks).run(make_micro_batches(count))
+        tracing = _Tracing(
+            model=model,
+            pipeline=pipeline,
+            cfg=cfg,
+            order=orders[world.pipeline.rank],
+            peaks=peaks,
+        )
+        return tracing.run(make_micro_batches(count))
 
 
 def count_forwards(model: nn.Module, calls: Counter[str]) -> None:
-    """Counts, from now on, how often each layer of a decoder runs forward, recomputation
-    included.
-    """
+    """Count from now on how often each layer of a decoder runs forward, recomputation included."""
     for name, layer in model.model.layers.named_children():
         norm = layer.input_layernorm  # inside of what is checkpointed
         norm.register_forward_pre_hook(lambda module, args, name=name: calls.update([name]))
 
 
 class _Tracing:
-    """Runs steps of a rank and notes what is alive in the last of them."""
+    """Steps of a rank, of which the last notes what is alive."""
 
     def __init__(
         self,
@@ -388,44 +412,50 @@ class _Tracing:
         order: list[Action],
         peaks: bool,
     ) -> None:
-        self._model, self._pipeline, self._cfg, self._order = model, pipeline, cfg, order
-        self._found, self._storages = Traced(), Storages(peaks=peaks)
-        self._next = 0
-        self._calls: Counter[str] = Counter()
+        self._model = model
+        self._pipeline = pipeline
+        self._cfg = cfg
+        self._order = order  # this rank's actions
+        self._traced = TracedStep()
+        self._storages = Storages(peaks=peaks)
+        self._next = 0  # place in the order of the action that begins next
+        self._calls: Counter[str] = Counter()  # forwards, by layer
 
-    def run(self, batches: list[Batch]) -> Traced:
-        model, found = self._model, self._found
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        count_forwards(model, self._calls)
-        self._storages.ignored = lambda: [
-            one.grad for one in model.parameters() if one.grad is not None
-        ]
+    def run(self, batches: list[Batch]) -> TracedStep:
+        """Train on the micro-batches twice, and return what the second step has had alive."""
+        traced = self._traced
+        optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        count_forwards(self._model, self._calls)
+        self._storages.list_ignored = lambda: list_gradients(self._model.parameters())
         for _ in range(2):
             self._next = 0
             self._storages.most = 0
             self._calls.clear()
-            found.held = []
-            driver.on_action = self._note
+            traced.held = []
+            driver.on_action = self._note_action
             with self._storages:
                 for batch in self._pipeline.train(batches):
-                    self._pipeline.backward(self._loss(batch))
+                    self._pipeline.backward(self._compute_loss(batch))
                 driver.on_action = None
-                found.left = sum(self._storages.alive().values())
-            found.most, found.first = self._storages.most, found.forwards
-            found.forwards = dict(self._calls)
+                traced.left = sum(self._storages.measure_alive().values())
+            traced.most = self._storages.most
+            traced.first = traced.forwards
+            traced.forwards = dict(self._calls)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return found
+        return traced
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _compute_loss(self, batch: Batch) -> Tensor:
         head_loss = CrossEntropy(self._cfg.memory.loss_chunks)
         return self._model(batch.tokens, labels=batch.labels, head_loss=head_loss) / 100
 
-    def _note(self, action: Action | None) -> None:
-        """Called when an action begins: notes what the one before has left."""
-        done, self._next = self._next - 1, self._next + 1
+    def _note_action(self, action: Action | None) -> None:
+        """Note what is alive when an action begins, for the one before it."""
+        done = self._next - 1
+        self._next += 1
         if action is not None:
             assert action == self._order[done + 1]
         if done < 0:
             return
-        self._found.held.append((str(self._order[done]), sum(self._storages.alive().values())))
+        alive = sum(self._storages.measure_alive().values())
+        self._traced.held.append((str(self._order[done]), alive))

@@ -1,5 +1,6 @@
-"""Losses of a small Llama over steps of training, on one process and on four gloo ranks. Used by
-tp_trace.py.
+"""Train a small Llama on one process and on four gloo ranks, and return its losses.
+
+Used by tp_trace.py and tests/parallel/test_tensor_curve.py.
 
 The model and its settings are those of nanotron's check (tied embedding, as many key heads as query
 heads, AdamW with betas 0.9 and 0.95, clipping at 1, two micro-batches a step, a warm-up of two
@@ -24,8 +25,10 @@ from recipe_lib.training import clip_grad_norm
 from tests.distributed.ranks import run_ranks
 
 RANKS, STEPS, MICRO_BATCHES = 4, 100, 2
-ROWS, LENGTH, BYTES = 1, 512, 256  # of a micro-batch; a token is a byte
-RATE, LEAST_RATE, WARM_UP = 1e-3, 1e-5, 2
+ROWS, LENGTH = 1, 512  # of a micro-batch
+BYTES = 256  # the vocabulary: a token is a byte
+RATE, LEAST_RATE = 1e-3, 1e-5
+WARM_UP = 2  # steps
 STORIES = "datasets/tinystories/tinystories_train_head.txt"
 SPEC = build_spec(
     {
@@ -53,19 +56,17 @@ def read_stories() -> Tensor:
 
 
 def split_into_rows(text: bytes) -> Tensor:
-    """The bytes in rows `[n, LENGTH + 1]`; what is left over at the end is left out."""
+    """Return the bytes in rows `[n, LENGTH + 1]`; what is left over at the end is left out."""
     count = len(text) // (LENGTH + 1)
     return torch.tensor(list(text[: count * (LENGTH + 1)])).view(count, LENGTH + 1)
 
 
 @dataclass(frozen=True)
 class Run:
-    """regather: the value of `parallel.tensor_regather_in_backward`. one_buffer: all gathered
-    tokens lie in the same memory, whoever still needs them.
-    """
+    """Settings of a run: where gathered tokens lie, and whether they are gathered again."""
 
-    regather: str = "true"
-    one_buffer: bool = False
+    regather: str = "true"  # the value of `parallel.tensor_regather_in_backward`
+    one_buffer: bool = False  # do all gathered tokens lie in the same memory, whoever needs them?
 
 
 WRONG = Run("false", one_buffer=True)
@@ -74,7 +75,7 @@ WRONG = Run("false", one_buffer=True)
 def train_losses(
     rows: Tensor, steps: int, ranks: int, runs: Sequence[Run] = (Run(),)
 ) -> list[list[float]]:
-    """Of each run the mean loss of each step, in fp32. rows: `[n, s + 1]`."""
+    """Return the mean loss of each step of each run, in fp32. rows: `[n, s + 1]`."""
     return run_ranks(_train_each, ranks, rows, steps, ranks, runs, timeout=1200.0)[0]  # type: ignore[no-any-return]
 
 
@@ -93,26 +94,25 @@ def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01
         )
-        found = []
+        losses = []
         for step in range(steps):
             loss = torch.zeros(())
             for number in range(MICRO_BATCHES):
                 first = (step * MICRO_BATCHES + number) * ROWS
                 batch = rows[torch.arange(first, first + ROWS) % len(rows)]
                 tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-                part = model(tokens, labels=labels, head_loss=CrossEntropy(1)) / (
-                    MICRO_BATCHES * labels.numel()
-                )
-                part.backward()
-                loss += part.detach()
+                loss_sum = model(tokens, labels=labels, head_loss=CrossEntropy(1))
+                micro_loss = loss_sum / (MICRO_BATCHES * labels.numel())
+                micro_loss.backward()
+                loss += micro_loss.detach()
             all_reduce_gradients(model, divided, world)
             clip_grad_norm(model.parameters(), 1.0, world, divided, None)
             for group in optimizer.param_groups:
                 group["lr"] = _compute_rate(step, steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            found.append(float(world.all_reduce_sum(loss)))
-        return found
+            losses.append(float(world.all_reduce_sum(loss)))
+        return losses
 
 
 def _compute_rate(step: int, steps: int) -> float:
@@ -122,6 +122,6 @@ def _compute_rate(step: int, steps: int) -> float:
     return LEAST_RATE + (RATE - LEAST_RATE) * (1 + math.cos(math.pi * done)) / 2
 
 
-def find_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest difference of two curves, of the loss."""
-    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+def find_largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of two curves."""
+    return max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))

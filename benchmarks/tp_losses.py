@@ -1,4 +1,4 @@
-"""Losses of models of transformers on four tensor-parallel ranks against one process, step by step.
+"""Compare losses of transformers' models on four tensor-parallel ranks with those of one process.
 
     python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md
 
@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -58,8 +59,8 @@ GPT2 = {
     "eos_token_id": 1,
 }
 REAL = "stories260K, real weights"
-REAL_FOLDER = "stories260K-hf"
-MODELS = {
+REAL_FOLDER = "stories260K-hf"  # of the folder that REALDATA_DIR names
+MODELS = {  # by name in the table: a config of transformers; None: the real weights
     REAL: None,
     "SmolLM2's shape, random weights": SMOLLM2,
     "GPT-2's class, random weights": GPT2,
@@ -85,48 +86,68 @@ there decides on 6e-8. GPT-2's class does not.
 """
 
 
-def run(folder: Path, model: str, dtype: str, tensor: int, steps: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step of a run."""
+def run_training(
+    folder: Path, model: str, dtype: str, tensor: int, steps: int
+) -> list[tuple[float, float]]:
+    """Train with so many tensor-parallel ranks; return (loss, gradient norm) of every step."""
     output = folder / f"{dtype}-{tensor}"
     if model == REAL:
-        real = find_real_data(REAL_FOLDER)
-        of_model = ["~model.preset", f"model.path={real}", f"tokenizer.path={real}"]
+        weights = find_real_data(REAL_FOLDER)
+        overrides = ["~model.preset", f"model.path={weights}", f"tokenizer.path={weights}"]
     else:
         (folder / "config.json").write_text(json.dumps(MODELS[model]))
-        of_model = [f"model.preset={folder}/config.json"]
-    words = [*of_model, "model.implementation=transformers", f"dtype={dtype}", f"parallel.tensor={tensor}",
-             "epochs=100", f"max_steps={steps}", "batch_size=4", "data.max_samples=400", "~validation",
-             "optimizer.lr=1e-3", "checkpoint.save_model=false", f"output_dir={output}"]  # fmt: skip
-    command = [sys.executable, "-m", "recipe_lib", "run", "--nproc_per_node", str(tensor), "full_finetune_distributed",
-               "--config", "demo/full", *words]  # fmt: skip
+        overrides = [f"model.preset={folder}/config.json"]
+    overrides += [
+        "model.implementation=transformers",
+        f"dtype={dtype}",
+        f"parallel.tensor={tensor}",
+        "epochs=100",
+        f"max_steps={steps}",
+        "batch_size=4",
+        "data.max_samples=400",
+        "~validation",
+        "optimizer.lr=1e-3",
+        "checkpoint.save_model=false",
+        f"output_dir={output}",
+    ]
+    command = [sys.executable, "-m", "recipe_lib", "run", "--nproc_per_node", str(tensor)]
+    command += ["full_finetune_distributed", "--config", "demo/full", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
-def find_largest_difference(one: list[float], other: list[float]) -> float:
-    """The largest relative difference of two series."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+def find_largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of two series."""
+    return max(
+        abs(value - right) / abs(right) for value, right in zip(values, expected, strict=True)
+    )
 
 
 def measure_row(model: str, dtype: str, steps: int) -> str:
-    """A line of the table."""
+    """Train on one process and on several ranks, and return a line of the table."""
     with tempfile.TemporaryDirectory(prefix="tp-losses-") as name:
-        one, several = (run(Path(name), model, dtype, tensor, steps) for tensor in (1, RANKS))
-    assert len(one) == steps
-    losses, norms = (
-        find_largest_difference([line[at] for line in several], [line[at] for line in one])
-        for at in (0, 1)
-    )
-    numbers = (
-        f"{one[0][0]:.6f} | {one[-1][0]:.6f} | {several[-1][0]:.6f} | {losses:.1e} | {norms:.1e}"
-    )
-    return f"| {model} | {dtype} | {numbers} |"
+        folder = Path(name)
+        alone = run_training(folder, model=model, dtype=dtype, tensor=1, steps=steps)
+        shared = run_training(folder, model=model, dtype=dtype, tensor=RANKS, steps=steps)
+    assert len(alone) == steps
+    losses, norms = zip(*alone, strict=True)
+    shared_losses, shared_norms = zip(*shared, strict=True)
+    cells = [
+        model,
+        dtype,
+        f"{losses[0]:.6f}",
+        f"{losses[-1]:.6f}",
+        f"{shared_losses[-1]:.6f}",
+        f"{find_largest_difference(shared_losses, losses):.1e}",
+        f"{find_largest_difference(shared_norms, norms):.1e}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def main(argv: list[str]) -> None:
-    """Runs all of it and writes the page."""
+    """Train every model in fp32 and fp64 and write the page."""
     options = argparse.ArgumentParser(description="losses of inferred tensor-parallel plans")
     options.add_argument("--output", type=Path, required=True)
     options.add_argument("--steps", type=int, default=STEPS)
@@ -139,9 +160,14 @@ def main(argv: list[str]) -> None:
             print(rows[-1], flush=True)
     command = shlex.join(["python", "-m", "benchmarks.tp_losses", *argv])
     page = TEXT.format(
-        command=command, torch=torch.__version__, transformers=transformers.__version__, steps=arguments.steps,
-        ranks=RANKS, rows="\n".join(rows), real=REAL_FOLDER,
-    )  # fmt: skip
+        command=command,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        steps=arguments.steps,
+        ranks=RANKS,
+        rows="\n".join(rows),
+        real=REAL_FOLDER,
+    )
     arguments.output.write_text(page)
 
 

@@ -1,5 +1,4 @@
-"""What decoder layers keep for backward under tensor parallel: torch's own DTensor styles beside
-ours, and by formula.
+"""Measure what decoder layers keep for backward under tensor parallel, ours and DTensor styles.
 
     python benchmarks/tp_memory.py --output docs/measurements/tp_memory.md
 
@@ -48,46 +47,45 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
 from recipe_lib.units import MIB  # noqa: E402
 
 TOKENS, LAYERS = 8192, 4
-RANDOM_STATE = (
-    24  # bytes: the seed and the offset that the kernel of attention hands on, used or not
-)
+# Bytes: the seed and the offset that the kernel of attention hands on, used or not.
+RANDOM_STATE = 24
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")
 SIZES = (2, 4, 8)
-STOCK, CACHED, TWICE, FUSED, OURS = (
-    "DTensor styles",
-    "gathered once",
-    "gathered again",
-    "+ product",
-    "+ norm (ours)",
-)
+# Variants of a layer, as the page names them.
+STOCK = "DTensor styles"
+CACHED = "gathered once"
+TWICE = "gathered again"
+FUSED = "+ product"
+OURS = "+ norm (ours)"
 AUTO = "auto"  # ours, as `parallel.tensor_regather_in_backward: auto` has it
-WAYS = (STOCK, CACHED, TWICE, FUSED, OURS)
+VARIANTS = (STOCK, CACHED, TWICE, FUSED, OURS)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of rank 0. kept: bytes of one layer when backward begins. peak: bytes over all layers.
-    collectives: of a layer, by (`forward` or `backward`, operator).
-    """
+class MeasuredMemory:
+    """Memory and collectives of rank 0."""
 
-    kept: int
-    peak: int
-    collectives: dict[tuple[str, str], int]
+    kept: int  # bytes of one layer when backward begins
+    peak: int  # bytes over all layers
+    collectives: dict[tuple[str, str], int]  # of a layer, by (`forward` or `backward`, operator)
 
     def count(self, part: str) -> int:
-        """Collectives of a layer in one part."""
-        return sum(number for (where, _), number in self.collectives.items() if where == part)
+        """Count the collectives of a layer in forward or backward."""
+        return sum(
+            count for (operator_part, _), count in self.collectives.items() if operator_part == part
+        )
 
 
 def build_spec_of_layers(name: str, layers: int = LAYERS) -> DecoderSpec:
-    """The spec of a shipped preset with so many layers."""
+    """Return the spec of a shipped preset with so many layers."""
     spec = build_spec(read_preset_config(name), name)
     return replace(spec, num_layers=layers, windows=spec.windows[:1] * layers)
 
 
 def build_stock_layer(layer: nn.Module, world: World) -> nn.Module:
-    """The layer under torch's styles: sequence-parallel norms, one gather for each group of
-    linears.
+    """Put a layer under torch's styles: sequence-parallel norms, one gather for a group of linears.
+
+    A group are query, key and value, or gate and up.
     """
     split = PrepareModuleInput(
         input_layouts=(Shard(1), None, None, None),
@@ -107,15 +105,14 @@ def build_stock_layer(layer: nn.Module, world: World) -> nn.Module:
 
 
 class Tracker(TorchDispatchMode):
-    """While entered, notes the most bytes alive of storages that operators made, and counts
-    collectives by `part`.
-    """
+    """Follows, while entered, the storages that operators make, and counts collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.peak = "forward", 0
-        self.collectives: Counter[tuple[str, str]] = Counter()
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.part = "forward"  # under which collectives are counted
+        self.peak = 0  # the most bytes alive
+        self.collectives: Counter[tuple[str, str]] = Counter()  # by (part, operator)
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: itself and its bytes
 
     def __torch_dispatch__(
         self,
@@ -125,20 +122,20 @@ class Tracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # until it is about the ranks' own parts
-        before = {leaf.untyped_storage()._cdata for leaf in _list_tensors((args, kwargs))}
+            return NotImplemented  # DTensor then calls the operator with the ranks' local tensors
+        inputs = {tensor.untyped_storage()._cdata for tensor in _list_tensors((args, kwargs))}
         result = operator(*args, **(kwargs or {}))
         if operator.namespace == "_c10d_functional" and operator._opname != "wait_tensor":
             self.collectives[self.part, operator._opname] += 1
-        for found in _list_tensors(result):
-            storage = found.untyped_storage()
-            if storage._cdata not in before:
+        for output in _list_tensors(result):
+            storage = output.untyped_storage()
+            if storage._cdata not in inputs:  # else a view of an input, or it in place
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.alive())
+        self.peak = max(self.peak, self.measure_alive())
         return result
 
-    def alive(self) -> int:
-        """Bytes of the storages that are there now."""
+    def measure_alive(self) -> int:
+        """Return the bytes of the storages that are there now."""
         self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
         return sum(size for _, size in self._alive.values())
 
@@ -149,44 +146,50 @@ def _list_tensors(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def measure_kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
-    """Bytes of each storage that the graph made in the block keeps, by its address; not those of
-    parameters.
-    """
-    own = {_take_local(parameter).untyped_storage()._cdata for parameter in parameters}
-    found: dict[int, int] = {}
-    held = []
+    """Yield the bytes of each storage that the graph made in the block keeps, by its address.
 
-    def pack(saved: Tensor) -> Tensor:
-        storage = _take_local(saved).untyped_storage()
-        if storage._cdata not in own:
-            found[storage._cdata] = storage.nbytes()
-            held.append(storage)
+    parameters: tensors whose storages are not counted.
+    """
+    ignored = {_get_local(parameter).untyped_storage()._cdata for parameter in parameters}
+    kept: dict[int, int] = {}
+    storages = []  # kept alive, so that no address is used twice
+
+    def note_saved(saved: Tensor) -> Tensor:
+        storage = _get_local(saved).untyped_storage()
+        if storage._cdata not in ignored:
+            kept[storage._cdata] = storage.nbytes()
+            storages.append(storage)
         return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        yield found
+    with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda saved: saved):
+        yield kept
 
 
-def _take_local(of: Tensor) -> Tensor:
-    """A rank's own part."""
-    return of._local_tensor if isinstance(of, DTensor) else of
+def _get_local(maybe_shared: Tensor) -> Tensor:
+    """Return the rank's part of a DTensor; another tensor as it is."""
+    return maybe_shared._local_tensor if isinstance(maybe_shared, DTensor) else maybe_shared
 
 
 @contextmanager
-def change_layer(how: str) -> Iterator[None]:
-    """Takes from ours what `how` does not have."""
+def change_layer(variant: str) -> Iterator[None]:
+    """Take from our layers, while entered, what a variant of them does not have."""
 
-    def shard_kept(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
+    def gather_normed(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
+        """Gather without the norm, whose output is then kept instead of being made again."""
         return gathered.gather_linears(*args, **kwargs)
 
-    def product_kept(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    def multiply_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+        """Keep the product of gate and up instead of making it again."""
         return F.linear(ACTIVATIONS[activation][0](gate) * up, weight)
 
-    names: dict[str, Any] = {"gather_linears": shard_kept} if how in (TWICE, FUSED) else {}
-    names |= {"gated_linear": product_kept} if how in (CACHED, TWICE) else {}
-    originals = {name: getattr(tensor_forwards, name) for name in names}
+    replacements: dict[str, Any] = {}
+    if variant in (TWICE, FUSED):
+        replacements["gather_linears"] = gather_normed
+    if variant in (CACHED, TWICE):
+        replacements["gated_linear"] = multiply_written_out
+    originals = {name: getattr(tensor_forwards, name) for name in replacements}
     try:
-        for name, function in names.items():
+        for name, function in replacements.items():
             setattr(tensor_forwards, name, function)
         yield
     finally:
@@ -194,76 +197,89 @@ def change_layer(how: str) -> Iterator[None]:
             setattr(tensor_forwards, name, function)
 
 
-def measure(
+def measure_memory(
     spec: DecoderSpec,
     size: int,
-    how: str,
+    variant: str,
     *,
     rows: int = 1,
     length: int = TOKENS,
     checkpointing: str = "none",
     compiled: bool = False,
     change: Callable[[nn.Module], None] | None = None,
-) -> Measured:
-    """The layers of `spec` forward and backward in bf16. change: what is done to the meta model
-    first.
+) -> MeasuredMemory:
+    """Run the layers of `spec` forward and backward in bf16, and measure what rank 0 needs.
 
-    Compiled layers are measured without peak and collectives: torch compiles nothing while a
-    tracker looks on.
+    size: tensor-parallel ranks. change: what is done to the meta model first. Compiled layers are
+    measured without peak and collectives: torch compiles nothing while a tracker looks on.
     """
-    gather_again = {CACHED: "false", AUTO: "auto"}.get(how, "true")
+    gather_again = {CACHED: "false", AUTO: "auto"}.get(variant, "true")
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=gather_again)
-    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors(), change_layer(how):
+    with (
+        enter_simulated_world(parallel, 0, size) as world,
+        use_fake_tensors(),
+        change_layer(variant),
+    ):
         model = build_meta(spec, torch.bfloat16)
         if change is not None:
             change(model)
-        _prepare(model, parallel, world, how, checkpointing, compiled)
-        shape = (
-            (rows, length // size, spec.width)
-            if how == STOCK
-            else (rows * length // size, spec.width)
+        _prepare_model(
+            model,
+            parallel=parallel,
+            world=world,
+            variant=variant,
+            mode=checkpointing,
+            compiled=compiled,
         )
+        # Our layers take tokens in one dimension, torch's styles rows and tokens.
+        shape: tuple[int, ...] = (rows * length // size, spec.width)
+        if variant == STOCK:
+            shape = (rows, length // size, spec.width)
         hidden = torch.empty(shape, dtype=torch.bfloat16, device=NAME, requires_grad=True)
         positions = torch.zeros(rows, length, dtype=torch.int64, device=NAME)
-        turn = model.model.rotary[0](positions)
-        info = model.model.prepare(
+        cos_sin = model.model.rotary[0](positions)
+        attention = model.model.prepare(
             None, rows=rows, queries=length, keys=length, dtype=torch.bfloat16, device=hidden.device
         )
         gradient = torch.empty_like(hidden)
         tracker = Tracker()
         with nullcontext() if compiled else tracker:
-            with measure_kept_storages([*model.parameters(), *turn]) as kept:
+            with measure_kept_storages([*model.parameters(), *cos_sin]) as kept:
                 out = hidden * 1
                 for layer in model.model.layers:
-                    out = layer(out, turn, info, None)
+                    out = layer(out, cos_sin, attention, None)
             tracker.part = "backward"
             out.backward(gradient)
-    return Measured(
-        _compute_layer_share(sum(kept.values()), spec), tracker.peak, _count_by_kind(tracker, spec)
+    collectives = {
+        key: _compute_layer_share(count, spec) for key, count in sorted(tracker.collectives.items())
+    }
+    return MeasuredMemory(
+        kept=_compute_layer_share(sum(kept.values()), spec),
+        peak=tracker.peak,
+        collectives=collectives,
     )
 
 
-def _compute_layer_share(number: int, spec: DecoderSpec) -> int:
-    """A layer's share of what alike layers have together."""
-    if number % spec.num_layers:
+def _compute_layer_share(total: int, spec: DecoderSpec) -> int:
+    """Return a layer's share of what all layers, which are alike, have together."""
+    if total % spec.num_layers:
         raise ValueError(
-            f"{number} is no multiple of the {spec.num_layers} layers, which should be alike"
+            f"{total} is no multiple of the {spec.num_layers} layers, which should be alike"
         )
-    return number // spec.num_layers
+    return total // spec.num_layers
 
 
-def _count_by_kind(tracker: Tracker, spec: DecoderSpec) -> dict[tuple[str, str], int]:
-    return {
-        key: _compute_layer_share(number, spec)
-        for key, number in sorted(tracker.collectives.items())
-    }
-
-
-def _prepare(
-    model: nn.Module, parallel: ParallelConfig, world: World, how: str, mode: str, compiled: bool
+def _prepare_model(
+    model: nn.Module,
+    *,
+    parallel: ParallelConfig,
+    world: World,
+    variant: str,
+    mode: str,
+    compiled: bool,
 ) -> None:
-    """Shares the layers out, checkpoints and compiles them, and gives the model its memory."""
-    if how != STOCK:
+    """Shard the layers, checkpoint and compile them, and give the model its memory."""
+    if variant != STOCK:
         shard_tensors(model, parallel, MemoryConfig(activation_checkpointing=mode), world)
     else:
         for layer in model.model.layers:
@@ -271,7 +287,7 @@ def _prepare(
     apply_activation_checkpointing(model, mode)
     if compiled:
         torch._dynamo.reset()
-    if compiled and how != STOCK:
+    if compiled and variant != STOCK:
         compile_layers(model, "aot_eager")
     elif compiled:
         for layer in model.model.layers:
@@ -279,11 +295,10 @@ def _prepare(
     model.to_empty(device=NAME)
 
 
-def compute_formula(
-    spec: DecoderSpec, size: int, how: str, *, tokens: int = TOKENS, compiled: bool = False
+def compute_kept_bytes(
+    spec: DecoderSpec, size: int, variant: str, *, tokens: int = TOKENS, compiled: bool = False
 ) -> int:
-    """Bytes that a layer keeps in bf16: elements a token over t, and the small terms of norms and
-    attention.
+    """Return by formula the bytes that a layer keeps in bf16. size: t, the tensor-parallel ranks.
 
     Compiled, what is not an operator of ours keeps no output of its activation: of gate, product
     and silu, two.
@@ -292,20 +307,20 @@ def compute_formula(
     q, k = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     product = f if compiled else 2 * f
     gathered_tokens = 2 * h * size
-    more = {
+    additional = {
         STOCK: gathered_tokens + product,
         CACHED: gathered_tokens + product,
         TWICE: 2 * h + product,
+        FUSED: 2 * h,
+        OURS: 0,
     }
-    more |= {FUSED: 2 * h, OURS: 0}
-    elements = 2 * h + 2 * q + 2 * k + 2 * f + more[how]
-    numbers = (
-        spec.num_heads + 2
-    )  # the log of each head's sums, and the root mean square of both norms
+    elements = 2 * h + 2 * q + 2 * k + 2 * f + additional[variant]
+    # In fp32: the log of each head's sums, and the root mean square of both norms.
+    fp32_elements = spec.num_heads + 2
     if spec.head_norms:
         elements += q + k  # queries and keys before their norms
-        numbers += spec.num_heads + spec.num_kv_heads
-    return tokens * (2 * elements + 4 * numbers) // size + RANDOM_STATE
+        fp32_elements += spec.num_heads + spec.num_kv_heads
+    return tokens * (2 * elements + 4 * fp32_elements) // size + RANDOM_STATE
 
 
 PAGE = """# What a decoder layer keeps under tensor parallel
@@ -348,42 +363,59 @@ full checkpointing, which keep what they gather in backward's second forward, as
 """
 
 
-def page() -> str:
-    """The page's text. ValueError where a layer keeps other bytes than the formula's."""
-    kept, peak, specs = [], [], {name: build_spec_of_layers(name) for name in MODELS}
+def build_page() -> str:
+    """Measure all models; ValueError where a layer keeps other bytes than the formula's."""
+    kept_rows = []
+    peak_rows = []
+    specs = {name: build_spec_of_layers(name) for name in MODELS}
     for name, spec in specs.items():
         for size in SIZES:
-            eager = {how: measure(spec, size, how) for how in WAYS}
-            compiled = {how: measure(spec, size, how, compiled=True) for how in (STOCK, OURS)}
-            for how, found in [*eager.items(), *compiled.items()]:
-                expected = compute_formula(spec, size, how, compiled=found is not eager[how])
-                if found.kept != expected:
-                    raise ValueError(
-                        f"{name}, t={size}, {how}: {found.kept} bytes kept, {expected} by formula"
-                    )
-            cells = [eager[how].kept for how in WAYS] + [
-                compiled[how].kept for how in (STOCK, OURS)
-            ]
+            eager = {variant: measure_memory(spec, size, variant) for variant in VARIANTS}
+            compiled = {
+                variant: measure_memory(spec, size, variant, compiled=True)
+                for variant in (STOCK, OURS)
+            }
+            for variant, measured in eager.items():
+                expected = compute_kept_bytes(spec, size, variant)
+                _check_kept(f"{name}, t={size}, {variant}", measured.kept, expected)
+            for variant, measured in compiled.items():
+                expected = compute_kept_bytes(spec, size, variant, compiled=True)
+                _check_kept(f"{name}, t={size}, {variant}", measured.kept, expected)
+            kept = [measured.kept for measured in (*eager.values(), *compiled.values())]
             share = f"{eager[OURS].kept / eager[STOCK].kept:.0%}"
-            kept.append([name, str(size), *(f"{number / MIB:.1f}" for number in cells), share])
-            peak.append([name, str(size), *(f"{eager[how].peak / MIB:.0f}" for how in WAYS)])
-            print(" ".join(kept[-1]), "|", " ".join(peak[-1]), flush=True)
-    counts = []
+            kept_rows.append([name, str(size), *(f"{size / MIB:.1f}" for size in kept), share])
+            peaks = [f"{measured.peak / MIB:.0f}" for measured in eager.values()]
+            peak_rows.append([name, str(size), *peaks])
+            print(" ".join(kept_rows[-1]), "|", " ".join(peak_rows[-1]), flush=True)
+    collective_rows = []
     for mode in ("none", "full"):
-        counted = [
-            measure(specs[MODELS[0]], 8, how, checkpointing=mode)
-            for how in (STOCK, CACHED, OURS, AUTO)
-        ]
-        counts.append(
-            [mode, *(f"{one.count('forward')} + {one.count('backward')}" for one in counted)]
-        )
-    names = {"stock": STOCK, "cached": CACHED, "twice": TWICE, "fused": FUSED, "ours": OURS}
+        cells = [mode]
+        for variant in (STOCK, CACHED, OURS, AUTO):
+            measured = measure_memory(specs[MODELS[0]], 8, variant, checkpointing=mode)
+            cells.append(f"{measured.count('forward')} + {measured.count('backward')}")
+        collective_rows.append(cells)
+    kept_head = ["model", "t", *VARIANTS, f"{STOCK}, compiled", f"{OURS}, compiled"]
+    kept_head.append(f"{OURS} / {STOCK}")
+    collective_head = ["checkpointing", STOCK, CACHED, OURS, AUTO]
     return PAGE.format(
-        kept=_format_table(["model", "t", *WAYS, f"{STOCK}, compiled", f"{OURS}, compiled", f"{OURS} / {STOCK}"], kept),
-        peak=_format_table(["model", "t", *WAYS], peak),
-        collectives=_format_table(["checkpointing", STOCK, CACHED, OURS, AUTO], counts),
-        layers=LAYERS, tokens=TOKENS, random=RANDOM_STATE, first=MODELS[0], **names,
-    )  # fmt: skip
+        kept=_format_table(kept_head, kept_rows),
+        peak=_format_table(["model", "t", *VARIANTS], peak_rows),
+        collectives=_format_table(collective_head, collective_rows),
+        layers=LAYERS,
+        tokens=TOKENS,
+        random=RANDOM_STATE,
+        first=MODELS[0],
+        stock=STOCK,
+        cached=CACHED,
+        twice=TWICE,
+        fused=FUSED,
+        ours=OURS,
+    )
+
+
+def _check_kept(case: str, kept: int, expected: int) -> None:
+    if kept != expected:
+        raise ValueError(f"{case}: {kept} bytes kept, {expected} by formula")
 
 
 def _format_table(head: list[str], rows: list[list[str]]) -> str:
@@ -392,13 +424,13 @@ def _format_table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    """Writes the page, or prints it."""
+    """Write the page, or print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()
-    text = page()
+    text = build_page()
     if arguments.output:
         arguments.output.write_text(text, encoding="utf-8")
     else:

@@ -1,9 +1,8 @@
-"""Other programs' ways of keeping a tensor-parallel layer's tensors, taken by our full fine-tuning
-recipe.
+"""Make our full fine-tuning recipe keep the tensors of a layer as other programs do.
 
-Used by tp_trace.py. Each is our recipe with the parts exchanged that keep other tensors, written
-from what the others' code does; embedding, head, loss, pipeline and optimizer are ours in all of
-them.
+Used by tp_trace.py. Each `Variant` is our recipe with the parts exchanged that keep other tensors,
+written from what the others' code does; embedding, head, loss, pipeline and optimizer are ours in
+all of them.
 """
 
 import sys
@@ -29,76 +28,78 @@ from recipe_lib.parallel import World, parallelize, tensor, tensor_forwards
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
 # How the MLP makes its product of gate and up.
-REMADE, FUSED, WRITTEN_OUT = "made again", "fused", "written out"
+REMADE = "made again"
+FUSED = "fused"
+WRITTEN_OUT = "written out"
 
 
 @dataclass(frozen=True)
-class Way:
-    """name: of the line. regather: the value of `parallel.tensor_regather_in_backward`. product: of
-    the MLP: `made again` in backward from gate and up, as ours; `fused`, the activation made again,
-    the product kept; `written out`: gate, up, activation and product kept. normed_again: the norm's
-    output is made again before it is gathered again. one_buffer: all gathered tokens lie in one
-    buffer, which stays. styles: torch's DTensor styles, not our nodes. elements: kept of a token,
-    times the ranks of a group, in words.
-    """
+class Variant:
+    """A program's choice of the tensors that a layer keeps."""
 
-    name: str
-    elements: str
-    regather: str = "true"
+    name: str  # of the line in the picture
+    elements: str  # kept of a token, times the ranks of a group, as a formula for the page
+    regather: str = "true"  # the value of `parallel.tensor_regather_in_backward`
+    # The product of the MLP. REMADE: made again in backward from gate and up, as ours; FUSED: the
+    # activation is made again, the product kept; WRITTEN_OUT: gate, up, activation, product kept.
     product: str = REMADE
-    normed_again: bool = True
-    one_buffer: bool = False
-    styles: bool = False
+    normed_again: bool = True  # is the norm's output made again before it is gathered again?
+    one_buffer: bool = False  # do all gathered tokens lie in one buffer, which stays?
+    styles: bool = False  # torch's DTensor styles, not our nodes?
 
-    def kept_elements(self, h: int, q: int, k: int, f: int, t: int) -> int:
-        """Elements that a layer keeps of a token, times t. h, f: widths, q, k: of all query and key
-        heads.
+    def count_kept_elements(self, *, h: int, q: int, k: int, f: int, t: int) -> int:
+        """Return the elements that a layer keeps of a token, times t.
+
+        h, f: widths of the model and of the MLP. q, k: of all query and key heads. t: the ranks of
+        a tensor-parallel group.
         """
-        whole = self.styles or self.regather == "false"
-        tokens = 2 * h * t if whole else 0 if self.normed_again else 2 * h
-        return (
-            2 * h + tokens + 2 * q + 2 * k + {REMADE: 2, FUSED: 3, WRITTEN_OUT: 4}[self.product] * f
-        )
+        if self.styles or self.regather == "false":
+            gathered_tokens = 2 * h * t
+        else:
+            gathered_tokens = 0 if self.normed_again else 2 * h
+        mlp = {REMADE: 2, FUSED: 3, WRITTEN_OUT: 4}[self.product] * f
+        return 2 * h + gathered_tokens + 2 * q + 2 * k + mlp
 
 
-STYLES = Way("DTensor styles", "2h + 2ht + 2q + 2k + 4F", product=WRITTEN_OUT, styles=True)
-NANOTRON = Way(
+STYLES = Variant("DTensor styles", "2h + 2ht + 2q + 2k + 4F", product=WRITTEN_OUT, styles=True)
+NANOTRON = Variant(
     "nanotron", "4h + 2q + 2k + 4F", product=WRITTEN_OUT, normed_again=False, one_buffer=True
 )
-MEGATRON = Way("Megatron", "4h + 2q + 2k + 3F", product=FUSED, normed_again=False, one_buffer=True)
-KEPT = Way("ours, gather kept", "2h + 2ht + 2q + 2k + 2F", regather="false")
-OURS = Way("ours", "2h + 2q + 2k + 2F")
-WAYS = (STYLES, NANOTRON, MEGATRON, KEPT, OURS)
+MEGATRON = Variant(
+    "Megatron", "4h + 2q + 2k + 3F", product=FUSED, normed_again=False, one_buffer=True
+)
+KEPT = Variant("ours, gather kept", "2h + 2ht + 2q + 2k + 2F", regather="false")
+OURS = Variant("ours", "2h + 2q + 2k + 2F")
+VARIANTS = (STYLES, NANOTRON, MEGATRON, KEPT, OURS)
 
 
 @contextmanager
-def use_way(way: Way) -> Iterator[None]:
-    """While entered, our tensor-parallel layers are of that way."""
+def use_variant(variant: Variant) -> Iterator[None]:
+    """Make our tensor-parallel layers keep what a variant keeps, while entered."""
     with ExitStack() as stack:
 
         def exchange(owner: Any, name: str, by: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, by))
 
-        if way.styles:
+        if variant.styles:
             exchange(sys.modules[parallelize.__module__], "shard_tensors", _shard_with_styles)
-            exchange(training, "clip_grad_norm", _clip_summed(training.clip_grad_norm))
-        elif way.product != REMADE:
-            exchange(
-                tensor_forwards,
-                "gated_linear",
-                _multiply_fused if way.product == FUSED else _multiply_written_out,
-            )
-        if not way.normed_again:
-            exchange(tensor_forwards, "gather_linears", _shard_kept)
-        if way.one_buffer:
+            exchange(training, "clip_grad_norm", _make_summing_clip(training.clip_grad_norm))
+        elif variant.product == FUSED:
+            exchange(tensor_forwards, "gated_linear", _multiply_fused)
+        elif variant.product == WRITTEN_OUT:
+            exchange(tensor_forwards, "gated_linear", _multiply_written_out)
+        if not variant.normed_again:
+            exchange(tensor_forwards, "gather_linears", _gather_without_norm)
+        if variant.one_buffer:
             stack.enter_context(share_one_buffer())
         yield
 
 
 @contextmanager
 def keep_sums_standing() -> Iterator[None]:
-    """While entered, sums of gradients in fp32 lie in memory that stays from step to step, as
-    nanotron's and Megatron's do. Takes `parallel.accumulate_grad_in_fp32=true`.
+    """Keep the memory of gradients' fp32 sums from step to step, as nanotron and Megatron do.
+
+    While entered; needs `parallel.accumulate_grad_in_fp32=true`.
     """
     with mock.patch.object(
         sys.modules[parallelize.__module__], "GradientAccumulation", _StandingSums
@@ -107,7 +108,7 @@ def keep_sums_standing() -> Iterator[None]:
 
 
 class _StandingSums(GradientAccumulation):
-    """As ours, with one fp32 tensor for each trained parameter, which is never given back."""
+    """Our accumulation with one fp32 tensor for each trained parameter, never given back."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -135,22 +136,21 @@ class _StandingSums(GradientAccumulation):
 
 @contextmanager
 def share_one_buffer() -> Iterator[None]:
-    """While entered, all tokens that linears gather are written to the same memory, one after
-    another.
+    """Make all gathers of linears write to the same memory, one after another, while entered.
 
     Right where nobody reads them after the next gather has begun; with
     `tensor_regather_in_backward: false` autograd does, and is not told, as in the first version of
     nanotron's change.
     """
-    own = _gather_gradient(gathered.start_gather)
+    gather_apart = _make_gradient_gather(gathered.start_gather)
     with (
         mock.patch.object(gathered, "start_gather", _Buffer().start_gather),
-        mock.patch.object(gathered, "_gather", own),
+        mock.patch.object(gathered, "_gather", gather_apart),
     ):
         yield
 
 
-def _shard_kept(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
+def _gather_without_norm(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
     return gathered.gather_linears(*args, **kwargs)
 
 
@@ -163,13 +163,13 @@ def _multiply_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: 
 
 
 class _Buffer:
-    """The one that all gathers write to; made when first asked for, and never given back."""
+    """The memory that all gathers write to; made when first asked for, and never given back."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def start_gather(self, shard: Tensor, group: gathered.Group) -> Tensor:
-        """As `gathered.start_gather`."""
+        """Start a gather as `gathered.start_gather` does, into the buffer."""
         count = shard.numel() * group.size
         if (
             self._memory is None
@@ -177,13 +177,14 @@ class _Buffer:
             or self._memory.dtype != shard.dtype
         ):
             self._memory = shard.new_empty(count)
+        # `.data`: autograd is not told that the memory is written again.
         out = self._memory[:count].view(group.size * shard.shape[0], *shard.shape[1:]).data
         operator = torch.ops._c10d_functional.all_gather_into_tensor_out
         return operator(shard.contiguous(), group.size, group.name, out=out)  # type: ignore[no-any-return]
 
 
-def _gather_gradient(start_gather: Any) -> Any:
-    """Backward of a reduce-scatter, which gathers into memory of its own."""
+def _make_gradient_gather(start_gather: Any) -> Any:
+    """Return backward of a reduce-scatter, which gathers into memory of its own."""
 
     def gather(gradient: Tensor, group: gathered.Group) -> Tensor:
         return gathered.wait(start_gather(gradient, group))
@@ -192,8 +193,9 @@ def _gather_gradient(start_gather: Any) -> Any:
 
 
 def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> dict[str, str]:
-    """As `shard_tensors`, of a decoder whose layers are under torch's styles; a micro-batch is one
-    sequence.
+    """Shard a decoder as `shard_tensors` does, with its layers under torch's styles.
+
+    A micro-batch is one sequence. Returned by name: how each parameter's gradient is divided.
     """
     gradients: dict[str, str] = {}
     assert world.tensor is not None
@@ -203,16 +205,18 @@ def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World)
         gradients |= {
             f"model.layers.{number}.{name}": "sharded" for name, _ in layer.named_parameters()
         }
-    outside: dict[str, nn.Module | None] = {"model.embed_tokens": model.model.embed_tokens}
-    outside |= {"model.norm": model.model.norm, "lm_head": model.lm_head}
-    for path, module in outside.items():
-        if module is not None:
-            placed = tensor._place_parameters(
-                nn.ModuleDict({path.rpartition(".")[2]: module}), world.mesh["tensor"], ()
-            )
-            gradients |= {
-                f"{path}.{name.rpartition('.')[2]}": what for name, what in placed.items()
-            }
+    modules: dict[str, nn.Module | None] = {
+        "model.embed_tokens": model.model.embed_tokens,
+        "model.norm": model.model.norm,
+        "lm_head": model.lm_head,
+    }
+    for path, module in modules.items():
+        if module is None:
+            continue  # of another stage of the pipeline
+        named = nn.ModuleDict({path.rpartition(".")[2]: module})
+        divisions = tensor._place_parameters(named, world.mesh["tensor"], ())
+        for name, division in divisions.items():
+            gradients[f"{path}.{name.rpartition('.')[2]}"] = division
     for module, forward in (
         (model.model.embed_tokens, tensor_forwards.run_embedding),
         (model.lm_head, tensor_forwards.run_head),
@@ -225,12 +229,13 @@ def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World)
     return gradients
 
 
-def _clip_summed(clip: Any) -> Any:
-    """Clipping that first sums what DTensor left as parts of a sum: the gradients of replicated
-    norms.
+def _make_summing_clip(clip: Any) -> Any:
+    """Return clipping that first sums what DTensor left as parts of a sum.
+
+    These are the gradients of replicated norms.
     """
 
-    def run(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
+    def clip_after_sum(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
         parameters = list(parameters)
         for parameter in parameters:
             gradient = parameter.grad
@@ -238,9 +243,9 @@ def _clip_summed(clip: Any) -> Any:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         return clip(parameters, *args)  # type: ignore[no-any-return]
 
-    return run
+    return clip_after_sum
 
 
-def _run_layer_on_row(layer: DecoderLayer, hidden: Tensor, *others: Any) -> Tensor:
-    """A layer of `[b, s, d]` on one sequence's `[n, d]`."""
-    return DecoderLayer.forward(layer, hidden.unsqueeze(0), *others).squeeze(0)
+def _run_layer_on_row(layer: DecoderLayer, hidden: Tensor, *args: Any) -> Tensor:
+    """Run a layer, which takes `[b, s, d]`, on one sequence's `[n, d]`."""
+    return DecoderLayer.forward(layer, hidden.unsqueeze(0), *args).squeeze(0)

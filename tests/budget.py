@@ -1,10 +1,9 @@
-"""Seconds of CPU that each file of tests takes, its ranks and other child processes among them, and
-a budget for them.
+"""Plugin of pytest: seconds of CPU that each file of tests takes, and a budget for them.
 
-    pytest -p tests.budget --file-budget 10      a file that takes more fails the session, which prints the slowest
+    pytest -p tests.budget --file-budget 10
 
-CPU and not time on a clock: a busy machine does not make a file longer. What a fixture takes counts
-for the test that asked first; what a process takes counts when it has been waited for.
+prints the slowest files and fails the session if one takes more. Ranks and other child processes
+count when they have ended; a fixture counts for the first test that asks for it.
 """
 
 import resource
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 PROPERTY = "cpu_seconds"
-SHOWN = 10
+SHOWN = 10  # files
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,20 +27,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_cpu_seconds() -> float:
-    """Return the seconds of CPU of this process and of all its children that have ended."""
+    """Return the seconds of CPU of this process and of all its children that have ended.
+
+    CPU and not time on a clock: a busy machine does not make a file slower.
+    """
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 class FileBudget:
-    """Adds up what the reports of tests say; in a worker of xdist it notes them, in the first
-    process it judges.
+    """Measures each test and adds up its file's seconds.
+
+    With xdist the workers measure, and the first process adds up the reports that they send.
     """
 
     def __init__(self, budget: float | None) -> None:
-        self.budget = budget
-        self.seconds: Counter[str] = Counter()
-        self.last = 0.0
+        self.budget = budget  # seconds; None: there is none
+        self.seconds: Counter[str] = Counter()  # by file
+        self.last = 0.0  # seconds of CPU of the process so far, at the last report
 
     def pytest_runtest_logstart(self) -> None:
         self.last = read_cpu_seconds()
@@ -55,9 +58,8 @@ class FileBudget:
         return report  # type: ignore[return-value]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += float(
-            dict(report.user_properties)[PROPERTY]
-        )  # type: ignore[arg-type]
+        seconds = dict(report.user_properties)[PROPERTY]
+        self.seconds[report.nodeid.partition("::")[0]] += float(seconds)  # type: ignore[arg-type]
 
     def over_budget(self) -> list[str]:
         """Return a line for each file over the budget."""
@@ -71,11 +73,8 @@ class FileBudget:
         ]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if (
-            self.over_budget()
-            and not hasattr(session.config, "workerinput")
-            and session.exitstatus == 0
-        ):
+        is_worker = hasattr(session.config, "workerinput")
+        if self.over_budget() and not is_worker and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

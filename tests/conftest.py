@@ -1,5 +1,6 @@
-"""What every test has: one thread, so that runs are repeatable and cores are shared fairly; the
-folder of real data.
+"""Set up every test: one thread, no network, no caches or receipts of the user; fresh loggers.
+
+One thread makes runs repeatable and shares cores fairly. `realdata` is the folder of real data.
 """
 
 import gc
@@ -24,12 +25,10 @@ from recipe_lib.data.tokenize_dataset import has_dead_groups  # noqa: E402
 from recipe_lib.logs import VERBOSITY_VARIABLE  # noqa: E402
 
 torch.set_num_threads(1)
-os.environ.pop(
-    "COLUMNS", None
-)  # pytest-xdist hands on the width of its terminal; what is tested has none
-# What this process leaves for its garbage collector (process groups with threads) must not be taken
-# apart in a fork, which may collect before it can freeze anything, and whose simulations collect
-# all that they find.
+# pytest-xdist sets it to the width of its own terminal; the tested programs have no terminal.
+os.environ.pop("COLUMNS", None)
+# Garbage of this process (process groups with threads) must not be collected in a fork: a fork may
+# collect before it can freeze anything, and its simulations collect everything.
 os.register_at_fork(before=lambda: has_dead_groups() and gc.collect(), after_in_child=gc.freeze)
 
 
@@ -41,8 +40,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def realdata() -> Path:
-    """Folder of real tokenizers, layouts and small weights, named by REALDATA_DIR; skips without
-    it.
+    """Return the folder of real tokenizers, layouts and small weights; skip without it.
+
+    The environment variable REALDATA_DIR names it.
     """
     folder = os.environ.get("REALDATA_DIR")
     if not folder:
@@ -57,25 +57,25 @@ def realdata() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tokenized rows are kept in a folder of these tests, not in the user's."""
+    """Cache tokenized rows in a folder of these tests, not in the user's."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
 def fresh_logger() -> Iterator[None]:
-    """The logger has the rank and the verbosity of the environment that it is made in, which tests
-    change.
+    """Drop the logger after a test.
+
+    A logger keeps the rank and the verbosity that the environment had when it was built.
     """
     yield
-    os.environ.pop(
-        VERBOSITY_VARIABLE, None
-    )  # a verb in this process sets it, for those that it starts
+    # A command that runs in this process sets it for the processes that it starts.
+    os.environ.pop(VERBOSITY_VARIABLE, None)
     logging.getLogger("tune").handlers.clear()
 
 
 @pytest.fixture(autouse=True)
 def no_plugin_left() -> Iterator[None]:
-    """What a test's plugin has registered is gone after it; what ships stays."""
+    """Remove after a test what its plugins have registered; what ships stays."""
     yield
     for kind, components in registry._components.items():
         for name in set(components) - set(registry.BUILT_IN[kind][1]):

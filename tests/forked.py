@@ -1,5 +1,6 @@
-"""A call in a fork of the test process, where the disk is full or where folders that forbid it are
-not written to.
+"""Call a function in a fork of the test process, with a full disk or without root's rights.
+
+call_forked(lambda: save(folder), disk_bytes=1000)
 """
 
 import ctypes
@@ -20,13 +21,13 @@ _SECONDS = 300  # after which the fork is ended
 def call_forked(
     function: Callable[[], Any], *, disk_bytes: int | None = None, as_plain_user: bool = False
 ) -> Any:
-    """Return what `function` returns, as JSON has it, from a fork.
+    """Return what `function` returns in a fork, after a round trip through JSON.
 
-    disk_bytes: a file may have no more bytes, as on a disk that is full from there on.
-    as_plain_user: permissions hold for root too. Raises AssertionError with the traceback of what
-    the function raises, or when it does not end.
+    disk_bytes: no file may have more bytes, as on a disk that is full from there on.
+    as_plain_user: permissions of files hold for root too.
+    Raises AssertionError with the fork's traceback, or when the fork does not end.
     """
-    reading, writing = os.pipe()  # the limit holds for files, not for pipes
+    reading, writing = os.pipe()  # the limit on bytes holds for files, not for pipes
     child = os.fork()
     if child == 0:
         signal.alarm(_SECONDS)
@@ -56,14 +57,14 @@ def call_forked(
 
 
 def drop_capabilities() -> None:
-    """Take from root the right to write where permissions forbid it. OSError where the system does
-    not let us.
+    """Take from root the right to write where permissions forbid it.
+
+    Raises OSError where the system does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    sets = (
-        ctypes.c_uint32 * 6
-    )()  # effective, permitted, inheritable; of capabilities 0 to 31, and of further ones
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)  # 0: this process
+    # Effective, permitted and inheritable sets: first of capabilities 0 to 31, then of the others.
+    sets = (ctypes.c_uint32 * 6)()
     if libc.capget(header, sets) != 0:
         raise OSError(ctypes.get_errno(), "capget")
     for number in range(3):

@@ -1,6 +1,4 @@
-"""Seeded changes of JSON that somebody else has written: keys lost, doubled or put in, values of
-any other kind.
-"""
+"""Change JSON that somebody else has written at random: keys lost or added, values of any kind."""
 
 import random
 from typing import Any
@@ -14,19 +12,24 @@ NAMES = ("x", "", "a" * 5000, "__class__")
 
 
 def change_files(value: Any, draw: random.Random) -> Any:
-    """A copy with one change somewhere inside."""
+    """Return a copy of parsed JSON with one change somewhere inside.
+
+    draw: the generator; the same seed makes the same change.
+    """
     if isinstance(value, dict) and value and draw.random() < 0.85:
-        name, kind = draw.choice(list(value)), draw.random()
-        if kind < 0.12:
+        name = draw.choice(list(value))
+        chance = draw.random()
+        if chance < 0.12:
             return {key: inner for key, inner in value.items() if key != name}
-        if kind < 0.16:
+        if chance < 0.16:
             return {**value, draw.choice(NAMES): draw.choice(VALUES)}
         return {**value, name: change_files(value[name], draw)}
     if isinstance(value, list) and value and draw.random() < 0.85:
-        at, kind = draw.randrange(len(value)), draw.random()
-        if kind < 0.15:
-            return value[:at] + value[at + 1 :]
-        if kind < 0.25:
+        index = draw.randrange(len(value))
+        chance = draw.random()
+        if chance < 0.15:
+            return value[:index] + value[index + 1 :]
+        if chance < 0.25:
             return value * draw.choice((2, 100))
-        return [*value[:at], change_files(value[at], draw), *value[at + 1 :]]
+        return [*value[:index], change_files(value[index], draw), *value[index + 1 :]]
     return draw.choice(VALUES)

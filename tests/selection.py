@@ -1,5 +1,7 @@
-"""What `make test` leaves to `make test-all`: values that are marked slow, and fixtures that make
-no more than the selected tests ask for.
+"""Choose what `make test` runs and what it leaves to `make test-all`.
+
+`mark_slow_except` and `mark_slow_but` mark values of `pytest.mark.parametrize` as slow;
+`select_cases` tells a fixture which values the selected tests ask for, so that it builds no others.
 """
 
 from collections.abc import Collection, Iterable
@@ -8,23 +10,27 @@ from typing import Any
 import pytest
 
 
-def mark_slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Values for `parametrize`, of which those that are not kept are marked slow."""
+def mark_slow_except(values: Iterable[Any], fast_values: Collection[Any]) -> list[Any]:
+    """Return values for `parametrize`, all marked slow except `fast_values`."""
     values = list(values)
-    unknown = [value for value in kept if value not in values]
-    assert kept and not unknown, f"kept: {kept}, no values: {unknown}"
+    unknown_values = [value for value in fast_values if value not in values]
+    assert fast_values and not unknown_values, f"kept: {fast_values}, no values: {unknown_values}"
     return [
-        value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values
+        value if value in fast_values else pytest.param(value, marks=pytest.mark.slow)
+        for value in values
     ]
 
 
 def mark_slow_but(values: Iterable[Any], count: int) -> list[Any]:
-    """Values for `parametrize`, all marked slow but `count` of them, evenly spread."""
+    """Return values for `parametrize`, all marked slow but `count` of them, evenly spread."""
     values = list(values)
-    kept = {round(place * (len(values) - 1) / max(1, count - 1)) for place in range(count)}
+    last = len(values) - 1
+    fast_indices = {round(number * last / max(1, count - 1)) for number in range(count)}
     return [
-        value if at in kept else pytest.param(*_read_arguments(value), marks=pytest.mark.slow)
-        for at, value in enumerate(values)
+        value
+        if index in fast_indices
+        else pytest.param(*_read_arguments(value), marks=pytest.mark.slow)
+        for index, value in enumerate(values)
     ]
 
 
@@ -34,17 +40,16 @@ def _read_arguments(value: Any) -> tuple[Any, ...]:
 
 
 def select_cases(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Each value of a parameter in the tests of this file that are to run; for fixtures that make
-    many things at once.
+    """Return the values of parameter `name` in the selected tests of this file, each once.
 
-    request: of a fixture, which may be of the module.
+    For fixtures that build many things at once. request: the fixture's, of any scope.
     """
-    found: list[Any] = []
+    selected_values: list[Any] = []
     for item in request.session.items:
-        if item.path == request.path and name in getattr(
-            getattr(item, "callspec", None), "params", {}
-        ):
-            value = item.callspec.params[name]
-            if value not in found:
-                found.append(value)
-    return found
+        if item.path != request.path:
+            continue
+        # Tests that are not parametrized have no callspec.
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if name in parameters and parameters[name] not in selected_values:
+            selected_values.append(parameters[name])
+    return selected_values

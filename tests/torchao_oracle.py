@@ -1,8 +1,7 @@
-"""What torchao itself computes, for comparison with ours: its converters, optimizers, levels and
-NF4 tensors.
+"""Compute with torchao what the library computes by itself, for comparison.
 
-For tests and benchmarks the one module that imports torchao, whose modules move from one release to
-the next.
+The one module of tests and benchmarks that imports torchao, whose own modules move between
+releases.
 """
 
 import logging
@@ -18,54 +17,57 @@ from torch import Tensor, nn
 
 @contextmanager
 def _import_silently() -> Iterator[None]:
-    """torchao says at import at length what a CPU's build lacks."""
-    before = logging.root.manager.disable
+    """Silence logging and warnings inside: at its import torchao logs what a CPU's build lacks."""
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)
 
 
 def is_plain_linear(module: nn.Module, name: str) -> bool:
-    """What `matmul_dtype` changes in a full fine-tune: linears of the layers, as torch has them."""
+    """Return True for the modules that `matmul_dtype` changes in a full fine-tune.
+
+    They are the plain linears of the layers.
+    """
     return type(module) is nn.Linear and "layers." in name
 
 
 def convert(
     model: nn.Module,
     kind: str,
-    chosen: Callable[[nn.Module, str], bool] | None = is_plain_linear,
+    module_filter: Callable[[nn.Module, str], bool] | None = is_plain_linear,
     **settings: Any,
 ) -> nn.Module:
-    """Lets torchao convert linears to products in `kind` (int8, fp8: one scale a row), in place;
-    None: which it likes.
+    """Let torchao convert linears to matmuls in `kind` (int8, fp8: one scale a row), in place.
 
-    settings: of Float8LinearConfig, beside those of its recipe `rowwise`, whose scales are powers
-    of two; ours, and by default these, are not. INT8 swaps modules, and leaves parameters what they
-    are.
+    module_filter: called with module and name; None leaves the choice to torchao.
+    settings: of Float8LinearConfig, beside those of its recipe `rowwise`.
     """
     with _import_silently():
         if kind == "int8":
             from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
             from torchao.quantization import quantize_
 
-            quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True), chosen)
+            # Swapping modules leaves the parameters plain tensors.
+            quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True), module_filter)
             return model
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         rowwise = replace(
             Float8LinearConfig.from_recipe_name("rowwise"),
-            **{"round_scales_to_power_of_2": False} | settings,
+            **{"round_scales_to_power_of_2": False} | settings,  # as ours are not
         )
-        return convert_to_float8_training(model, config=rowwise, module_filter_fn=chosen)
+        return convert_to_float8_training(model, config=rowwise, module_filter_fn=module_filter)
 
 
 def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, rounded row by row, and what each row's codes are multiplied by, as
-    torchao finds them.
+    """Return torchao's codes of a matrix `[o, i]`, rounded row by row, and the rows' scales `[o]`.
+
+    A row's codes are multiplied by its scale.
     """
     with _import_silently():
         from torchao.float8.config import ScalingGranularity
@@ -76,21 +78,19 @@ def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         return codes, scales
     rowwise = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
     factors = tensor_to_scale(matrix, torch.float8_e4m3fn, **rowwise)
-    return (
-        to_fp8_saturated(matrix.float() * factors, torch.float8_e4m3fn),
-        factors.reciprocal().flatten(),
-    )
+    codes = to_fp8_saturated(matrix.float() * factors, torch.float8_e4m3fn)
+    return codes, factors.reciprocal().flatten()
 
 
 def build_low_bit_adamw() -> dict[int, Any]:
-    """Bits of the states -> class of the optimizer."""
+    """Return the classes of torchao's AdamW by the bits of their states."""
     with _import_silently():
         from torchao.optim import AdamW4bit, AdamW8bit
     return {8: AdamW8bit, 4: AdamW4bit}
 
 
 def compute_low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
-    """(functions that make codes, levels by bits and whether they are signed)."""
+    """Return (torchao's module of quantizing functions, levels by (bits, is signed))."""
     with _import_silently():
         from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
     levels = {
@@ -103,15 +103,16 @@ def compute_low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ..
 
 
 def build_nf4_tensor() -> Any:
-    """The class of NF4 tensors."""
+    """Return torchao's class of NF4 tensors."""
     with _import_silently():
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
     return NF4Tensor
 
 
 def compute_mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4 of a matrix `[o, i]`: bytes of two numbers each, `[o, i / 32, 16]`, and biased
-    exponents `[o, i / 32]`.
+    """Return a matrix `[o, i]` in MXFP4: codes and biased exponents, uint8.
+
+    Codes are `[o, i / 32, 16]`, two in a byte; exponents are `[o, i / 32]`.
     """
     with _import_silently():
         from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -121,7 +122,7 @@ def compute_mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def base_config(kind: str, group_size: int = 32) -> Any:
-    """What an export in `kind` (int4, int8, fp8) is made by, as torchao's own pages write it."""
+    """Return torchao's config of an export in `kind` (int4, int8, fp8), as its docs write it."""
     with _import_silently():
         from torchao.quantization import (
             Float8DynamicActivationFloat8WeightConfig,
@@ -137,7 +138,7 @@ def base_config(kind: str, group_size: int = 32) -> Any:
 
 
 def export_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
-    """Quantizes the layers' linears, in place. fp8 takes a GPU that has it."""
+    """Let torchao quantize the layers' linears, in place. fp8 needs a GPU that supports it."""
     with _import_silently():
         from torchao.quantization import quantize_
 
@@ -146,7 +147,7 @@ def export_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Modu
 
 
 def prepare_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
-    """Lets torchao swap the layers' linears for its own fake-quantized ones, in place."""
+    """Let torchao swap the layers' linears for its own fake-quantized ones, in place."""
     with _import_silently():
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
@@ -156,7 +157,7 @@ def prepare_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Mod
 
 
 def compute_fp8_rows(matrix: Tensor) -> Tensor:
-    """A matrix `[o, i]` as an export in fp8 has it, in its own type again."""
+    """Return a matrix `[o, i]` after rounding as an export in fp8 rounds it, in its own dtype."""
     with _import_silently():
         from torchao.quantization import PerRow
         from torchao.quantization.quantize_.workflows import Float8Tensor

@@ -1,5 +1,7 @@
-"""Small decoders with adapters for the tests, made as a recipe makes them; B is given values, so
-that all is in use.
+"""Build small decoders with adapters as a recipe builds them, for the tests.
+
+The adapters' B is not zero, as it is in training's first step: every parameter then has an effect
+and a gradient.
 """
 
 from collections.abc import Iterator
@@ -26,21 +28,22 @@ EVERYWHERE = [*LINEARS, "embedding", "head"]
 
 @dataclass(frozen=True)
 class Setting:
-    """A run's levers; compiler: backend of torch.compile."""
+    """The levers of a model with adapters."""
 
     lora: LoraConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    dtype: torch.dtype = torch.float64
-    compiler: str | None = None
+    dtype: torch.dtype = torch.float64  # of weights and adapters
+    compiler: str | None = None  # backend of torch.compile; None: layers are not compiled
 
 
 @contextmanager
 def build_adapted(
     spec: DecoderSpec, setting: Setting, moved: float = 0.1
 ) -> Iterator[tuple[Decoder, World]]:
-    """The model in this rank's world; adapters are those of init_adapters, moved by random numbers
-    of size `moved`.
+    """Enter this rank's world with the model in it; yield both.
+
+    Adapters are those of init_adapters plus normal random numbers times `moved`.
     """
     cfg = LoraFinetuneConfig(
         device="cpu", lora=setting.lora, parallel=setting.parallel, memory=setting.memory
@@ -62,10 +65,11 @@ def build_adapted(
 
 @torch.no_grad()
 def move_adapters(model: Decoder, size: float) -> None:
-    """Adds random numbers to all adapters, the same on any number of ranks."""
+    """Add normal random numbers times `size` to all adapters, the same on any number of ranks."""
     for name, parameter in get_adapter_parameters(model).items():
         local, offset = locate_local_part(parameter)
         noise = torch.empty_like(local)
+        # By position in the full parameter, so that each rank draws its shard of the same numbers.
         fill_random(
             noise,
             offset,
@@ -77,13 +81,13 @@ def move_adapters(model: Decoder, size: float) -> None:
 
 
 def compute_mean_loss(model: Decoder, world: World, part: int = 0, parts: int = 1) -> Tensor:
-    """This rank's share of the small batch, or one of its parts, over the trained tokens of the
-    whole batch.
+    """Return the loss of this rank's rows of the small batch over the label tokens of all rows.
+
+    Summed over ranks, and over `part` of `parts` equal parts of a rank's rows, this is the mean.
     """
     tokens, labels = make_small_batch()
-    rows = ROWS // (world.size * parts)
-    first = (world.rank * parts + part) * rows
-    mine = slice(first, first + rows)
-    return (
-        model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()
-    )
+    num_rows = ROWS // (world.size * parts)
+    first_row = (world.rank * parts + part) * num_rows
+    rows = slice(first_row, first_row + num_rows)
+    loss = model(tokens[rows], labels=labels[rows], head_loss=CrossEntropy(3))
+    return loss / (labels != -100).sum()

@@ -1,4 +1,7 @@
-"""Models of transformers and adapters of PEFT, beside ours with the same weights."""
+"""Load the same weights and adapters into our model, transformers' and PEFT's, and compare logits.
+
+`write_tiny_folder` writes a model, `load_ours` / `load_theirs` / `load_with_peft` read it.
+"""
 
 import json
 import warnings
@@ -14,7 +17,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, read_config
 from tests.adapters.adapted import EVERYWHERE, move_adapters
 
-# Kinds of adapters that PEFT and we must agree on: what differs from `build_config`.
+# Kinds of adapters that PEFT and we must agree on: arguments of `build_config`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q", "v"]},
     "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
@@ -26,10 +29,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_config(**changes: Any) -> LoraConfig:
+    """Return a config of rank 4 with changes."""
     return LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))
 
 
-MOVED = 0.05
+MOVED = 0.05  # size of the random numbers that stand for an adapter's training
 TINY: dict[str, dict[str, Any]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -58,7 +62,10 @@ SHAPE = {
 
 
 def write_tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
-    """A model folder with random weights, written by transformers."""
+    """Write a model folder with random weights by transformers; return it.
+
+    changes: keys of its config.json.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = TINY[family] | SHAPE | changes
@@ -70,21 +77,22 @@ def write_tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)  # norms and biases too
     model.save_pretrained(folder)
+    # transformers has written every default of the family into it.
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def read_folder_spec(folder: Path) -> DecoderSpec:
-    """The spec of a model folder."""
+    """Return the spec of a model folder."""
     return build_spec(read_config(folder), str(folder))
 
 
 def load_ours(
     folder: Path, cfg: LoraConfig, dtype: torch.dtype = torch.float32, moved: float = MOVED
 ) -> Decoder:
-    """Our model with the folder's weights and adapters that have been trained a little."""
+    """Return our model with the folder's weights and adapters moved as if trained a little."""
     spec = read_folder_spec(folder)
     model = build_meta(spec, dtype)
     add_adapters(model, cfg, dtype)
@@ -97,7 +105,7 @@ def load_ours(
 
 
 def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Our model of a folder, without adapters."""
+    """Return our model of a folder, without adapters."""
     spec = read_folder_spec(folder)
     model = build_meta(spec, dtype).to_empty(device="cpu")
     load_weights(model, spec, folder)
@@ -105,39 +113,40 @@ def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def load_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of a folder; every weight must be found, and none be left over."""
+    """Return transformers' model of a folder; a missing or unused weight is an error."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, loading_faults = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True
     )
-    assert not any(info.values()), info
+    assert not any(loading_faults.values()), loading_faults
     return model.eval()
 
 
 def load_with_peft(folder: Path, adapter: Path) -> Any:
-    """The same with an adapter that PEFT loads; a name that does not fit is an error."""
+    """Return transformers' model with an adapter that PEFT loads.
+
+    A missing or unused tensor of the adapter is an error.
+    """
     from peft import PeftModel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.filterwarnings(
-            "error", message="Found (missing|unexpected)"
-        )  # PEFT goes on without what it lacks
+        # PEFT only warns of tensors that it does not find.
+        warnings.filterwarnings("error", message="Found (missing|unexpected)")
         return PeftModel.from_pretrained(load_theirs(folder), str(adapter)).eval()
 
 
 def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
-    """An adapter with random numbers that PEFT makes and saves; returns its model."""
+    """Let PEFT build and save an adapter with random weights; return PEFT's model."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(6)
-        model = get_peft_model(
-            load_theirs(folder), PeftConfig(task_type="CAUSAL_LM", **settings)
-        ).eval()
+        config = PeftConfig(task_type="CAUSAL_LM", **settings)
+        model = get_peft_model(load_theirs(folder), config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
@@ -148,16 +157,15 @@ def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
 
 
 @torch.no_grad()
-def compute_difference(mine: Decoder, other: Any) -> float:
-    """Largest difference of the logits of a prompt, as a share of the largest logit."""
-    tokens = torch.randint(
-        0, mine.spec.vocab_size, (2, 24), generator=torch.Generator().manual_seed(2)
-    )
-    expected = compute_logits(other, tokens).double()
-    return float((mine(tokens).double() - expected).abs().max() / expected.abs().max())
+def compute_difference(model: Decoder, reference: Any) -> float:
+    """Return the largest difference of two models' logits, relative to the largest logit."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, model.spec.vocab_size, (2, 24), generator=generator)
+    expected = compute_logits(reference, tokens).double()
+    return float((model(tokens).double() - expected).abs().max() / expected.abs().max())
 
 
 def compute_logits(model: Any, tokens: Tensor) -> Tensor:
-    """Logits `[b, s, v]` of a model of ours or of transformers."""
-    found = model(tokens)
-    return found if isinstance(found, Tensor) else found.logits
+    """Return the logits `[b, s, v]` of a model of ours or of transformers."""
+    output = model(tokens)
+    return output if isinstance(output, Tensor) else output.logits

@@ -1,5 +1,7 @@
-"""Adapters that PEFT itself writes for tiny bases, and what PEFT makes of them: the truth for
-ours.
+"""Let PEFT write adapters for tiny bases and compute with them: the reference for `tune export`.
+
+`make_base` and `train_with_peft` write a base and an adapter, `ask_peft` gives logits and merged
+tensors, `merge` and `read_merged` those of our export.
 """
 
 import copy
@@ -31,21 +33,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_tokens(vocabulary: int | None = None) -> Tensor:
-    """A prompt of tokens of the vocabulary, the last among them."""
-    count = vocabulary or SHAPE["vocab_size"]
-    tokens = torch.randint(0, count, (2, 24), generator=torch.Generator().manual_seed(2))
-    tokens[0, :3] = torch.tensor([3, count - 1, count - 3])
+    """Return tokens int64 `[2, 24]` of the vocabulary, its last ids among them."""
+    vocab_size = vocabulary or SHAPE["vocab_size"]
+    tokens = torch.randint(0, vocab_size, (2, 24), generator=torch.Generator().manual_seed(2))
+    tokens[0, :3] = torch.tensor([3, vocab_size - 1, vocab_size - 3])
     return tokens
 
 
 def make_base(folder: Path, family: str, **changes: Any) -> Path:
-    """A tiny base of a family; the folder has no tokenizer."""
-    known = "llama" if family not in ("llama", "phi3") else family
-    return write_tiny_folder(folder, known, **(FAMILIES[family] | changes))
+    """Write a tiny base of a family, without tokenizer; return its folder."""
+    tiny_family = family if family in ("llama", "phi3") else "llama"
+    return write_tiny_folder(folder, tiny_family, **(FAMILIES[family] | changes))
 
 
 def load_base(folder: Path, vocabulary: int | None = None) -> Any:
-    """The base in transformers, its vocabulary resized as a user does that before PEFT."""
+    """Return transformers' model of the base, its vocabulary resized as users do before PEFT."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -56,7 +58,10 @@ def load_base(folder: Path, vocabulary: int | None = None) -> Any:
 
 
 def train_with_peft(base: Path, out: Path, vocabulary: int | None = None, **settings: Any) -> Path:
-    """An adapter with random numbers in all that PEFT would train, saved by PEFT."""
+    """Let PEFT save an adapter with random numbers in all that it would train; return its folder.
+
+    settings: of PEFT's LoraConfig.
+    """
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
@@ -81,7 +86,7 @@ def train_with_peft(base: Path, out: Path, vocabulary: int | None = None, **sett
 def ask_peft(
     base: Path, adapter: Path, vocabulary: int | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits of PEFT's model with the adapter, and the tensors of what it merges."""
+    """Return the logits of PEFT's model with the adapter, and the tensors that it merges."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -93,49 +98,36 @@ def ask_peft(
 
 @torch.no_grad()
 def read_merged(folder: Path) -> tuple[Tensor, dict[str, Tensor], Any]:
-    """Logits, tensors and config of a merged folder, as transformers loads it; nothing may be
-    missing or left over.
+    """Return the logits, tensors and config of a merged folder, as transformers loads it.
+
+    A missing or unused weight is an error.
     """
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, loading_faults = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
-    assert not any(info.values()), info
-    return (
-        model.eval()(make_tokens(model.config.vocab_size)).logits,
-        model.state_dict(),
-        model.config,
-    )
+    assert not any(loading_faults.values()), loading_faults
+    logits = model.eval()(make_tokens(model.config.vocab_size)).logits
+    return logits, model.state_dict(), model.config
 
 
 def merge(base: Path, adapter: Path, out: Path, capsys: Any) -> tuple[int, str]:
-    """`tune export --merge`: its exit code and what it says of an error."""
-    capsys.readouterr()
-    code = main.main(
-        [
-            "export",
-            str(adapter),
-            "--merge",
-            "--base",
-            str(base),
-            "--out",
-            str(out),
-            "--dtype",
-            "fp32",
-        ]
-    )
+    """Run `tune export --merge` in this process; return its exit code and what it reports."""
+    capsys.readouterr()  # drops what was written before
+    argv = ["export", str(adapter), "--merge", "--base", str(base), "--out", str(out)]
+    code = main.main([*argv, "--dtype", "fp32"])
     return code, capsys.readouterr().err
 
 
 def change_config(adapter: Path, **changes: Any) -> None:
-    """Sets keys of an adapter's config."""
+    """Set keys of an adapter's config."""
     path = adapter / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_tensors(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Changes the tensors of an adapter's file in place."""
+    """Rewrite an adapter's file after `change` has changed its tensors, by name, in place."""
     tensors = load_file(adapter / TENSORS)
     change(tensors)
     save_file(
@@ -145,6 +137,6 @@ def change_tensors(adapter: Path, change: Callable[[dict[str, Tensor]], Any]) ->
     )
 
 
-def compute_relative_difference(mine: Tensor, expected: Tensor) -> float:
-    """Largest difference as a share of the largest number."""
-    return float((mine.double() - expected.double()).abs().max() / expected.double().abs().max())
+def compute_relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())

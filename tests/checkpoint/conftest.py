@@ -1,6 +1,4 @@
-"""A folder in memory for the tests that save hundreds of times: a disk's flushes would be most of
-their time.
-"""
+"""A folder in memory for the tests that save hundreds of times: flushing a disk takes too long."""
 
 import os
 import tempfile
@@ -12,14 +10,14 @@ import pytest
 
 @pytest.fixture(scope="session")
 def memory_root() -> Iterator[Path]:
-    """A temporary folder on tmpfs, or where temporary folders are where there is none."""
+    """Return a temporary folder on tmpfs, or on disk where there is no tmpfs."""
     memory = Path("/dev/shm")
-    place = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="tune-", dir=place) as name:
+    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="tune-", dir=parent) as name:
         yield Path(name)
 
 
 @pytest.fixture
 def memory_path(memory_root: Path) -> Path:
-    """An empty folder in it."""
+    """Return an empty folder in it."""
     return Path(tempfile.mkdtemp(dir=memory_root))

@@ -1,17 +1,17 @@
-"""config.json with the names of transformers 4 alone, or with those of transformers 5 alone."""
+"""Spell config.json with the keys of transformers 4 alone, or with those of transformers 5."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from tests.models.reference import CASES, SMALL
 
-# What each release calls what the other has under another name; in the parts of a config too.
+# Keys that the other release calls otherwise; in the parts of a config too.
 NEWER = {"dtype", "rope_parameters", "num_local_experts"}
 OLDER = {
     "torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_emb_base",
     "rotary_pct", "global_rope_theta", "local_rope_theta", "num_experts",
 }  # fmt: skip
-_ONE_NAME = ("mixtral", "gpt_oss", "olmoe")  # whose number of experts has kept its name
+_ONE_NAME = ("mixtral", "gpt_oss", "olmoe")  # families whose number of experts has kept its key
 # Cases of which the reference gives the newer names, as transformers 4.57.6 writes them.
 _BY_HAND: dict[str, dict[str, Any]] = {
     "gemma3": {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": None},
@@ -29,34 +29,31 @@ _BY_HAND: dict[str, dict[str, Any]] = {
     "phi3.5-long": {"rope_scaling": {**CASES["phi3.5-long"][1]["rope_scaling"], "type": "longrope"}},
     "phi3.5-short": {"rope_scaling": {**CASES["phi3.5-short"][1]["rope_scaling"], "type": "longrope"}},
 }  # fmt: skip
-for _scaled in ("phi3.5-long", "phi3.5-short"):
-    del _BY_HAND[_scaled]["rope_scaling"][
-        "rope_type"
-    ]  # Phi 3's class of transformers 4 takes three keys, no other
+for _case in ("phi3.5-long", "phi3.5-short"):
+    # Phi 3's class of transformers 4 takes three keys, no other.
+    del _BY_HAND[_case]["rope_scaling"]["rope_type"]
 
 
 def write_older(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return a case's config.json as transformers 4 writes it. written: by transformers 5."""
     options = CASES[case][1]
-    kept = {
+    shared = {
         key: value for key, value in written.items() if key not in NEWER or is_shared(written, key)
     }
     older = {"rope_theta": 10000.0} | SMALL | options | _BY_HAND.get(case, {})
     older.pop("rope_parameters", None)
-    return kept | older | {"torch_dtype": "float32"}
+    return shared | older | {"torch_dtype": "float32"}
 
 
 def leave_out(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return a config.json and its parts without the names of one release."""
-    kept = {
-        key: value for key, value in config.items() if key not in names or is_shared(config, key)
-    }
-    return {
-        key: leave_out(value, names) if key.endswith("_config") else value
-        for key, value in kept.items()
-    }
+    """Return a config.json and its parts without the keys `names` of one release."""
+    remaining = {}
+    for key, value in config.items():
+        if key not in names or is_shared(config, key):
+            remaining[key] = leave_out(value, names) if key.endswith("_config") else value
+    return remaining
 
 
 def is_shared(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether both releases have this name for it in this family."""
+    """Return True if both releases have this key in this family."""
     return "experts" in key and config.get("model_type") in _ONE_NAME

@@ -1,4 +1,10 @@
-"""A tiny decoder, its optimizer, and worlds to save it in."""
+"""Build a tiny decoder, its optimizers and worlds to save it in, for the tests of checkpoints.
+
+with build_tiny_world() as world:
+    model = build_tiny_model(world)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, steps=2)
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -44,16 +50,15 @@ OPTIMIZERS = {
 
 
 def build_tiny_spec(**changes: Any) -> DecoderSpec:
-    """The spec of CONFIG with changes."""
+    """Return the spec of CONFIG with changes."""
     return build_spec(CONFIG | changes, "tiny")
 
 
 @contextmanager
 def build_tiny_world(replicate: int = 1) -> Iterator[World]:
-    """The world of this process, on the CPU."""
-    with start_world(
-        FullFinetuneConfig(device="cpu", parallel=ParallelConfig(data_replicate=replicate))
-    ) as world:
+    """Enter the world of this process, on the CPU."""
+    parallel = ParallelConfig(data_replicate=replicate)
+    with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
         yield world
 
 
@@ -63,17 +68,16 @@ def build_tiny_model(
     dtype: torch.dtype = torch.float32,
     spec: DecoderSpec | None = None,
 ) -> Decoder:
-    """Built on meta, sharded where the world has more than one rank, and filled from the seed
-    (None: with NaN).
+    """Build a decoder as a recipe does: on meta, sharded over the ranks, then materialized.
+
+    seed: of its random weights; None fills them with NaN, so that a test sees what is not loaded.
     """
     spec = spec or build_tiny_spec()
     model = build_meta(spec, dtype)
     if world.size > 1:
-        mesh = (
-            world.mesh["data_replicate", "data_shard"]
-            if world.mesh.size(0) > 1
-            else world.mesh["data_shard"]
-        )
+        mesh = world.mesh["data_shard"]
+        if world.mesh.size(0) > 1:
+            mesh = world.mesh["data_replicate", "data_shard"]
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -90,7 +94,7 @@ def build_tiny_model(
 def train(
     model: Decoder, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
 ) -> list[float]:
-    """Steps on rows that depend on the step's number alone; returns the losses."""
+    """Train on rows that depend on the step's number alone; return the losses."""
     losses = []
     for step in range(first, first + steps):
         rows = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(step))
@@ -103,15 +107,16 @@ def train(
 
 
 def gather_full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered if it is sharded. Collective."""
+    """Return the full tensor; a sharded one is gathered (a collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def compute_fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 over the gathered bytes of every parameter, optimizer state and group value.
-    Collective.
+    """Return the SHA-256 of every full parameter and optimizer state, and of the group values.
+
+    A collective.
     """
-    model.state_dict()  # reshards
+    model.state_dict()  # FSDP's hook frees gathered parameters
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         states = {
@@ -120,18 +125,17 @@ def compute_fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer
             if value is not None
         }
         for key, value in [("", parameter), *sorted(states.items())]:
-            whole = gather_full(torch.as_tensor(value).detach()).contiguous()
-            digest.update(f"{name} {key} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+            tensor = gather_full(torch.as_tensor(value).detach()).contiguous()
+            digest.update(f"{name} {key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     for group in optimizer.param_groups:
-        digest.update(
-            repr(sorted((key, value) for key, value in group.items() if key != "params")).encode()
-        )
+        settings = sorted((key, value) for key, value in group.items() if key != "params")
+        digest.update(repr(settings).encode())
     return digest.hexdigest()
 
 
 def list_tree(folder: Path) -> dict[str, bytes]:
-    """Relative path -> contents of every file under the folder."""
+    """Return the contents of every file under the folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -1,6 +1,4 @@
-"""Runs of seconds that leave an adapter with an effect, for the tests of what can be done with
-it.
-"""
+"""Train an adapter in seconds, for the tests of the commands that read one."""
 
 import json
 from pathlib import Path
@@ -21,16 +19,19 @@ ROWS = [
 
 
 def write_adapter_run(realdata: Path, output: Path, *more: str, recipe: str = LORA) -> Any:
-    """Trains the stories' model on two conversations for two steps; `more` are words of the command
-    line.
+    """Train the stories' model on two conversations for two steps and return the run.
+
+    more: further words of the command line.
     """
-    rows = output.with_name(f"{output.name}.jsonl")
-    rows.parent.mkdir(parents=True, exist_ok=True)
-    found = [
-        {"messages": [{"role": role, "content": text} for role, text in turns]} for turns in ROWS
-    ]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in found))
-    data = [f"data.source={rows}", "data.format=messages", "data.cache=false"]
+    rows_file = output.with_name(f"{output.name}.jsonl")
+    rows_file.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for turns in ROWS:
+        messages = [{"role": role, "content": text} for role, text in turns]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    rows_file.write_text("".join(lines))
+    data = [f"data.source={rows_file}", "data.format=messages", "data.cache=false"]
+    # The learning rate is high so that two steps give the adapter an effect.
     steps = ["max_steps=2", "batch_size=1", "optimizer.lr=1e-2", f"recipe={recipe}"]
     run = run_here(write_stories(realdata, output, *data, *steps, *more), recipe=recipe)
     assert run.code == 0, run.said

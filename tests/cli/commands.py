@@ -1,4 +1,8 @@
-"""`tune` as a process of its own."""
+"""Run `tune` in a process of its own: `tune(...)` starts Python, `tune_forked(...)` forks.
+
+A fork has torch imported already, so it starts in no time; use `tune` where the start of the
+process itself is tested.
+"""
 
 import importlib
 import logging
@@ -20,15 +24,18 @@ TUNE = [sys.executable, "-m", "recipe_lib.cli.main"]
 
 
 def build_environment(**changes: str | None) -> dict[str, str]:
-    """This process's environment with recipe_lib importable; None removes a variable."""
-    values = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
-    return {name: value for name, value in values.items() if value is not None}
+    """Return this process's environment with recipe_lib importable; None removes a variable."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def tune(
     *words: object, cwd: Path = ROOT, timeout: float = 120, **changes: str | None
 ) -> subprocess.CompletedProcess:
-    """Runs `tune`; `changes` are to the environment. returncode, stdout, stderr (text)."""
+    """Run `tune` and return its exit code and what it wrote, as text.
+
+    changes: variables of the environment to set, or to remove (None).
+    """
     return subprocess.run(
         [*TUNE, *map(str, words)],
         cwd=cwd,
@@ -40,25 +47,25 @@ def tune(
 
 
 def become_tune(*words: object, cwd: Path = ROOT, **changes: str | None) -> NoReturn:
-    """Be `tune` in a fork of the test process, which has imported torch already, and end with its
-    exit code.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    """Run `tune` in this process, a fork of the test process, and end with its exit code."""
+    # pytest has replaced the streams.
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         errors = getattr(sys, f"__{name}__").errors
-        setattr(sys, name, open(number, "w" if number else "r", errors=errors, closefd=False))
+        mode = "r" if name == "stdin" else "w"
+        setattr(sys, name, open(descriptor, mode, errors=errors, closefd=False))
     code = 1
     try:
         os.chdir(cwd)
         variables = build_environment(**changes)
         os.environ.clear()
         os.environ.update(variables)
-        tempfile.tempdir = None  # by TMPDIR, anew
+        tempfile.tempdir = None  # so that tempfile reads TMPDIR again
         if "huggingface_hub.constants" in sys.modules:
-            importlib.reload(sys.modules["huggingface_hub.constants"])  # as the variables have them
+            importlib.reload(sys.modules["huggingface_hub.constants"])  # which reads variables
         signal.signal(signal.SIGINT, signal.default_int_handler)
         logging.getLogger("tune").handlers.clear()
         code = main([str(word) for word in words])
-    except BaseException:  # noqa: BLE001  (told, as Python tells it)
+    except BaseException:  # noqa: BLE001  (its traceback is written, as Python does at an exit)
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -74,15 +81,14 @@ def start_forked(
     cwd: Path = ROOT,
     **changes: str | None,
 ) -> BaseProcess:
-    """Start `tune` in a fork with these descriptors; without one for its input it reads nothing."""
+    """Start `tune` in a fork with these file descriptors; without `stdin` it reads nothing."""
 
     def begin() -> None:
         with open(os.devnull) as nothing:
-            for number, descriptor in enumerate(
-                (nothing.fileno() if stdin is None else stdin, stdout, stderr)
-            ):
-                os.dup2(descriptor, number)
-        os.closerange(3, 1024)  # the other ends of pipes
+            os.dup2(nothing.fileno() if stdin is None else stdin, 0)
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+        os.closerange(3, 1024)  # the test's ends of pipes, which would never be closed
         become_tune(*words, cwd=cwd, **changes)
 
     process = get_context("fork").Process(target=begin)
@@ -93,22 +99,31 @@ def start_forked(
 def tune_forked(
     *words: object, said: str = "", cwd: Path = ROOT, timeout: float = 120, **changes: str | None
 ) -> subprocess.CompletedProcess:
-    """Run `tune` in a fork, which is soon there; said: on its input. As `tune` but for that."""
+    """Run `tune` in a fork, with `said` as its input; else like `tune`."""
     with (
-        tempfile.TemporaryFile("w+") as read,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
+        tempfile.TemporaryFile("w+") as stdin,
+        tempfile.TemporaryFile("w+") as stdout,
+        tempfile.TemporaryFile("w+") as stderr,
     ):
-        read.write(said)
-        read.seek(0)
-        streams = {"stdin": read.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
-        process = start_forked(*words, **streams, cwd=cwd, **changes)
+        stdin.write(said)
+        stdin.seek(0)
+        process = start_forked(
+            *words,
+            stdin=stdin.fileno(),
+            stdout=stdout.fileno(),
+            stderr=stderr.fileno(),
+            cwd=cwd,
+            **changes,
+        )
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
             raise AssertionError(f"{words}: not done after {timeout} s")
-        written = []
-        for file in (out, err):
-            file.seek(0)
-            written.append(file.read())
-    return subprocess.CompletedProcess([str(word) for word in words], process.exitcode, *written)
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(
+            args=[str(word) for word in words],
+            returncode=process.exitcode,
+            stdout=stdout.read(),
+            stderr=stderr.read(),
+        )

@@ -1,25 +1,24 @@
-"""Facts of machines that `tune doctor` might find, to plant faults in."""
+"""Build the facts that `tune doctor` gathers of a machine, for tests to plant faults in."""
 
 import copy
 from typing import Any
 
 from recipe_lib.units import GIB
 
-RANGE = ("all_reduce", "all_gather", "reduce_scatter")
+RANGE = ("all_reduce", "all_gather", "reduce_scatter")  # the collectives that are measured
 
 
 def build_links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
-    """Collectives that are right."""
-    points = [
-        {"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10}
-        for size in (4096, 2**20)
-        for name in RANGE
-    ]
+    """Return measured collectives without a fault. changes: keys to replace."""
+    points = []
+    for size in (4096, 2**20):
+        for name in RANGE:
+            points.append({"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10})
     return {"backend": backend, "ranks": ranks, "points": points, "failed": []} | changes
 
 
 def build_gpu(**changes: Any) -> dict[str, Any]:
-    """An RTX 4090 as torch describes it."""
+    """Return an RTX 4090 as torch describes it. changes: keys to replace."""
     size = int(23.5 * GIB)
     card = {
         "name": "NVIDIA GeForce RTX 4090",
@@ -31,7 +30,7 @@ def build_gpu(**changes: Any) -> dict[str, Any]:
 
 
 def build_ways(wrong: list[str] | None = None) -> dict[str, Any]:
-    """Copies between two GPUs, as steps."""
+    """Return the checked copies between two GPUs. wrong: faults of the first one."""
     return {
         "copies from GPU 0 to GPU 1": {"wrong": wrong or [], "rate": 2e10},
         "copies from GPU 1 to GPU 0": {"wrong": [], "rate": 2e10},
@@ -39,7 +38,7 @@ def build_ways(wrong: list[str] | None = None) -> dict[str, Any]:
 
 
 def build_healthy() -> dict[str, Any]:
-    """A machine with two RTX 4090 on which all is well."""
+    """Return the facts of a machine with two RTX 4090 and no fault."""
     folder = {"path": "/runs", "total": 900 * GIB, "free": 500 * GIB, "fault": None}
     calibration = {
         "version": 1, "device": "NVIDIA GeForce RTX 4090", "dry_run": False, "torch": "2.13.0", "date": "2026-11-22",
@@ -77,14 +76,17 @@ def build_healthy() -> dict[str, Any]:
     for number in (0, 1):
         rates = {"copy_to_device": 2.4e10, "copy_to_host": 2.5e10, "bf16": 1.4e14 + number * 1e12}
         facts["steps"][f"rates of GPU {number}"] = rates
-    return copy.deepcopy(facts)  # rows that are alike are no longer one
+    return copy.deepcopy(facts)  # else a change of one folder or driver row would change others
 
 
 def put(facts: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
-    """The facts with another value: `machine/memory/available`, `steps/torch/gpus/0/free`."""
-    *way, last = place.split("/")
+    """Set one value of the facts in place; return them.
+
+    place: a path such as `machine/memory/available` or `steps/torch/gpus/0/free`.
+    """
+    *parents, last = place.split("/")
     target: Any = facts
-    for step in way:
-        target = target[int(step) if isinstance(target, list) else step]
+    for key in parents:
+        target = target[int(key) if isinstance(target, list) else key]
     target[int(last) if isinstance(target, list) else last] = value
     return facts

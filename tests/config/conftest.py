@@ -1,4 +1,4 @@
-"""A config that is right, and the faults of one that is not."""
+"""Fixtures that write a config's text, load it, or list its faults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +14,16 @@ NEEDED = {"model": "  path: checkpoint\n", "data": "  source: rows.jsonl\n"}
 
 
 def complete(text: str) -> str:
-    """The text with the sections that every config needs, unless it has them."""
-    missing = [
+    """Return the text with the sections that every config needs, unless it has them."""
+    missing_sections = [
         f"{section}:\n{keys}" for section, keys in NEEDED.items() if f"{section}:" not in text
     ]
-    return text + "".join(missing)
+    return text + "".join(missing_sections)
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
-    """Writes a config file."""
+    """Return a function that writes a config file and returns its path."""
 
     def write(text: str | bytes) -> Path:
         path = tmp_path / "c.yaml"
@@ -35,7 +35,7 @@ def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
 
 @pytest.fixture
 def load(write) -> Callable[..., FullFinetuneConfig]:
-    """Loads a text, completed, with overrides."""
+    """Return a function that completes a config's text and loads it with overrides."""
 
     def load(text: str, *overrides: str, schema: type = FullFinetuneConfig) -> FullFinetuneConfig:
         return load_config(write(complete(text)), overrides, schema)
@@ -45,7 +45,10 @@ def load(write) -> Callable[..., FullFinetuneConfig]:
 
 @pytest.fixture
 def faults(write) -> Callable[..., list[str]]:
-    """The fault lines of a text, the file called `c.yaml`; fails if the text loads."""
+    """Return a function that gives the fault lines of a config's text, its file called `c.yaml`.
+
+    It fails if the text loads. whole: the text is not completed.
+    """
 
     def faults(
         text: str | bytes, *overrides: str, schema: type = FullFinetuneConfig, whole: bool = False

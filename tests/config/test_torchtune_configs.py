@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from benchmarks.imported_configs import (
-    count_table,
     find_torchtune_configs,
+    format_count_table,
     format_key_table,
     format_table,
     import_all,
@@ -100,7 +100,7 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(
     assert len(format_table(found.items()).splitlines()) == 156 + 2
     page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
     rerun = "put what `python -m benchmarks.imported_configs --counts` prints into docs/import.md"
-    assert count_table(found.items()) in page, rerun
+    assert format_count_table(found.items()) in page, rerun
     keys = (ROOT / "docs" / "measurements" / "imported_keys.md").read_text(encoding="utf-8")
     assert keys.endswith(f"\n\n{format_key_table(found.items())}"), (
         "put what it prints with --keys into that page"

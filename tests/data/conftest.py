@@ -1,4 +1,4 @@
-"""The tokenizers of tests/tokenizers, and a writer of data files."""
+"""Fixtures: the tokenizers of tests/tokenizers, a writer of data files, the log's lines."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def rows_file(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def said() -> list[str]:
-    """Return the log lines, as they come."""
+    """Return a list that gets the log's lines as they come."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The rows of a step as one list, for tests that need no more of a plan."""
+"""List the rows of a step, for tests that need no more of a data plan."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from recipe_lib.data import DataPlan
 
 @dataclass(frozen=True)
 class OneSource:
-    """So many rows of one token each."""
+    """A data source of `rows` rows of one token each, as `DataPlan` reads it."""
 
     rows: int
-    group: int = 1
+    group: int = 1  # sequences of an item
     weights: tuple[float, ...] = (1.0,)
 
     @property

@@ -1,8 +1,7 @@
-"""A least row of every format, and every column and message key that rows of other tools have, with
-a value each.
+"""A minimal row of every format, and the columns and message keys that rows of other tools have.
 
 The names are those of TRL's, LLaMA-Factory's, Axolotl's, torchtune's, ms-swift's and OpenAI's rows,
-and of datasets of the hub.
+and of datasets of the hub. `encode(tokenizer, format, row)` reads rows as a run does.
 """
 
 import functools
@@ -17,10 +16,8 @@ from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.tokenizers import Tokenizer
 
-USER, SAID = (
-    {"role": "user", "content": "Capital of Peru?"},
-    {"role": "assistant", "content": "Lima."},
-)
+USER = {"role": "user", "content": "Capital of Peru?"}
+SAID = {"role": "assistant", "content": "Lima."}
 TURNS = [{"from": "human", "value": "Capital of Peru?"}, {"from": "gpt", "value": "Lima."}]
 ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "Capital of Peru?", "output": "Lima."},
@@ -40,7 +37,7 @@ TOOL = {
 }
 OTHER = [{"role": "user", "content": "Moon?"}, {"role": "assistant", "content": "Round."}]
 
-# What no format of these rows reads: its name in a fault, whatever it holds.
+# Columns with content that no format reads: a fault names them, whatever they hold.
 CONTENT: dict[str, Any] = {
     "images": ["a.jpg"], "image": "a.jpg", "videos": ["a.mp4"], "audios": ["a.wav"], "audio": {"bytes": b"RIFF"},
     "input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1], "completion_mask": [0, 1], "token_ids": [3],
@@ -50,7 +47,7 @@ CONTENT: dict[str, Any] = {
     "is_correct": False, "subject": "An article of many words.\nIt has two lines.", "html": "<p>Peru</p>",
     "hidden": True,
 }  # fmt: skip
-# What some formats read, and others refuse or find to change nothing.
+# Columns that some formats read, and others refuse or ignore.
 COLUMNS: dict[str, Any] = {
     "instruction": "Add.", "input": "Be quick.", "query": "In words.", "output": "Quito.", "history": [["2+2?", "4"]],
     "system": "You are a pirate.", "system_prompt": "You are a pirate.", "messages": OTHER, "conversations": OTHER,
@@ -61,6 +58,7 @@ COLUMNS: dict[str, Any] = {
     "non_preferred_output": [{"role": "assistant", "content": "Flat."}], "segments": [{"label": True, "text": "Moon"}],
     "conversation": OTHER, "response": "Round.", "answer": "Round.", "question": "Moon?", "dialogue": OTHER,
 }  # fmt: skip
+# Columns that change nothing in any format.
 IDLE: dict[str, Any] = {
     "id": 7, "ids": [1, 2], "idx": 3, "index": 1, "uuid": "a-b", "prompt_id": "p1", "source": "wiki", "dataset": "x",
     "origin": "web", "category": "geo", "task": "qa", "topic": "peru", "topics": ["peru", "lima"], "language": "en",
@@ -73,9 +71,10 @@ IDLE: dict[str, Any] = {
     "correctness": 0, "redacted": False, "openai_moderation": [{"flagged": False}], "__index_level_0__": 5,
     "Unnamed: 0": 5, "annotation_type": "original-annotations", "user_id": "u", "parallel_tool_calls": True,
 }  # fmt: skip
+# Values that say nothing, whatever the column.
 NOTHING: tuple[Any, ...] = (None, "", [], {}, " ", {"a": None}, [None])
 
-# Keys of a message: of every role the same.
+# Keys of a message, of any role.
 KEYS: dict[str, Any] = {
     "name": "Ann", "id": "m1", "tool_call_id": "c1", "timestamp": 3, "model": "m", "refusal": "No.",
     "audio": {"id": "a"}, "annotations": [{"url": "u"}], "images": ["a.jpg"], "train": False, "training": False,
@@ -89,14 +88,16 @@ KEYS: dict[str, Any] = {
 
 
 class Rows:
-    """Rows in the place of a file."""
+    """Rows in memory, in place of a file."""
 
-    place, keys_beside = "rows.jsonl", dict[str, str]()
+    place = "rows.jsonl"
+    keys_beside: dict[str, str] = {}
 
     def __init__(self, *rows: dict[str, Any]) -> None:
         self.rows = rows
 
     def read(self, start: int, stop: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (place, row) of the rows from `start` to `stop`."""
         for number, row in enumerate(self.rows[start:stop], start=start + 1):
             yield f"rows.jsonl:{number}", row
 
@@ -108,41 +109,44 @@ def format_of(name: str) -> str:
 
 @functools.cache
 def build_encoder(tokenizer: Tokenizer, train_on: str | tuple[str, ...]) -> Encoder:
-    """Return the one encoder of a tokenizer."""
+    """Return an encoder, the same one for the same arguments: building it takes a while."""
     return Encoder(tokenizer, "auto", train_on)
 
 
 def encode(
     tokenizer: Tokenizer, form: str, *rows: dict[str, Any], **settings: Any
 ) -> tuple[str, list[str], DataReport]:
-    """Return the text of all sequences, what is trained of each, and the report."""
+    """Return the text of all sequences, the trained text of each, and the report."""
     return encode_file(tokenizer, form, Rows(*rows), **settings)
 
 
 def encode_file(
     tokenizer: Tokenizer, form: str, file: Any, **settings: Any
 ) -> tuple[str, list[str], DataReport]:
-    """Return what `encode` does, of a file."""
+    """Return what `encode` returns, of a file's rows."""
     cfg = DataConfig(on_invalid="skip", **settings)
     source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))
     train_on = cfg.train_on if isinstance(cfg.train_on, str) else tuple(cfg.train_on)
-    chunk = SourceEncoder(cfg, source, build_encoder(tokenizer, train_on), 1024).encode(
-        file, 0, None
-    )
+    source_encoder = SourceEncoder(cfg, source, build_encoder(tokenizer, train_on), 1024)
+    chunk = source_encoder.encode(file, 0, None)
     if chunk.fault is not None:
         raise chunk.fault
-    texts, trained, at = [], [], 0
+    texts = []
+    trained_texts = []
+    start = 0
     for length in chunk.lengths:
-        ids = list(chunk.ids[at : at + length])
-        flags = chunk.trained[at : at + length]
+        stop = start + length
+        ids = list(chunk.ids[start:stop])
+        flags = chunk.trained[start:stop]
+        trained_ids = [token for token, flag in zip(ids, flags, strict=True) if flag]
         texts.append(tokenizer.decode(ids))
-        trained.append(tokenizer.decode(i for i, flag in zip(ids, flags, strict=True) if flag))
-        at += length
-    return "\n---\n".join(texts), trained, chunk.report
+        trained_texts.append(tokenizer.decode(trained_ids))
+        start = stop
+    return "\n---\n".join(texts), trained_texts, chunk.report
 
 
 def write_tokenizer_folder(folder: Path, name: str = "qwen3") -> Path:
-    """Return the tokenizer of one of tests/data/template_cases."""
+    """Write the tokenizer of one of tests/data/template_cases and return its folder."""
     from tests.data.template_cases import BY_NAME, read_source, write_tokenizer
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""All samples of a source, for tests of readers."""
+"""Read all samples of a source, for the tests of readers."""
 
 from collections.abc import Iterator
 

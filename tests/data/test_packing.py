@@ -83,19 +83,19 @@ def test_within_one_percent_of_the_fewest_possible(name):
     packs = pack(lengths, capacity)
     filled = np.add.reduceat(lengths[packs.items], packs.offsets[:-1])
     assert filled.max() <= capacity and filled.sum() == lengths.sum()
-    assert len(packs) <= 1.01 * benchmark.lower_bound(lengths, capacity)
+    assert len(packs) <= 1.01 * benchmark.compute_lower_bound(lengths, capacity)
 
 
 def test_the_lower_bound_is_one():
-    assert benchmark.lower_bound(np.array([6, 6, 6]), 10) == 3  # by the sum it would be 2
-    assert benchmark.lower_bound(np.array([6, 6, 4, 4, 1]), 10) == 3
-    assert benchmark.lower_bound(np.array([5, 5, 5, 5]), 10) == 2
+    assert benchmark.compute_lower_bound(np.array([6, 6, 6]), 10) == 3  # by the sum it would be 2
+    assert benchmark.compute_lower_bound(np.array([6, 6, 4, 4, 1]), 10) == 3
+    assert benchmark.compute_lower_bound(np.array([5, 5, 5, 5]), 10) == 2
     draw = np.random.default_rng(0)
     for _ in range(50):
         lengths = draw.integers(1, 31, 12)
         assert (
             -(-lengths.sum() // 30)
-            <= benchmark.lower_bound(lengths, 30)
+            <= benchmark.compute_lower_bound(lengths, 30)
             <= fewest(lengths.tolist(), 30)
         )
 
@@ -129,7 +129,7 @@ def test_a_million_lengths_in_ten_seconds_of_one_core(name):
     began = time.process_time()
     packs = pack(lengths, capacity)
     assert time.process_time() - began < 10
-    assert len(packs) <= 1.01 * benchmark.lower_bound(lengths, capacity)
+    assert len(packs) <= 1.01 * benchmark.compute_lower_bound(lengths, capacity)
 
 
 def test_the_benchmark_prints_a_line_for_each_mix(capsys):

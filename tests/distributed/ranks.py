@@ -1,5 +1,7 @@
-"""Runs a function on several gloo ranks, each a fork of the test process, which has torch imported
-already.
+"""Run a function on several gloo ranks: `run_ranks(function, 2, argument)`.
+
+Each rank is a fork of the test process, which has torch imported already. `run_in_fork` decorates
+a test that compiles.
 """
 
 import faulthandler
@@ -44,17 +46,17 @@ def run_ranks(
     timeout: float = 120.0,
     process_group: bool = True,
 ) -> list[Any]:
-    """Calls `fn(*args)` in `world_size` processes at once; returns what each rank returned, in rank
-    order.
+    """Call `fn(*args)` in `world_size` processes at once; return the ranks' results in rank order.
 
     fn: any function, closures included (the ranks are forks). It may return None, numbers, strings,
-    tensors, and lists, tuples and dicts of those. In each rank RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them, torch uses one
-    thread, and with `process_group` (the default) a gloo group is there, which `start_world` takes
-    over. What a rank prints appears only when something fails.
+    tensors, and lists, tuples and dicts of those. What a rank prints appears only when one fails.
+    process_group: initialize a gloo group in each rank, which `start_world` uses.
+
+    In each rank RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set
+    as torchrun sets them, and torch uses one thread.
 
     Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds, with
-    the stacks of its threads, or of the one that crashed; no process is left over.
+    the stacks of its threads, or of the one that crashed. No process outlives the call.
     """
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()
@@ -86,15 +88,17 @@ def run_ranks(
 
 
 def run_in_fork(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that compiles runs in a process of its own: code that was compiled, and the compiler's
-    threads, are then in no process of which later tests make their ranks.
+    """Decorate a test that compiles so that it runs in a process of its own.
+
+    Else compiled code and the compiler's threads would stay in the test process, of which later
+    tests fork their ranks.
     """
 
     @functools.wraps(test)
-    def forked(*args: Any, **kwargs: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
         run_ranks(functools.partial(test, *args, **kwargs), 1, timeout=300, process_group=False)
 
-    return forked
+    return run
 
 
 def _run_rank(
@@ -106,11 +110,9 @@ def _run_rank(
     port: int,
     process_group: bool,
 ) -> None:
-    """The life of one rank. It leaves through os._exit: what the test process does when it exits is
-    not its own.
-    """
+    """Set up one rank, call `fn` in it, write its result or traceback, and end the process."""
     # A dead process group of the parent must not be collected here: it would wait for the parent's
-    # threads
+    # threads.
     gc.freeze()
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -140,20 +142,20 @@ def _run_rank(
         result = fn(*args)
         torch.save(result, folder / f"result{rank}")
         code = 0
-    except (
-        BaseException
-    ):  # also SystemExit and KeyboardInterrupt: whatever ended it, the test must show it
+    # SystemExit and KeyboardInterrupt too: the test shows whatever ended the rank.
+    except BaseException:
         (folder / f"traceback{rank}").write_text(traceback.format_exc())
-        raise  # no further than the line below
+        raise  # no further than os._exit below
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # without the exit handlers of the test process, pytest's among them
 
 
 def _forget_compile_threads() -> None:
-    """inductor of a test process that has compiled would wait in its ranks for threads that no fork
-    has.
+    """Drop inductor's pool: ranks of a test process that has compiled would wait for its threads.
+
+    No fork has them.
     """
     compiler = sys.modules.get("torch._inductor.async_compile")
     if compiler is not None:
@@ -161,40 +163,45 @@ def _forget_compile_threads() -> None:
 
 
 def _tell_meshes_apart() -> None:
-    """DTensor remembers an operator's result by equal meshes, with its mesh: of one that the test
-    process has made, as some rank of a simulated world, a rank here would take over that one's
-    place. Equal takes an equal thread.
+    """Make meshes of this rank unequal to those that the test process has built.
+
+    DTensor caches an operator's result by its meshes. A mesh that the test process has built for
+    some rank of a simulated world would otherwise be found, with that rank's coordinates.
     """
     original = DeviceMesh.__init__
 
-    def begin(mesh: Any, *args: Any, **kwargs: Any) -> None:
+    def init_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
         original(mesh, *args, **kwargs)
-        mesh._thread_id, mesh._hash = os.getpid(), None
+        mesh._thread_id = os.getpid()  # equal meshes have equal threads
+        mesh._hash = None  # computed anew
 
-    DeviceMesh.__init__ = begin  # type: ignore[method-assign]
+    DeviceMesh.__init__ = init_mesh  # type: ignore[method-assign]
 
 
 def _share_meshes() -> None:
-    """Worlds of one shape share their mesh, as long as the process group is the same: a mesh's
-    groups, each with threads and sockets, stay as long as the process, and a rank of many worlds
-    would have hundreds.
+    """Let worlds of one shape share their mesh, as long as the process group is the same.
+
+    A mesh's groups, each with threads and sockets, live as long as the process: a rank that starts
+    many worlds would have hundreds.
     """
-    original, made = world.init_device_mesh, {}
+    original = world.init_device_mesh
+    meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
     def init_device_mesh(
         device: str, shape: tuple[int, ...], **names: tuple[str, ...]
     ) -> DeviceMesh:
         key = (dist.group.WORLD, device, shape, *names.items())
-        if key not in made:
-            made[key] = original(device, shape, **names)
-        return made[key]
+        if key not in meshes:
+            meshes[key] = original(device, shape, **names)
+        return meshes[key]
 
     world.init_device_mesh = init_device_mesh  # type: ignore[assignment]
 
 
 def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
-    """Waits for all ranks, or for a short while after the first failure, then ends the rest; True:
-    time ran out.
+    """Wait for all ranks, or briefly after the first failure, then kill the rest.
+
+    Returns True if time ran out.
     """
     deadline = time.monotonic() + timeout
     failed = False
@@ -203,13 +210,13 @@ def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
             failed = True
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         time.sleep(0.01)
-    left = [process for process in processes if process.is_alive()]
-    timed_out = bool(left) and not failed
+    running = [process for process in processes if process.is_alive()]
+    timed_out = bool(running) and not failed
     if timed_out:
-        for process in left:
+        for process in running:
             os.kill(process.pid or 0, _STACKS)
-        time.sleep(0.5)
-    for process in left:
+        time.sleep(0.5)  # for the stacks to be written
+    for process in running:
         process.kill()
     for process in processes:
         process.join()
@@ -217,7 +224,7 @@ def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
 
 
 def _explain_end(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> str:
-    """Why a rank failed: its traceback, or how it was ended, and what it printed."""
+    """Return why a rank failed: its traceback, or how it was ended, and what it printed."""
     report = folder / f"traceback{rank}"
     if report.exists():
         why = report.read_text()
@@ -229,24 +236,21 @@ def _explain_end(process: BaseProcess, rank: int, folder: Path, timed_out: bool)
         why = f"exit code {process.exitcode}"
     output = folder / f"output{rank}"
     printed = output.read_text(errors="replace") if output.exists() else ""
-    if (
-        len(printed) > 8000
-    ):  # what crashed comes first in a report of a crash, and its callers of no interest last
+    # The first lines of a crash's report name what crashed; the last are the failing test's.
+    if len(printed) > 8000:
         printed = f"{printed[:4000]}\n[...]\n{printed[-4000:]}"
     return f"{why}\n{printed}".rstrip()
 
 
 def import_compiler() -> None:
-    """Compiles something, so that ranks that compile are forks of a process with all of the
-    compiler imported.
-    """
+    """Compile a small module, so that the compiler is imported before ranks that compile fork."""
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
     torch.compile(layer, backend="aot_eager")(torch.ones(1, 2)).sum().backward()
     torch._dynamo.reset()
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
+    """Return a port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

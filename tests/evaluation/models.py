@@ -1,5 +1,7 @@
-"""Random models of four families with the demo's tokenizer, and what transformers makes of the
-demo's held-out rows.
+"""Write random models of four families, and compute with transformers what `tune` has to give.
+
+Tokenizer and rows are the demo's; `write_samples`, `compute_likelihood` and `answer` are the
+reference for evaluation and generation.
 """
 
 import json
@@ -20,9 +22,17 @@ from transformers import (
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 ROWS = [json.loads(line) for line in (DEMO / "heldout.jsonl").read_text().splitlines()[:10]]
 SIZES = {
-    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
@@ -39,9 +49,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 
 
 def write_model(family: str, folder: Path) -> Path:
-    """A random model of the family with the demo's tokenizer; large weights, so that tokens
-    differ.
-    """
+    """Write a random model of the family with the demo's tokenizer; return its folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         FAMILIES[family], attn_implementation="eager", dtype=torch.float32
@@ -49,7 +57,7 @@ def write_model(family: str, folder: Path) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
-                parameter.normal_(0.0, 0.15)
+                parameter.normal_(0.0, 0.15)  # large, so that the likeliest tokens differ
     model.save_pretrained(folder)
     for file in (DEMO / "tokenizer").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -57,7 +65,7 @@ def write_model(family: str, folder: Path) -> Path:
 
 
 def write_rows(folder: Path) -> Path:
-    """The rows as a file of samples."""
+    """Write the demo's rows as a file of samples and return its path."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
@@ -65,53 +73,50 @@ def write_rows(folder: Path) -> Path:
 
 @dataclass
 class Sample:
-    """prompt: with the template's opening of the answer; answer: with the token that ends it."""
+    """Token ids of a conversation of one prompt and one answer."""
 
-    prompt: list[int]
-    answer: list[int]
+    prompt: list[int]  # with the template's opening of the answer
+    answer: list[int]  # with the token that ends it
 
 
 def write_samples(folder: Path) -> list[Sample]:
-    """The rows as transformers' tokenizer has them: of the whole text, the answer is what follows
-    the prompt.
+    """Return the demo's rows as transformers' tokenizer in `folder` encodes them.
+
+    The answer's tokens are those that follow the prompt's in the conversation.
     """
-    tokenizer, found = AutoTokenizer.from_pretrained(folder), []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    samples = []
     for row in ROWS:
         turns = [{"role": "user", "content": row["instruction"]}]
         prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        end = tokenizer.apply_chat_template(
-            [*turns, {"role": "assistant", "content": row["output"]}], tokenize=False
-        )
-        ids = [
-            tokenizer(text, add_special_tokens=False)["input_ids"]
-            for text in (prompt, end.rstrip())
-        ]
-        assert ids[1][: len(ids[0])] == ids[0]
-        found.append(Sample(ids[0], ids[1][len(ids[0]) :]))
-    return found
+        turns.append({"role": "assistant", "content": row["output"]})
+        conversation = tokenizer.apply_chat_template(turns, tokenize=False).rstrip()
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(conversation, add_special_tokens=False)["input_ids"]
+        assert ids[: len(prompt_ids)] == prompt_ids
+        samples.append(Sample(prompt_ids, ids[len(prompt_ids) :]))
+    return samples
 
 
 @torch.no_grad()
 def compute_likelihood(model: torch.nn.Module, sample: Sample) -> tuple[float, int]:
-    """(log-likelihood of the answer, how many of its tokens are the likeliest ones), by the plain
-    forward.
-    """
+    """Return (log-likelihood of the answer, how many of its tokens are the likeliest ones)."""
     tokens = torch.tensor([sample.prompt + sample.answer])
     log_probs = model(tokens).logits[0, len(sample.prompt) - 1 : -1].double().log_softmax(-1)
-    answer = torch.tensor(sample.answer)
-    return float(log_probs[torch.arange(len(answer)), answer].sum()), int(
-        (log_probs.argmax(-1) == answer).sum()
-    )
+    answer_ids = torch.tensor(sample.answer)
+    log_likelihood = log_probs[torch.arange(len(answer_ids)), answer_ids].sum()
+    num_likeliest = (log_probs.argmax(-1) == answer_ids).sum()
+    return float(log_likelihood), int(num_likeliest)
 
 
 @torch.no_grad()
 def answer(model: torch.nn.Module, tokenizer, sample: Sample, count: int) -> str:
-    """What transformers' own greedy search says."""
+    """Return the text of at most `count` tokens that transformers' greedy search gives."""
     stop = sample.answer[-1]
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
     prompt = torch.tensor([sample.prompt])
     mask = torch.ones_like(prompt)  # else each pad id of the prompt would be taken for padding
     ids = model.generate(prompt, attention_mask=mask, **options)[0, len(sample.prompt) :].tolist()
-    return tokenizer.decode(
-        ids[: ids.index(stop)] if stop in ids else ids, skip_special_tokens=True
-    )
+    if stop in ids:
+        ids = ids[: ids.index(stop)]
+    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,10 +1,9 @@
-"""Random combinations of settings, on 1, 2 and 4 ranks, against one process and against training
-written by hand.
+"""Run random combinations of settings on 1, 2 and 4 ranks, and compare them with one process.
 
     python -m tests.fuzz [--seed 1000] [--cases 30] [--only SEED] [--keep FOLDER]
 
-Prints a line for each; for one that is wrong what differs, and the command that runs it. Exit code
-1 if any is.
+One process is also compared with training written by hand. Prints a line for each combination; for
+a wrong one what differs, and the command that runs it. Exit code 1 if any is wrong.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from tests.fuzz.compare import Outcome, prepare, try_case  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `--cases` combinations that are not refused, of the seeds from `--seed` on."""
+    """Run `--cases` combinations that are not refused, of the seeds from `--seed` on."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument(
         "--seed", type=int, default=1000, help="the first combination's; the next ones count up"
@@ -35,55 +34,57 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--keep", type=Path, help="where to leave models, rows and what the runs write"
     )
-    chosen = parser.parse_args(argv)
-    if chosen.only is not None:
-        chosen.seed, chosen.cases = chosen.only, 1
+    args = parser.parse_args(argv)
+    if args.only is not None:
+        args.seed = args.only
+        args.cases = 1
     import_compiler()
     outcomes: list[Outcome] = []
-    with nullcontext(chosen.keep) if chosen.keep else TemporaryDirectory(prefix="fuzz-") as name:
+    with nullcontext(args.keep) if args.keep else TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder)
-        print(f"fuzz: seeds from {chosen.seed} on, {chosen.cases} cases, in {folder}", flush=True)
-        seed = chosen.seed
-        while sum(outcome.verdict != "refused" for outcome in outcomes) < chosen.cases:
+        print(f"fuzz: seeds from {args.seed} on, {args.cases} cases, in {folder}", flush=True)
+        seed = args.seed
+        while sum(outcome.verdict != "refused" for outcome in outcomes) < args.cases:
             outcomes.append(try_case(draw(seed), folder))
             show(outcomes[-1])
             seed += 1
-            if chosen.only is not None:
+            if args.only is not None:  # though it may be refused
                 break
     print(summarize(outcomes))
     return int(any(outcome.verdict == "wrong" for outcome in outcomes))
 
 
 def show(outcome: Outcome) -> None:
-    """A line, and below it what there is to say."""
-    far = "".join(
-        f", {name}: loss {one.loss:.1e} norm {one.norm:.1e} weights {one.weights:.1e}"
-        for name, one in outcome.far.items()
+    """Print a line with the outcome's differences, and below it its messages."""
+    differences = "".join(
+        f", {name}: loss {far.loss:.1e} norm {far.norm:.1e} weights {far.weights:.1e}"
+        for name, far in outcome.far.items()
     )
-    print(f"{outcome.verdict:8}{outcome.seconds:6.1f} s  {outcome.case}{far}", flush=True)
+    print(f"{outcome.verdict:8}{outcome.seconds:6.1f} s  {outcome.case}{differences}", flush=True)
     for line in outcome.said:
         print(f"    {line}", flush=True)
 
 
 def summarize(outcomes: list[Outcome]) -> str:
-    """Counts: verdicts, ranks, recipes, and combinations that the validator refused before."""
+    """Return the counts of verdicts, ranks, recipes, dtypes and draws that the validator refused."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
-    ran = [outcome.case for outcome in outcomes if outcome.verdict != "refused"]
+    cases = [outcome.case for outcome in outcomes if outcome.verdict != "refused"]
     ranks = ", ".join(
         f"{count} on {number}"
-        for number, count in sorted(Counter(case.ranks for case in ran).items())
+        for number, count in sorted(Counter(case.ranks for case in cases).items())
     )
     recipes = ", ".join(
         f"{count} {name.partition('_')[0]}"
-        for name, count in Counter(case.recipe for case in ran).items()
+        for name, count in Counter(case.recipe for case in cases).items()
     )
+    dtypes = dict(Counter(case.dtype for case in cases))
     refused = sum(outcome.case.redrawn for outcome in outcomes)
     return (
         f"fuzz: {verdicts['equal']} equal, {verdicts['wrong']} wrong, {verdicts['refused']} refused"
         f" at their start; {refused} draws were refused by the validator or had too few levers;"
-        f" ranks: {ranks}; recipes: {recipes}; dtypes: {dict(Counter(case.dtype for case in ran))}"
+        f" ranks: {ranks}; recipes: {recipes}; dtypes: {dtypes}"
     )
 
 

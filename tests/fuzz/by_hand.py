@@ -1,8 +1,8 @@
-"""Training written out on a model of transformers: what a run has to come to.
+"""Training written out plainly on a model of transformers, as the reference of a run.
 
-Of ours it takes which rows a step has, with their tokens and labels, where adapters begin, and what
-a quantized matrix stands for. A row is alone in its forward; weights that adapters change are made
-whole; the optimizer is a formula's.
+From the run it takes each step's rows, the adapters' initial weights and how a matrix is quantized.
+Every row has a forward of its own, adapters are merged into the weights, and the optimizer is
+`tests.training.formulas`.
 """
 
 import math
@@ -20,31 +20,31 @@ from tests.training.formulas import Formula, clip_gradients
 
 
 class Row(NamedTuple):
-    """One sequence. value: of its item: 1 or 0 of an answer that is wanted or not, a class, a
-    pair's margin.
-    """
+    """One sequence of an item."""
 
-    tokens: Tensor
-    labels: Tensor
-    value: float
+    tokens: Tensor  # int64 `[s]`
+    labels: Tensor  # int64 `[s]`, -100 where there is none
+    value: float  # of the item: 1 or 0 of a desirable or undesirable answer, a class, a margin
 
 
-Rows = list[list[tuple[Tensor, Tensor, float]]]  # of each step what a Row has; of pairs by turns
+# Each step's rows as plain tuples of a Row's fields; a pair is its chosen row, then its rejected.
+Rows = list[list[tuple[Tensor, Tensor, float]]]
 
 
 class ByHand:
-    """`train` does all steps; then `losses`, `norms` and `weights` (by the names of the model's own
-    parameters).
-    """
+    """A run by hand: call `train`, then read `losses`, `norms` and `weights`."""
 
     def __init__(self, cfg: Any, start: dict[str, Tensor]) -> None:
-        """start: every trained parameter of the run, where it begins, of which the adapters are
-        taken over.
+        """Load the model. start: the run's trained parameters before its first step.
+
+        Of these only adapters and score heads are used; all other weights are read anew.
         """
         self.cfg = cfg
         self.dtype = {"fp64": torch.float64, "fp32": torch.float32}[cfg.dtype]
-        self.model = self._read(cfg.model.path)
-        self.teacher: Any = self._read(cfg.distill.teacher) if hasattr(cfg, "distill") else None
+        self.model = self._load_model(cfg.model.path)
+        self.teacher: Any = None
+        if hasattr(cfg, "distill"):
+            self.teacher = self._load_model(cfg.distill.teacher)
         self.frozen = {
             name: parameter.detach() for name, parameter in self.model.named_parameters()
         }
@@ -53,54 +53,56 @@ class ByHand:
             self.frozen["score.weight"] = start["score.weight"].to(self.dtype)
         self.is_adapted = any("lora_" in name for name in start)
         if self.is_adapted:
-            self._quantize(start)
-        begun = (
-            {name: value.to(self.dtype) for name, value in start.items()}
-            if self.is_adapted
-            else self.frozen
-        )
-        self.formulas = {name: Formula(cfg.optimizer, name, value) for name, value in begun.items()}
-        self.losses: list[float] = []
-        self.norms: list[float] = []
+            self._quantize_base()
+        trained = self.frozen
+        if self.is_adapted:
+            trained = {name: value.to(self.dtype) for name, value in start.items()}
+        self.formulas = {
+            name: Formula(cfg.optimizer, name, value) for name, value in trained.items()
+        }
+        self.losses: list[float] = []  # of each step
+        self.norms: list[float] = []  # of each step's gradients, before clipping
+        # Validation loss, negative if greater is better, and weights of the best step.
         self._best: tuple[float, dict[str, Tensor]] | None = None
 
-    def _read(self, path: str) -> Any:
-        eager = {
-            "attn_implementation": "eager",
-            "experts_implementation": "eager",
-        }  # the latter alone takes fp64
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=self.dtype, **eager
-        ).eval()
+    def _load_model(self, path: str) -> Any:
+        """Return transformers' model of a folder in the run's dtype."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=self.dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",  # no other computes in fp64
+        )
+        return model.eval()
 
     def train(self, steps: Rows, validation: Rows) -> None:
-        """Forward, backward, clipping and a step of the formula, for the rows of each step.
+        """Do forward, backward, clipping and the optimizer's step for the rows of each step.
 
-        validation: its rows, by which the best step is chosen; none: the last step is.
+        validation: sets of rows that choose the best step; if it is empty, the last step is kept.
         """
-        for number, rows in enumerate(steps):
+        for step, rows in enumerate(steps):
             trained = {
-                name: one.stored().to(self.dtype).clone().requires_grad_()
-                for name, one in self.formulas.items()
+                name: formula.stored().to(self.dtype).clone().requires_grad_()
+                for name, formula in self.formulas.items()
             }
-            loss = self._loss(self._effective(trained), [Row(*row) for row in rows])
-            gradients = dict(
-                zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)
+            loss = self._compute_loss(self._merge_adapters(trained), [Row(*row) for row in rows])
+            gradients = torch.autograd.grad(loss, list(trained.values()))
+            clipped, norm = clip_gradients(
+                dict(zip(trained, gradients, strict=True)), self.cfg.clip_grad_norm
             )
-            gradients, norm = clip_gradients(gradients, self.cfg.clip_grad_norm)
             for name, formula in self.formulas.items():
-                formula.step(gradients[name], compute_rate(self.cfg, number))
+                formula.step(clipped[name], compute_rate(self.cfg, step))
             self.losses.append(loss.item())
             self.norms.append(norm)
-            for rows in validation:
-                self._judge([Row(*row) for row in rows])
+            for validation_rows in validation:
+                self._keep_best([Row(*row) for row in validation_rows])
 
     @torch.no_grad()
-    def _judge(self, rows: list[Row]) -> None:
+    def _keep_best(self, rows: list[Row]) -> None:
         """Keep the weights of this step if its validation is the best so far."""
         stored = {name: formula.stored().clone() for name, formula in self.formulas.items()}
         weights = {name: value.to(self.dtype) for name, value in stored.items()}
-        loss = self._loss(self._effective(weights), rows).item()
+        loss = self._compute_loss(self._merge_adapters(weights), rows).item()
         if self.cfg.checkpoint.greater_is_better:
             loss = -loss
         if self._best is None or loss < self._best[0]:
@@ -108,65 +110,72 @@ class ByHand:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Every trained parameter after the step that is exported, fp64."""
+        """Return every trained parameter after the step that is exported, fp64.
+
+        Names are those of the model's own parameters.
+        """
         if self._best is not None:
             return self._best[1]
         return {name: formula.stored() for name, formula in self.formulas.items()}
 
-    def _quantize(self, start: dict[str, Tensor]) -> None:
-        """All matrices of the layers are quantized, adapted or not; a router is none of them, and
-        the experts' matrices `[E, o, i]` are one.
-        """
-        if self.cfg.lora.quantize_base != "none":
-            for name, value in self.frozen.items():
-                if (
-                    ".layers." in name
-                    and value.dim() >= 2
-                    and not name.endswith(".mlp.gate.weight")
-                ):
-                    quantized = fake_quantize_weight(
-                        value.flatten(0, -2), self.cfg.lora.quantize_base
-                    )
-                    self.frozen[name] = quantized.view_as(value)
+    def _quantize_base(self) -> None:
+        """Round all matrices of the layers as the run quantizes them, adapted or not.
 
-    def _effective(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights that the model computes with."""
+        Routers are not quantized.
+        """
+        if self.cfg.lora.quantize_base == "none":
+            return
+        for name, value in self.frozen.items():
+            is_router = name.endswith(".mlp.gate.weight")
+            if ".layers." in name and value.dim() >= 2 and not is_router:
+                matrix = value.flatten(0, -2)  # experts `[E, o, i]` are one matrix
+                quantized = fake_quantize_weight(matrix, self.cfg.lora.quantize_base)
+                self.frozen[name] = quantized.view_as(value)
+
+    def _merge_adapters(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that the model computes with: adapters merged into frozen weights."""
         if not self.is_adapted:
             return trained
         lora = self.cfg.lora
         scaling = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
-        found = dict(self.frozen)
+        weights = dict(self.frozen)
         for name in trained:
-            prefix, _, kind = name.rpartition(".lora_A")
+            prefix, _, suffix = name.rpartition(".lora_A")
             if "lora_" not in name:
-                found[name] = trained[name]
-            if kind != ".weight":
+                weights[name] = trained[name]
+            if suffix != ".weight":
                 continue
             key = f"{prefix}.weight"
-            adapted = (
-                self.frozen[key] + scaling * trained[f"{prefix}.lora_B.weight"] @ trained[name]
-            )
-            lengths = trained.get(f"{prefix}.lora_magnitude_vector")
-            if lengths is not None:
-                adapted = adapted * (lengths / adapted.norm(dim=1).detach()).unsqueeze(1)
-            found[key] = adapted
-        return found
+            update = trained[f"{prefix}.lora_B.weight"] @ trained[name]
+            weight = self.frozen[key] + scaling * update
+            magnitude = trained.get(f"{prefix}.lora_magnitude_vector")
+            if magnitude is not None:  # DoRA
+                weight = weight * (magnitude / weight.norm(dim=1).detach()).unsqueeze(1)
+            weights[key] = weight
+        return weights
 
-    def _loss(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
-        """The mean over what a step has: labels, pairs, answers or classes."""
+    def _compute_loss(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
+        """Return the mean loss over a step's labels, pairs, answers or classes."""
         if hasattr(self.cfg, "reward"):
-            return self._rewards(weights, rows)
+            return self._compute_reward_loss(weights, rows)
         if not hasattr(self.cfg, "dpo"):
-            count = sum(int((row.labels >= 0).sum()) for row in rows)
-            each = self._taught if self.teacher is not None else self._answer
-            sign = 1 if self.teacher is not None else -1
-            return sign * sum(each(weights, row) for row in rows) / count  # type: ignore[return-value]
+            num_labels = sum(int((row.labels >= 0).sum()) for row in rows)
+            total = torch.zeros((), dtype=self.dtype)
+            for row in rows:
+                if self.teacher is not None:
+                    total = total + self._compute_distillation_loss(weights, row)
+                else:
+                    total = total - self._compute_log_prob(weights, row)
+            return total / num_labels
         if self.cfg.dpo.loss in ("kto", "apo_zero_unpaired"):
-            return self._labeled(weights, rows)
-        pairs = zip(rows[::2], rows[1::2], strict=True)
-        return sum(self._pair(weights, *pair) for pair in pairs) / (len(rows) // 2)  # type: ignore[return-value]
+            return self._compute_unpaired_loss(weights, rows)
+        total = torch.zeros((), dtype=self.dtype)
+        for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
+            total = total + self._compute_pair_loss(weights, chosen, rejected)
+        return total / (len(rows) // 2)
 
-    def _outputs(self, weights: dict[str, Tensor], tokens: Tensor) -> Any:
+    def _run_model(self, weights: dict[str, Tensor], tokens: Tensor) -> Any:
+        """Return transformers' output for one sequence, computed with these weights."""
         options = {
             "input_ids": tokens.unsqueeze(0),
             "use_cache": False,
@@ -175,96 +184,107 @@ class ByHand:
         weights = {name: value for name, value in weights.items() if name != "score.weight"}
         return functional_call(self.model, weights, (), options)
 
-    def _answer(self, weights: dict[str, Tensor], row: Row) -> Tensor:
-        """Sum of the log-probabilities of a row's labels."""
-        logits = self._outputs(weights, row.tokens).logits
+    def _compute_log_prob(self, weights: dict[str, Tensor], row: Row) -> Tensor:
+        """Return the sum of the log-probabilities of a row's labels."""
+        logits = self._run_model(weights, row.tokens).logits
         return -F.cross_entropy(logits[0], row.labels, reduction="sum", ignore_index=-100)
 
-    def _ratio(self, weights: dict[str, Tensor], row: Row) -> Tensor:
-        """The same, less that of the reference, nothing of which requires a gradient."""
-        return self._answer(weights, row) - self._answer(self.frozen, row)
+    def _compute_log_ratio(self, weights: dict[str, Tensor], row: Row) -> Tensor:
+        """Return the policy's log-probability less the reference's, which needs no gradient."""
+        return self._compute_log_prob(weights, row) - self._compute_log_prob(self.frozen, row)
 
-    def _pair(self, weights: dict[str, Tensor], *answers: Row) -> Tensor:
-        """arXiv 2305.18290 and the others that the config's `dpo.loss` names."""
+    def _compute_pair_loss(self, weights: dict[str, Tensor], *answers: Row) -> Tensor:
+        """Return the loss of a pair: DPO (arXiv 2305.18290), IPO or SimPO, by the config."""
         dpo = self.cfg.dpo
-        found = []
+        log_probs = []
         for row in answers:
-            answer = (self._answer if dpo.loss == "simpo" else self._ratio)(weights, row)
-            found.append(
-                answer / int((row.labels >= 0).sum()) if dpo.loss in ("ipo", "simpo") else answer
-            )
-        margin = found[0] - found[1]
+            if dpo.loss == "simpo":
+                log_prob = self._compute_log_prob(weights, row)
+            else:
+                log_prob = self._compute_log_ratio(weights, row)
+            if dpo.loss in ("ipo", "simpo"):
+                log_prob = log_prob / int((row.labels >= 0).sum())
+            log_probs.append(log_prob)
+        margin = log_probs[0] - log_probs[1]
         if dpo.loss == "ipo":
             return (margin - 1 / (2 * dpo.beta)) ** 2
         if dpo.loss == "simpo":
             return -F.logsigmoid(dpo.beta * margin - dpo.simpo_gamma)
-        wrong = dpo.label_smoothing
-        return -(1 - wrong) * F.logsigmoid(dpo.beta * margin) - wrong * F.logsigmoid(
-            -dpo.beta * margin
-        )
+        preferred = F.logsigmoid(dpo.beta * margin)
+        flipped = F.logsigmoid(-dpo.beta * margin)
+        return -(1 - dpo.label_smoothing) * preferred - dpo.label_smoothing * flipped
 
-    def _labeled(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
-        """arXiv 2402.01306, equations 7 and 8; arXiv 2408.06266 without the point of reference."""
-        dpo, point = self.cfg.dpo, 0.0
+    def _compute_unpaired_loss(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
+        """Return KTO's loss (arXiv 2402.01306, equations 7 and 8) or APO's (arXiv 2408.06266).
+
+        APO's is KTO's with a KL estimate of zero.
+        """
+        dpo = self.cfg.dpo
+        kl = 0.0
         if dpo.loss == "kto":
-            others = [mark_answer(row, rows[at - 1]) for at, row in enumerate(rows)]
+            # Each prompt with the answer of the row before it.
+            mismatched = [swap_answer(row, rows[number - 1]) for number, row in enumerate(rows)]
             with torch.no_grad():
-                point = max(
-                    0.0, sum(float(self._ratio(weights, row)) for row in others) / len(rows)
-                )
+                log_ratios = [float(self._compute_log_ratio(weights, row)) for row in mismatched]
+            kl = max(0.0, sum(log_ratios) / len(rows))
         total = torch.zeros((), dtype=self.dtype)
         for row in rows:
-            distance = dpo.beta * (self._ratio(weights, row) - point)
-            good = dpo.desirable_weight * (1 - torch.sigmoid(distance))
-            total = total + (
-                good if row.value else dpo.undesirable_weight * (1 - torch.sigmoid(-distance))
-            )
+            reward = dpo.beta * (self._compute_log_ratio(weights, row) - kl)
+            if row.value:
+                loss = dpo.desirable_weight * (1 - torch.sigmoid(reward))
+            else:
+                loss = dpo.undesirable_weight * (1 - torch.sigmoid(-reward))
+            total = total + loss
         return total / len(rows)
 
-    def _rewards(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
-        """Bradley and Terry's likelihood of pairs, or cross-entropy of classes."""
-        reward, scores = self.cfg.reward, []
+    def _compute_reward_loss(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
+        """Return Bradley and Terry's likelihood of pairs, or cross-entropy of classes."""
+        reward = self.cfg.reward
+        scores = []
         for row in rows:
-            last = int((row.labels >= 0).nonzero()[-1])
-            scores.append(
-                self._outputs(weights, row.tokens).hidden_states[-1][0, last]
-                @ weights["score.weight"].T
-            )
+            last_label = int((row.labels >= 0).nonzero()[-1])
+            hidden_states = self._run_model(weights, row.tokens).hidden_states[-1]
+            scores.append(hidden_states[0, last_label] @ weights["score.weight"].T)
         if reward.loss == "classification":
-            return F.cross_entropy(
-                torch.stack(scores), torch.tensor([int(row.value) for row in rows])
-            )
-        chosen, rejected = torch.cat(scores[::2]), torch.cat(scores[1::2])
+            classes = torch.tensor([int(row.value) for row in rows])
+            return F.cross_entropy(torch.stack(scores), classes)
+        chosen = torch.cat(scores[::2])
+        rejected = torch.cat(scores[1::2])
         margins = torch.tensor([row.value for row in rows[::2]], dtype=self.dtype)
-        centered = (reward.center_rewards_coefficient or 0) * (chosen + rejected) ** 2
-        return (centered - F.logsigmoid(chosen - rejected - margins)).mean()
+        centering = (reward.center_rewards_coefficient or 0) * (chosen + rejected) ** 2
+        return (centering - F.logsigmoid(chosen - rejected - margins)).mean()
 
-    def _taught(self, weights: dict[str, Tensor], row: Row) -> Tensor:
-        """arXiv 1503.02531, with the divergence that the config's section names, summed over a
-        row's labels.
+    def _compute_distillation_loss(self, weights: dict[str, Tensor], row: Row) -> Tensor:
+        """Return the distillation loss (arXiv 1503.02531), summed over a row's labels.
+
+        The config names the divergence.
         """
-        distill, labels = self.cfg.distill, row.labels >= 0
-        own = self._outputs(weights, row.tokens).logits[0, labels]
+        distill = self.cfg.distill
+        has_label = row.labels >= 0
+        student_logits = self._run_model(weights, row.tokens).logits[0, has_label]
         with torch.no_grad():
-            other = self.teacher(row.tokens.unsqueeze(0)).logits[0, labels]
-        q, p = ((logits / distill.temperature).softmax(-1) for logits in (own, other))
+            teacher_logits = self.teacher(row.tokens.unsqueeze(0)).logits[0, has_label]
+        q = (student_logits / distill.temperature).softmax(-1)
+        p = (teacher_logits / distill.temperature).softmax(-1)
         if distill.divergence == "forward_kl":
-            apart = (p * (p / q).log()).sum()
+            divergence = (p * (p / q).log()).sum()
         elif distill.divergence == "reverse_kl":
-            apart = (q * (q / p).log()).sum()
+            divergence = (q * (q / p).log()).sum()
         else:
             mixture = distill.beta * p + (1 - distill.beta) * q
-            apart = (
-                distill.beta * (p * (p / mixture).log()).sum()
-                + (1 - distill.beta) * (q * (q / mixture).log()).sum()
-            )
-        entropy = F.cross_entropy(own, row.labels[labels], reduction="sum")
-        return distill.weight * distill.temperature**2 * apart + (1 - distill.weight) * entropy
+            from_teacher = (p * (p / mixture).log()).sum()
+            from_student = (q * (q / mixture).log()).sum()
+            divergence = distill.beta * from_teacher + (1 - distill.beta) * from_student
+        cross_entropy = F.cross_entropy(student_logits, row.labels[has_label], reduction="sum")
+        # The square of the temperature keeps gradients of one size (section 2 of the paper).
+        distillation = distill.weight * distill.temperature**2 * divergence
+        return distillation + (1 - distill.weight) * cross_entropy
 
 
-def mark_answer(row: Row, other: Row) -> Row:
-    """The row's prompt, and the other's answer."""
-    first, answer = int((row.labels >= 0).nonzero()[0]), other.labels[other.labels >= 0]
-    tokens = torch.cat([row.tokens[: first + 1], answer[:-1]])
-    labels = torch.cat([torch.full((first,), -100), answer])
+def swap_answer(row: Row, answered_row: Row) -> Row:
+    """Return a row of the first's prompt and the second's answer."""
+    first_label = int((row.labels >= 0).nonzero()[0])
+    answer = answered_row.labels[answered_row.labels >= 0]
+    tokens = torch.cat([row.tokens[: first_label + 1], answer[:-1]])
+    labels = torch.cat([torch.full((first_label,), -100), answer])
     return Row(tokens, labels, row.value)

@@ -1,7 +1,7 @@
-"""Random combinations of settings that a run may have, each a function of its seed alone.
+"""Draw random combinations of settings that a run may have, each a function of its seed alone.
 
-What a combination consists of is in two parts: `numbers`, which change what is computed (the run of
-one process that it is compared with has them too), and `levers`, which must not.
+A combination has two parts: `numerics`, which change what is computed (the run of one process that
+it is compared with has them too), and `levers`, which must not.
 """
 
 import random
@@ -24,9 +24,8 @@ LEAST = 3  # levers of a combination
 LENGTH = 64  # tokens of the longest row
 MIXTURES = ("qwen3moe", "mixtral")  # of experts, which adapters do not change here
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
-TEACHER = (  # tied as well, and no model that is trained: from itself it would learn nothing
-    "qwen3_teacher"
-)
+# Tied as well, and no model that is trained: a model would learn nothing from itself.
+TEACHER = "qwen3_teacher"
 CONFIGS = {
     FULL: FullFinetuneConfig,
     LORA: LoraFinetuneConfig,
@@ -34,68 +33,70 @@ CONFIGS = {
     REWARD: RewardFinetuneConfig,
     DISTILL: DistillFinetuneConfig,
 }
-# Of these, which rows they take by default, and how much of what is drawn is of them.
+# Recipes as often as they are to be drawn.
 _RECIPES = [FULL] * 4 + [LORA] * 2 + [DPO] * 3 + [REWARD] * 2 + [DISTILL] * 2
-_PAIRS, _LABELED, _CLASSES = (
-    f"data.format={name}" for name in ("preference", "kto", "classification")
-)
+_PAIRS = "data.format=preference"
+_LABELED = "data.format=kto"
+_CLASSES = "data.format=classification"
+# File of samples by format; "rows" for the others.
 _ROWS = {_PAIRS: "pairs", _LABELED: "labeled", _CLASSES: "classes"}
 KEEP_BEST = "checkpoint.keep_best=true"
 _VALIDATION = ("validation.every_n_steps=1", "validation.max_samples=8")
-Chosen = Sequence[str]
+Overrides = Sequence[str]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A combination. numbers, levers: overrides, as described above; drawn: how many settings were
-    chosen. redrawn: combinations of this seed before it that the validator refused.
-    """
+    """A combination of settings."""
 
     seed: int
     recipe: str
-    model: str
+    model: str  # of MODELS
     ranks: int
-    numbers: tuple[str, ...]
-    levers: tuple[str, ...]
-    drawn: int
-    redrawn: int = 0
+    numerics: tuple[str, ...]  # overrides that change what is computed
+    levers: tuple[str, ...]  # overrides that must not
+    drawn: int  # settings that were drawn
+    redrawn: int = 0  # combinations of this seed before it that were refused
 
     def __str__(self) -> str:
-        levers = " ".join((*self.numbers, *self.levers))
+        overrides = " ".join((*self.numerics, *self.levers))
         return (
             f"seed {self.seed}: {self.recipe.partition('_')[0]} {self.model} on {self.ranks}:"
-            f" {levers}"
+            f" {overrides}"
         )
 
     @cached_property
     def dtype(self) -> str:
-        """The type of the weights that are computed with."""
-        return next(one for one in self.numbers if one.startswith("dtype=")).removeprefix("dtype=")
+        """Return the value of `dtype`: fp64, fp32 or bf16."""
+        (dtype,) = (word for word in self.numerics if word.startswith("dtype="))
+        return dtype.removeprefix("dtype=")
 
     def arguments(self, folder: Path, *, plain: bool) -> list[str]:
-        """The command line behind the recipe's name. folder: of what the runs of this seed read and
-        write. plain: of the run of one process.
+        """Return the command line behind the recipe's name.
+
+        folder: of what the runs of this seed write; models and rows are beside it.
+        plain: for the run of one process.
         """
-        kind = next((kind for chosen, kind in _ROWS.items() if chosen in self.numbers), "rows")
-        return [
+        config = "adapters.yaml" if self.recipe == LORA else "plain.yaml"
+        samples = "rows"
+        for data_format, name in _ROWS.items():
+            if data_format in self.numerics:
+                samples = name
+        words = [
             "--config",
-            str(
-                ROOT
-                / "tests"
-                / "recipes"
-                / ("adapters.yaml" if self.recipe == LORA else "plain.yaml")
-            ),
+            str(ROOT / "tests" / "recipes" / config),
             f"recipe={self.recipe}",
             f"model.path={folder.parent / self.model}",
             f"tokenizer.path={ROOT / 'examples' / 'demo' / 'tokenizer'}",
-            f"data.source={folder.parent / kind}.jsonl",
-            *(["data.template=plain"] if kind in ("pairs", "labeled") else []),
-            *(
-                [f"validation.source={folder.parent / kind}.jsonl", *_VALIDATION]
-                if KEEP_BEST in self.numbers
-                else []
-            ),
-            *([f"distill.teacher={folder.parent / TEACHER}"] if self.recipe == DISTILL else []),
+            f"data.source={folder.parent / samples}.jsonl",
+        ]
+        if samples in ("pairs", "labeled"):
+            words.append("data.template=plain")
+        if KEEP_BEST in self.numerics:
+            words += [f"validation.source={folder.parent / samples}.jsonl", *_VALIDATION]
+        if self.recipe == DISTILL:
+            words.append(f"distill.teacher={folder.parent / TEACHER}")
+        words += [
             "data.cache=false",
             f"max_seq_len={LENGTH}",
             f"max_steps={STEPS}",
@@ -104,26 +105,26 @@ class Case:
             "overwrite_output_dir=true",
             "log.every_n_steps=1000",
             f"output_dir={folder / ('plain' if plain else 'run')}",
-            *self.numbers,
-            *([f"batch_size={SLOTS}"] if plain else self.levers),
+            *self.numerics,
         ]
+        words += [f"batch_size={SLOTS}"] if plain else self.levers
+        return words
 
     def command(self, folder: Path) -> str:
-        """What to run from a shell. What offloads copies nothing there, unless the machine has a
-        GPU.
+        """Return the command that runs the combination from a shell.
+
+        Offloading copies nothing there, unless the machine has a GPU.
         """
         quoted = [
-            f"'{one}'" if set(one) & set("[]~* ") else one
-            for one in self.arguments(folder, plain=False)
+            f"'{word}'" if set(word) & set("[]~* ") else word
+            for word in self.arguments(folder, plain=False)
         ]
         ranks = f"--nproc_per_node {self.ranks} " if self.ranks > 1 else ""
         return f"tune run {ranks}{self.recipe} {' '.join(quoted)}"
 
 
 def draw(seed: int) -> Case:
-    """The combination of a seed: the first that the validator takes, of those that are drawn one
-    after the other.
-    """
+    """Return the combination of a seed: the first drawn one that the validator accepts."""
     chance = random.Random(seed)
     for redrawn in range(1000):
         case = _draw(chance, seed, redrawn)
@@ -142,42 +143,57 @@ class _Draw:
     """Chooses settings and counts them."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.count = chance, 0
+        self.chance = chance
+        self.count = 0  # settings chosen by `maybe`
 
     def one(self, options: Sequence[Any]) -> Any:
+        """Return one of the options."""
         return self.chance.choice(options)
 
-    def maybe(self, share: float, options: Sequence[Chosen]) -> Chosen:
-        """One of the options with a probability of `share`, else none."""
-        if self.chance.random() >= share:
+    def maybe(self, probability: float, options: Sequence[Overrides]) -> Overrides:
+        """Return one of the options with this probability, else no overrides."""
+        if self.chance.random() >= probability:
             return ()
         self.count += 1
         return self.one(options)
 
 
 def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
-    """A combination; None if it has too few levers, or the ranks cannot be divided so."""
+    """Draw a combination; return None if it has too few levers or its mesh does not fit."""
     draw = _Draw(chance)
-    recipe, model = draw.one(_RECIPES), draw.one(MODELS)
+    recipe = draw.one(_RECIPES)
+    model = draw.one(MODELS)
     dtype = draw.one(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
     ranks = draw.one([1, 2, 2, 4, 4])
-    numbers = [f"dtype={dtype}", *_draw_numbers(draw, recipe, model, dtype)]
-    if model in MIXTURES and "lora.rank=8" not in numbers:
+    numerics = [f"dtype={dtype}", *_draw_numerics(draw, recipe, model, dtype)]
+    if model in MIXTURES and "lora.rank=8" not in numerics:
         return None
     in_backward = draw.maybe(0.2, [["memory.optimizer_in_backward=true"]])
-    numbers += ["clip_grad_norm=null"] if in_backward else draw.maybe(0.4, [["clip_grad_norm=0.3"]])
+    if in_backward:
+        numerics.append("clip_grad_norm=null")  # no norm is known during backward
+    else:
+        numerics += draw.maybe(0.4, [["clip_grad_norm=0.3"]])
     levers = [*in_backward, "device=auto"]
-    divided = _draw_mesh(draw, ranks, bool(in_backward))
-    if divided is None:
+    mesh = _draw_mesh(draw, ranks, bool(in_backward))
+    if mesh is None:
         return None
-    levers += [*divided, *_draw_levers(draw, dtype, ranks)]
+    levers += [*mesh, *_draw_levers(draw, dtype, ranks)]
     if draw.count < LEAST:
         return None
-    return Case(seed, recipe, model, ranks, tuple(numbers), tuple(levers), draw.count, redrawn)
+    return Case(
+        seed=seed,
+        recipe=recipe,
+        model=model,
+        ranks=ranks,
+        numerics=tuple(numerics),
+        levers=tuple(levers),
+        drawn=draw.count,
+        redrawn=redrawn,
+    )
 
 
-def _draw_numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
-    """What changes the numbers: optimizer, schedule, packing, adapters, the loss of pairs."""
+def _draw_numerics(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
+    """Draw what changes the numbers: optimizer, schedule, packing, adapters, the method's loss."""
     rate = "optimizer.lr=3e-3"
     optimizers: list[list[str]] = [
         ["optimizer.name=sgd", "optimizer.lr=0.1"],
@@ -188,115 +204,119 @@ def _draw_numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]
         ["optimizer.stochastic_rounding=true", rate],
         ["optimizer.betas=[0.8, 0.99]", rate],
     ]
-    found = list(draw.maybe(0.6, optimizers)) or [rate]
-    found += draw.maybe(0.3, [["optimizer.weight_decay=0.2"]])
-    found += draw.maybe(
-        0.3,
-        [
-            ["lr_scheduler.type=linear", "lr_scheduler.min_lr_ratio=0.2"],
-            ["lr_scheduler.type=constant"],
-        ],
-    )
-    found += draw.maybe(0.35, [["data.packing=true"]])
+    overrides = list(draw.maybe(0.6, optimizers)) or [rate]
+    overrides += draw.maybe(0.3, [["optimizer.weight_decay=0.2"]])
+    schedules = [
+        ["lr_scheduler.type=linear", "lr_scheduler.min_lr_ratio=0.2"],
+        ["lr_scheduler.type=constant"],
+    ]
+    overrides += draw.maybe(0.3, schedules)
+    overrides += draw.maybe(0.35, [["data.packing=true"]])
     section = {DPO: "dpo", REWARD: "reward", DISTILL: "distill"}.get(recipe)
     if section:
-        found += _draw_method(draw, recipe)
-        found.append(f"{section}.trainable={draw.one(['adapters', 'all'])}")
-    if recipe == LORA or f"{section}.trainable=adapters" in found:
-        found += ["lora.rank=8"]
-        is_mixture = model in MIXTURES
-        found += draw.maybe(0.3, [["lora.dora=true"]])
-        found += draw.maybe(
-            0.8 if is_mixture else 0.35, [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]]
-        )
-        others = (
-            ["q, v, down"]
-            if model.endswith("tied") or model.startswith("gemma")
-            else ["q, v, down", "o, head"]
-        )
-        targets = draw.one(["q, v", "q, k, v, o"] if is_mixture else others)
-        found += draw.maybe(1 if is_mixture else 0.3, [[f"lora.target_modules=[{targets}]"]])
-        found += draw.maybe(0.2, [["lora.rslora=true"]])
-        found += draw.maybe(0.3, [["lora.dtype=fp32"]]) if dtype == "bf16" else []
-    if recipe in (FULL, LORA) and dtype != "bf16":  # whose steps are too much alike
-        found += draw.maybe(0.25, [[KEEP_BEST], [KEEP_BEST, "checkpoint.greater_is_better=true"]])
-    return found
+        overrides += _draw_method(draw, recipe)
+        overrides.append(f"{section}.trainable={draw.one(['adapters', 'all'])}")
+    if recipe == LORA or f"{section}.trainable=adapters" in overrides:
+        overrides += _draw_adapters(draw, model, dtype)
+    # In bf16 steps are too much alike for one to be the best.
+    if recipe in (FULL, LORA) and dtype != "bf16":
+        criteria = [[KEEP_BEST], [KEEP_BEST, "checkpoint.greater_is_better=true"]]
+        overrides += draw.maybe(0.25, criteria)
+    return overrides
+
+
+def _draw_adapters(draw: _Draw, model: str, dtype: str) -> list[str]:
+    """Draw the settings of adapters."""
+    is_mixture = model in MIXTURES
+    overrides = ["lora.rank=8"]
+    overrides += draw.maybe(0.3, [["lora.dora=true"]])
+    bases = [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]]
+    overrides += draw.maybe(0.8 if is_mixture else 0.35, bases)
+    if is_mixture:
+        target_sets = ["q, v", "q, k, v, o"]
+    elif model.endswith("tied") or model.startswith("gemma"):  # whose head is the embedding
+        target_sets = ["q, v, down"]
+    else:
+        target_sets = ["q, v, down", "o, head"]
+    targets = draw.one(target_sets)
+    overrides += draw.maybe(1 if is_mixture else 0.3, [[f"lora.target_modules=[{targets}]"]])
+    overrides += draw.maybe(0.2, [["lora.rslora=true"]])
+    if dtype == "bf16":
+        overrides += draw.maybe(0.3, [["lora.dtype=fp32"]])
+    return overrides
 
 
 def _draw_method(draw: _Draw, recipe: str) -> list[str]:
-    """What is trained for, and on which rows: pairs, answers with labels, classes, or a teacher's
-    probabilities.
-    """
+    """Draw the method's loss and the rows that it takes."""
     if recipe == DISTILL:
         divergences = [
             ["distill.divergence=reverse_kl"],
             ["distill.divergence=jensen_shannon", "distill.beta=0.3"],
         ]
-        found = [*draw.maybe(0.6, divergences), *draw.maybe(0.5, [["distill.temperature=2"]])]
-        return [*found, *draw.maybe(0.4, [["distill.weight=0.9"], ["distill.weight=1"]])]
+        overrides = list(draw.maybe(0.6, divergences))
+        overrides += draw.maybe(0.5, [["distill.temperature=2"]])
+        overrides += draw.maybe(0.4, [["distill.weight=0.9"], ["distill.weight=1"]])
+        return overrides
     if recipe == REWARD:
-        of_classes = ["reward.loss=classification", "reward.num_labels=3", _CLASSES]
-        return list(
-            draw.one(
-                [
-                    of_classes,
-                    [_PAIRS, *draw.maybe(0.4, [["reward.center_rewards_coefficient=0.1"]])],
-                ]
-            )
-        )
-    losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
-    unpaired = [
+        classes = ["reward.loss=classification", "reward.num_labels=3", _CLASSES]
+        pairs = [_PAIRS, *draw.maybe(0.4, [["reward.center_rewards_coefficient=0.1"]])]
+        return list(draw.one([classes, pairs]))
+    pair_losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
+    unpaired_losses = [
         ["dpo.loss=kto", "dpo.undesirable_weight=0.7"],
         ["dpo.loss=apo_zero_unpaired", "dpo.beta=0.5"],
     ]
-    return list(
-        draw.one([[_PAIRS, *draw.maybe(0.6, losses)], [_LABELED, *draw.maybe(1.0, unpaired)]])
-    )
+    pairs = [_PAIRS, *draw.maybe(0.6, pair_losses)]
+    labeled = [_LABELED, *draw.maybe(1.0, unpaired_losses)]
+    return list(draw.one([pairs, labeled]))
 
 
 def _draw_mesh(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
-    """How the ranks divide the work; None if they cannot."""
-    found: list[str] = []
-    tensor = pipeline = 1
+    """Draw how the ranks divide the work; return None if they cannot."""
+    overrides: list[str] = []
+    tensor = pipeline = context = 1
     if ranks > 1 and draw.maybe(0.3, [["tensor"]]):
         tensor = 2
-        found += [
-            "parallel.tensor=2",
-            *draw.maybe(0.2, [["parallel.tensor_regather_in_backward=true"]]),
-        ]
+        overrides.append("parallel.tensor=2")
+        overrides += draw.maybe(0.2, [["parallel.tensor_regather_in_backward=true"]])
     if ranks > 1 and draw.maybe(0.35, [["pipeline"]]):
         pipeline = draw.one([2, 2, 4])
         schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
-        found += [
+        overrides += [
             f"parallel.pipeline={pipeline}",
             f"parallel.pipeline_schedule={draw.one(schedules)}",
         ]
-        found += draw.maybe(0.2, [["parallel.pipeline_balance=memory"]])
-    context = 1
+        overrides += draw.maybe(0.2, [["parallel.pipeline_balance=memory"]])
     if ranks > 1 and draw.maybe(0.25, [["context"]]):
         context = draw.one([2, 2, 4])
-        found += [f"parallel.context={context}"]
+        overrides.append(f"parallel.context={context}")
     if ranks % (tensor * pipeline * context):
         return None
-    copies = ranks // (tensor * pipeline * context)
+    data_ranks = ranks // (tensor * pipeline * context)
     accumulation = 1 if in_backward else draw.one([1, 1, 2, 4])
     draw.count += accumulation > 1
-    if SLOTS % (copies * accumulation):
+    if SLOTS % (data_ranks * accumulation):
         return None
-    rows = SLOTS // copies
-    found += [f"batch_size={rows // accumulation}", f"gradient_accumulation_steps={accumulation}"]
+    rows = SLOTS // data_ranks
+    overrides += [
+        f"batch_size={rows // accumulation}",
+        f"gradient_accumulation_steps={accumulation}",
+    ]
     if pipeline > 1:
-        found += [
-            f"parallel.pipeline_microbatches={draw.one([n for n in (2, 4, 8) if rows % n == 0] or [1])}"
+        divisors = [count for count in (2, 4, 8) if rows % count == 0]
+        overrides.append(f"parallel.pipeline_microbatches={draw.one(divisors or [1])}")
+    if data_ranks > 1:
+        strategies = [
+            ["parallel.strategy=ddp"],
+            ["parallel.data_replicate=2"],
+            [f"parallel.data_shard={data_ranks}"],
         ]
-    if copies > 1:
-        shards = [f"parallel.data_shard={copies}"]
-        found += draw.maybe(0.4, [["parallel.strategy=ddp"], ["parallel.data_replicate=2"], shards])
-    return found
+        overrides += draw.maybe(0.4, strategies)
+    return overrides
 
 
 def _draw_levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
-    """What must not change the numbers, beside the division."""
+    """Draw what must not change the numbers, beside the mesh."""
     memory: list[tuple[float, list[list[str]]]] = [
         (
             0.4,
@@ -317,26 +337,23 @@ def _draw_levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
         (0.15, [["memory.stream_layers=true"]]),
         (0.3, [["memory.mlp_tiles=3"]]),
         (0.5, [["memory.loss_chunks=1"], ["memory.loss_chunks=3"], ["memory.loss_chunks=16"]]),
-        (0.2, [[f"optimizer.implementation={one}"] for one in ("foreach", "single", "fused")]),
+        (0.2, [[f"optimizer.implementation={name}"] for name in ("foreach", "single", "fused")]),
     ]
     wrapping = [
         ["parallel.fsdp_wrap_policy=memory_efficient"],
         ["parallel.fsdp_wrap_policy=layers"],
-    ]
-    wrapping += [
         ["parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp]"],
         ["parallel.reshard_after_forward=false"],
     ]
-    found = [override for share, options in memory for override in draw.maybe(share, options)]
-    found += draw.maybe(0.3, wrapping) if ranks > 1 else []
-    found += (
-        draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]]) if dtype != "fp64" and ranks > 1 else []
-    )
-    once = "parallel.reduce_gradients=step"
-    found += (
-        draw.maybe(0.4, [[once], [once, "parallel.reshard_after_forward=false"]])
-        if ranks > 1
-        else []
-    )
-    found += draw.maybe(0.3, [["parallel.accumulate_grad_in_fp32=true"]]) if dtype == "bf16" else []
-    return list(dict.fromkeys(found))
+    overrides: list[str] = []
+    for probability, options in memory:
+        overrides += draw.maybe(probability, options)
+    if ranks > 1:
+        overrides += draw.maybe(0.3, wrapping)
+        if dtype != "fp64":
+            overrides += draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]])
+        once = "parallel.reduce_gradients=step"
+        overrides += draw.maybe(0.4, [[once], [once, "parallel.reshard_after_forward=false"]])
+    if dtype == "bf16":
+        overrides += draw.maybe(0.3, [["parallel.accumulate_grad_in_fp32=true"]])
+    return list(dict.fromkeys(overrides))  # two options may have a word in common

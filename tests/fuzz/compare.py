@@ -1,7 +1,7 @@
-"""Runs a combination on its ranks, its plain run on one process, and the same by hand; and compares
-all they recorded.
+"""Run a combination on its ranks, without its levers on one process, and by hand; compare the three.
 
-Losses, gradient norms and every exported tensor.
+`try_case` compares losses, gradient norms and every exported tensor. `prepare` writes the models
+and rows that it reads.
 """
 
 import json
@@ -57,49 +57,45 @@ _EXPERTS = {
 
 @dataclass(frozen=True)
 class Limit:
-    """Largest differences: of losses and norms, relative; of weights, in parts of the way that they
-    have come.
-    """
+    """The largest differences that are allowed, or that were measured."""
 
-    loss: float
-    norm: float
-    weights: float
+    loss: float  # relative
+    norm: float  # relative
+    weights: float  # of a tensor, relative to its change from the start
 
 
-# Of ranks and one process. In fp64 nothing but the order of sums differs.
+# Between ranks and one process. In fp64 nothing but the order of sums differs.
 RANKS = {
     "fp64": Limit(1e-9, 1e-8, 1e-6),
     "fp32": Limit(1e-4, 1e-3, 2e-2),
     "bf16": Limit(3e-2, 0.15, 0.6),
 }
-# Of one process and the same by hand, where transformers has norms and angles in fp32, whatever the
-# weights.
+# Between one process and the same by hand: transformers computes norms and rotation angles in fp32,
+# whatever the weights.
 BY_HAND = Limit(1e-4, 1e-3, 2e-2)
-# Codes of few bits, and Muon's iteration in bf16, make a difference in the last place a larger one.
+# Low-bit states, and Muon's iteration in bf16, magnify a difference in the last place.
 ROUNDED = Limit(2e-3, 2e-2, 0.1)
 MUON = Limit(2e-2, 0.1, 0.35)
-# A loss of differences of scores, each of which bf16 rounds: one process is as far from itself in
-# fp32.
+# A reward's loss is of differences of scores, each of which bf16 rounds: one process in bf16 is as
+# far from the same in fp32.
 SCORES = Limit(0.1, 0.15, 0.6)
 
 
 @dataclass
 class Outcome:
-    """What came of a case. verdict: equal, refused (one line, exit code 2) or wrong. said: what is
-    to be shown. far: the largest differences that were found.
-    """
+    """What came of a case."""
 
     case: Case
-    verdict: str
-    said: list[str] = field(default_factory=list)
-    far: dict[str, Limit] = field(default_factory=dict)
-    seconds: float = 0.0
+    verdict: str  # "equal", "refused" (one line, exit code 2) or "wrong"
+    said: list[str] = field(default_factory=list)  # lines to show
+    far: dict[str, Limit] = field(default_factory=dict)  # differences by what was compared
+    seconds: float = 0.0  # on the clock
 
 
 def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TEACHER), 4)) -> None:
-    """The models that transformers makes, and rows and pairs of all lengths; the same every time.
+    """Write the models, by transformers, and files of samples; the same every time.
 
-    layers: of each model that is made; a pipeline of four ranks takes four.
+    layers: the models to write and their numbers of layers; a pipeline of four ranks needs four.
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -117,214 +113,238 @@ def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TE
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for key, parameter in model.named_parameters():
-                if (
-                    "norm" in key
-                ):  # a norm whose weight is left out would not be seen with weights of 1
+                # With weights of 1 a norm that is left out would not be noticed.
+                if "norm" in key:
                     parameter.add_(0.2 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
-    for file in (
-        ROOT / "examples" / "demo" / "tokenizer"
-    ).iterdir():  # which is compared with the model's
+    # A run compares the teacher's tokenizer with the student's.
+    for file in (ROOT / "examples" / "demo" / "tokenizer").iterdir():
         (folder / TEACHER / file.name).write_bytes(file.read_bytes())
     chance = random.Random(0)
 
-    def words(most: int) -> str:
+    def write_words(most: int) -> str:
         return " ".join(str(chance.randrange(10000)) for _ in range(chance.randint(1, most)))
 
-    rows = [{"instruction": words(6), "input": "", "output": words(8)} for _ in range(160)]
-    pairs = [{"prompt": words(5), "chosen": words(5), "rejected": words(5)} for _ in range(80)]
-    # Prompts and answers that take no more than LENGTH tokens with each other's, and so are never
-    # cut.
-    labeled = [
-        {"prompt": words(4), "completion": words(4), "label": chance.random() < 0.6}
-        for _ in range(120)
-    ]
-    classes = [{"text": words(10), "label": f"class {chance.randrange(3)}"} for _ in range(120)]
-    for name, found in (
-        ("rows", rows),
-        ("pairs", pairs),
-        ("labeled", labeled),
-        ("classes", classes),
-    ):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    # Prompts and answers, also with each other's, have at most LENGTH tokens: none is truncated.
+    samples: dict[str, list[dict[str, Any]]] = {
+        "rows": [
+            {"instruction": write_words(6), "input": "", "output": write_words(8)}
+            for _ in range(160)
+        ],
+        "pairs": [
+            {"prompt": write_words(5), "chosen": write_words(5), "rejected": write_words(5)}
+            for _ in range(80)
+        ],
+        "labeled": [
+            {
+                "prompt": write_words(4),
+                "completion": write_words(4),
+                "label": chance.random() < 0.6,
+            }
+            for _ in range(120)
+        ],
+        "classes": [
+            {"text": write_words(10), "label": f"class {chance.randrange(3)}"} for _ in range(120)
+        ],
+    }
+    for name, rows in samples.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def try_case(case: Case, folder: Path) -> Outcome:
-    """Runs and compares a case. folder: what `prepare` has written to; the case's own is made in
-    it.
+    """Run and compare a case.
+
+    folder: what `prepare` has written to; the case's runs write to a folder in it.
     """
-    began, own = time.monotonic(), folder / f"seed{case.seed}"
-    outcome = _try_case(case, own)
-    outcome.seconds = time.monotonic() - began
+    start = time.monotonic()
+    case_folder = folder / f"seed{case.seed}"
+    outcome = _compare_runs(case, case_folder)
+    outcome.seconds = time.monotonic() - start
     if outcome.verdict == "wrong":
-        outcome.said.append(case.command(own))
+        outcome.said.append(case.command(case_folder))
     return outcome
 
 
-def _try_case(case: Case, own: Path) -> Outcome:
+def _compare_runs(case: Case, folder: Path) -> Outcome:
+    """Do the runs of a case and compare them."""
     try:
-        plain = run_ranks(_train, 1, case, own, True, timeout=SECONDS)[0]
-        found = (
-            run_ranks(_train, case.ranks, case, own, False, timeout=SECONDS)
-            if not plain["code"]
-            else []
-        )
+        plain = run_ranks(_train, 1, case, folder, True, timeout=SECONDS)[0]
+        ranks = []
+        if not plain["code"]:
+            ranks = run_ranks(_train, case.ranks, case, folder, False, timeout=SECONDS)
     except RankFailure as failure:
         return Outcome(case, "wrong", [str(failure)[-3000:]])
-    for each in (plain, *found):
-        if each["code"]:
-            return Outcome(case, "refused" if each["code"] == 2 else "wrong", each["said"])
+    for result in (plain, *ranks):
+        if result["code"]:
+            return Outcome(case, "refused" if result["code"] == 2 else "wrong", result["said"])
     outcome = Outcome(case, "equal")
-    check = _Check(outcome, plain)
+    check = Check(outcome, plain)
     check.compare(
-        "ranks", found[0]["steps"], read_exported(own / "run"), _limit(case, RANKS[case.dtype])
+        "ranks",
+        lines=ranks[0]["steps"],
+        weights=read_exported(folder / "run"),
+        limit=_widen_limit(case, RANKS[case.dtype]),
     )
-    check.formula(case)
+    check.compare_with_formula(case)
     if case.dtype != "bf16":
         try:
             losses, norms, weights = run_ranks(
-                _train_by_hand, 1, case, own, plain, process_group=False, timeout=SECONDS
+                _train_by_hand, 1, case, folder, plain, process_group=False, timeout=SECONDS
             )[0]
         except RankFailure as failure:
             return Outcome(case, "wrong", [str(failure)[-3000:]])
-        lines = [
-            (step, loss, norm)
-            for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
-        ]
-        check.compare("by hand", lines, weights, _limit(case, BY_HAND))
+        lines = list(zip(range(1, len(losses) + 1), losses, norms, strict=True))
+        limit = _widen_limit(case, BY_HAND)
+        check.compare("by hand", lines=lines, weights=weights, limit=limit)
     return outcome
 
 
-def _limit(case: Case, limit: Limit) -> Limit:
-    wider = [limit]
-    if any(one in case.numbers for one in ("optimizer.state_bits=4", "optimizer.state_bits=8")):
-        wider.append(ROUNDED)
-    if "optimizer.name=muon" in case.numbers:
-        wider.append(MUON)
+def _widen_limit(case: Case, limit: Limit) -> Limit:
+    """Return the limit, wider for settings that magnify differences."""
+    limits = [limit]
+    if {"optimizer.state_bits=4", "optimizer.state_bits=8"} & set(case.numerics):
+        limits.append(ROUNDED)
+    if "optimizer.name=muon" in case.numerics:
+        limits.append(MUON)
     if case.recipe == REWARD and case.dtype == "bf16":
-        wider.append(SCORES)
+        limits.append(SCORES)
     return Limit(
-        *(max(getattr(one, name) for one in wider) for name in ("loss", "norm", "weights"))
+        loss=max(limit.loss for limit in limits),
+        norm=max(limit.norm for limit in limits),
+        weights=max(limit.weights for limit in limits),
     )
 
 
-def _train(case: Case, own: Path, plain: bool) -> dict[str, Any]:
-    """A run, on this rank. Of the plain one also what it began with and its steps' rows."""
+def _train(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
+    """Run the case on this rank; return what it recorded.
+
+    Of the plain run also its formula's report and the rows of its steps.
+    """
     if not plain:
         offload_on_a_cpu()
     watch = Watch() if plain else None
-    run = run_here(case.arguments(own, plain=plain), recipe=case.recipe, before_training=watch)
+    run = run_here(case.arguments(folder, plain=plain), recipe=case.recipe, before_training=watch)
     torch.distributed.barrier()
-    found: dict[str, Any] = {"code": run.code, "said": run.said[-3:]}
+    result: dict[str, Any] = {"code": run.code, "said": run.said[-3:]}
     if run.code == 0:
-        found["steps"] = [list(line) for line in read_steps(own / ("plain" if plain else "run"))]
+        steps = read_steps(folder / ("plain" if plain else "run"))
+        result["steps"] = [list(line) for line in steps]
     if run.code == 0 and watch:
         data = run.recipe.data
-        found |= {
-            "formula": watch.report(run.recipe),
-            "rows": [_read_rows(data.dataset, _step_items(data, step)) for step in range(STEPS)],
-        }
-        found["validation"] = []
-        if (
-            KEEP_BEST in case.numbers
-        ):  # the weights are those of a step that `watch` has left behind
-            found["validation"].append(
-                _read_rows(data.validation_dataset, range(len(data.validation_dataset)))
-            )
-            found["formula"] |= {"errors": {}, "still": []}
-    return found
+        result["formula"] = watch.report(run.recipe)
+        result["rows"] = [
+            _read_rows(data.dataset, _list_step_items(data, step)) for step in range(STEPS)
+        ]
+        result["validation"] = []
+        if KEEP_BEST in case.numerics:
+            validation = data.validation_dataset
+            result["validation"].append(_read_rows(validation, range(len(validation))))
+            # The run's weights are those of its best step, the formulas' those of the last.
+            result["formula"] |= {"errors": {}, "still": []}
+    return result
 
 
-def _step_items(data: Any, step: int) -> list[int]:
-    return [int(item) for slot in data.plan.slots(step) for item in slot]
+def _list_step_items(data: Any, step: int) -> list[int]:
+    """Return the items of a step, of all slots."""
+    items: list[int] = []
+    for slot in data.plan.slots(step):
+        items += map(int, slot)
+    return items
 
 
 def _read_rows(dataset: Any, items: Iterable[int]) -> list[tuple[Tensor, Tensor, float]]:
-    found = []
+    """Return (tokens, labels, value) of every sequence of these items."""
+    rows = []
     for item in items:
-        for at in range(dataset.group):
-            row = dataset[item * dataset.group + at]
+        value = float(dataset.values[item])
+        for number in range(dataset.group):
+            row = dataset[item * dataset.group + number]
             assert len(row.tokens) <= LENGTH
-            value = float(dataset.values[item])
-            found.append((torch.tensor(row.tokens).long(), torch.tensor(row.labels).long(), value))
-    return found
+            rows.append((torch.tensor(row.tokens).long(), torch.tensor(row.labels).long(), value))
+    return rows
 
 
-def _train_by_hand(case: Case, own: Path, plain: dict[str, Any]) -> list[Any]:
-    cfg = parse_arguments(case.arguments(own, plain=True), CONFIGS[case.recipe])
+def _train_by_hand(case: Case, folder: Path, plain: dict[str, Any]) -> list[Any]:
+    """Train by hand on the plain run's rows; return losses, norms and weights."""
+    cfg = parse_arguments(case.arguments(folder, plain=True), CONFIGS[case.recipe])
     training = ByHand(cfg, plain["formula"]["start"])
     training.train(plain["rows"], plain["validation"])
     return [training.losses, training.norms, training.weights]
 
 
 def read_exported(output: Path) -> dict[str, Tensor]:
-    """Every tensor of the model or adapter that a run wrote, by our names of the parameters."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(
-        [*output.glob("model/*.safetensors"), *output.glob("adapter/*.safetensors")]
-    ):
-        found |= load_file(file)
-    return {name.removeprefix("base_model.model."): value for name, value in found.items()}
+    """Return every tensor of the model or adapter that a run wrote, by parameter."""
+    tensors: dict[str, Tensor] = {}
+    for folder in ("adapter", "model"):
+        for file in sorted((output / folder).glob("*.safetensors")):
+            tensors |= load_file(file)
+    return {name.removeprefix("base_model.model."): value for name, value in tensors.items()}
 
 
-class _Check:
-    """Compares with the plain run, and notes what is too far from it."""
+class Check:
+    """Compares with the plain run, and notes in the outcome what is too far from it."""
 
     def __init__(self, outcome: Outcome, plain: dict[str, Any]) -> None:
-        self.outcome, self.plain = outcome, plain
-        self.start = plain["formula"]["start"]
-        self.weights = plain["formula"]["weights"]
+        self.outcome = outcome
+        self.plain = plain  # what `_train` returned of the plain run
+        self.start = plain["formula"]["start"]  # trained parameters before the first step
+        self.weights = plain["formula"]["weights"]  # and after the last
 
     def compare(
-        self, name: str, lines: list[Any], weights: dict[str, Tensor], limit: Limit
+        self, name: str, *, lines: list[Any], weights: dict[str, Tensor], limit: Limit
     ) -> None:
-        wanted = self.plain["steps"]
-        if [line[0] for line in lines] != [
-            line[0] for line in wanted
-        ] or weights.keys() != self.weights.keys():
+        """Compare another run with the plain one. lines: (step, loss, gradient norm)."""
+        expected = self.plain["steps"]
+        steps = [line[0] for line in lines]
+        if steps != [line[0] for line in expected] or weights.keys() != self.weights.keys():
             odd = sorted(weights.keys() ^ self.weights.keys())[:5]
-            self.note(f"{name}: found steps {[line[0] for line in lines]}, and not in both: {odd}")
+            self.note(f"{name}: found steps {steps}, and not in both: {odd}")
             return
-        pairs = list(zip(lines, wanted, strict=True))
+        pairs = list(zip(lines, expected, strict=True))
         far = Limit(
-            max(abs(mine[1] - theirs[1]) / abs(theirs[1]) for mine, theirs in pairs),
-            max(abs(mine[2] - theirs[2]) / abs(theirs[2]) for mine, theirs in pairs),
-            self.furthest(weights),
+            loss=max(abs(line[1] - plain[1]) / abs(plain[1]) for line, plain in pairs),
+            norm=max(abs(line[2] - plain[2]) / abs(plain[2]) for line, plain in pairs),
+            weights=self.compute_largest_distance(weights),
         )
         self.outcome.far[name] = far
         for kind in ("loss", "norm", "weights"):
+            # Negated, so that NaN is wrong.
             if not getattr(far, kind) <= getattr(limit, kind):
                 self.note(
                     f"{name}: {kind} {getattr(far, kind):.1e}, at most {getattr(limit, kind):.0e};"
-                    f" {lines}, {wanted}"
+                    f" {lines}, {expected}"
                 )
 
-    def furthest(self, weights: dict[str, Tensor]) -> float:
-        """The distance of the tensor that is furthest off, in parts of its way; of one that has
-        come a short way only, in parts of a tenth of the way that they have come on average.
+    def compute_largest_distance(self, weights: dict[str, Tensor]) -> float:
+        """Return the largest distance of a tensor from the plain run's, relative to its change.
+
+        The change counts as at least a tenth of the tensors' average change.
         """
-        ways = {
+        changes = {
             name: float((value.double() - self.start[name]).norm())
             for name, value in self.weights.items()
         }
-        least = 0.1 * math.sqrt(sum(way**2 for way in ways.values()) / len(ways))
-        return max(
-            float((weights[name].double() - self.weights[name].double()).norm()) / max(way, least)
-            for name, way in ways.items()
-        )
+        least = 0.1 * math.sqrt(sum(change**2 for change in changes.values()) / len(changes))
+        distances = [
+            float((weights[name].double() - self.weights[name].double()).norm())
+            / max(change, least)
+            for name, change in changes.items()
+        ]
+        return max(distances)
 
-    def formula(self, case: Case) -> None:
-        """The plain run itself moves every tensor as its optimizer's formula says."""
-        found = self.plain["formula"]
-        loose = {"fp64": 1e-6, "fp32": 2e-3, "bf16": 0.15}[case.dtype]
-        if "optimizer.name=muon" in case.numbers:
-            loose = 0.4
-        bad = {name: error for name, error in found["errors"].items() if not error <= loose}
-        if bad or found["still"]:
+    def compare_with_formula(self, case: Case) -> None:
+        """Check that the plain run moved every tensor as its optimizer's formula says."""
+        report = self.plain["formula"]
+        tolerance = {"fp64": 1e-6, "fp32": 2e-3, "bf16": 0.15}[case.dtype]
+        if "optimizer.name=muon" in case.numerics:
+            tolerance = 0.4
+        bad = {name: error for name, error in report["errors"].items() if not error <= tolerance}
+        if bad or report["still"]:
             self.note(
-                f"the plain run is not what its optimizer's formula says: {bad} {found['still']}"
+                f"the plain run is not what its optimizer's formula says: {bad} {report['still']}"
             )
 
     def note(self, line: str) -> None:
+        """Make the outcome wrong and add a line to it."""
         self.outcome.verdict = "wrong"
         self.outcome.said.append(line)

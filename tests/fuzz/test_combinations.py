@@ -57,7 +57,7 @@ def test_every_lever_is_drawn() -> None:
     chance = random.Random(0)
     drawn = [case for case in (cases._draw(chance, 0, 0) for _ in range(3000)) if case]
     keys = {
-        override.partition("=")[0] for case in drawn for override in (*case.numbers, *case.levers)
+        override.partition("=")[0] for case in drawn for override in (*case.numerics, *case.levers)
     }
     assert {case.model for case in drawn} == set(cases.MODELS)
     levers = {key.removeprefix("~") for setting in LEVERS for key in setting.keys}
@@ -112,11 +112,11 @@ def test_what_differs_is_said(fault: str, words: str) -> None:
     else:
         other[1][1 if fault == "loss" else 2] += 1e-6
     outcome = compare.Outcome(CASE, "equal")
-    check = compare._Check(outcome, {"steps": lines, "formula": formula})
-    check.compare("ranks", lines, weights, compare.RANKS["fp64"])
-    check.formula(CASE)
+    check = compare.Check(outcome, {"steps": lines, "formula": formula})
+    check.compare("ranks", lines=lines, weights=weights, limit=compare.RANKS["fp64"])
+    check.compare_with_formula(CASE)
     assert (outcome.verdict, outcome.said) == ("equal", [])
-    check.compare("ranks", other, found, compare.RANKS["fp64"])
+    check.compare("ranks", lines=other, weights=found, limit=compare.RANKS["fp64"])
     assert outcome.verdict == "wrong" and words in outcome.said[0]
 
 
@@ -124,7 +124,7 @@ def test_a_plain_run_that_does_not_move_is_said() -> None:
     outcome = compare.Outcome(CASE, "equal")
     start = {"w": torch.ones(3, dtype=torch.float64)}
     formula = {"start": start, "weights": start, "errors": {"w": 1.0}, "still": ["w"]}
-    compare._Check(outcome, {"steps": [], "formula": formula}).formula(CASE)
+    compare.Check(outcome, {"steps": [], "formula": formula}).compare_with_formula(CASE)
     assert outcome.verdict == "wrong" and "formula" in outcome.said[0]
 
 

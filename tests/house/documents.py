@@ -1,4 +1,4 @@
-"""README and docs as the house tests read them: fenced blocks with their kind, commands, links."""
+"""Read README and docs for the house tests: fenced blocks, their commands, links."""
 
 import re
 import shlex
@@ -17,17 +17,15 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(#[\w-]+)?\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. language: `bash`, `json`, ...; mark, name: of the comment above it, if there
-    is one.
-    """
+    """A fenced block of a Markdown file."""
 
-    language: str
+    language: str  # `bash`, `json`, ...
     text: str
-    mark: str
-    name: str
+    mark: str  # "rows" of a comment `<!-- rows: alpaca -->` above the block; empty without one
+    name: str  # "alpaca" of that comment
 
     def commands(self) -> list[list[str]]:
-        """The command lines of a bash block as words; a backslash joins lines."""
+        """Return the command lines of a bash block as words; a backslash joins lines."""
         joined = self.text.replace("\\\n", " ")
         return [
             shlex.split(line)
@@ -38,18 +36,21 @@ class Block:
 
 @cache
 def list_documents() -> list[Path]:
-    """README, CONTRIBUTING and everything under docs that people read."""
+    """Return README, CONTRIBUTING and every page under docs."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def list_blocks(path: Path) -> list[Block]:
-    """The fenced blocks of a file, in order."""
-    found = _BLOCK.findall(path.read_text(encoding="utf-8"))
-    return [Block(language, text, mark, name) for mark, name, language, text in found]
+    """Return the fenced blocks of a file, in order."""
+    blocks = _BLOCK.findall(path.read_text(encoding="utf-8"))
+    return [
+        Block(language=language, text=text, mark=mark, name=name)
+        for mark, name, language, text in blocks
+    ]
 
 
 def list_links(path: Path) -> list[str]:
-    """Targets of relative links."""
+    """Return the targets of a file's relative links, in order."""
     return [
         target
         for target, _ in _LINK.findall(path.read_text(encoding="utf-8"))

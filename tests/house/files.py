@@ -1,4 +1,4 @@
-"""The project's own files, as the house tests see them."""
+"""List and parse the project's own Python files, for the house tests."""
 
 import ast
 from collections.abc import Iterator
@@ -11,20 +11,22 @@ CODE_FOLDERS = ("recipe_lib", "recipes", "benchmarks", "examples")
 
 @cache
 def list_python_files(*folders: str) -> list[Path]:
-    """Every Python file of these folders (default: all code that is no test), sorted."""
-    found = [path for folder in folders or CODE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    assert found, f"no Python file in {folders}"
-    return sorted(found)
+    """Return every Python file of these folders (default: all code that is no test), sorted."""
+    paths: list[Path] = []
+    for folder in folders or CODE_FOLDERS:
+        paths += (ROOT / folder).rglob("*.py")
+    assert paths, f"no Python file in {folders}"
+    return sorted(paths)
 
 
 @cache
 def parse_tree(path: Path) -> ast.Module:
-    """The parsed file."""
+    """Return the file's syntax tree."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 def place(path: Path, node: ast.AST | None = None) -> str:
-    """`recipe_lib/units.py:12`, for a failure's message."""
+    """Return where a file or a node of it is, for a message: `recipe_lib/units.py:12`."""
     name = path.relative_to(ROOT).as_posix()
     return f"{name}:{node.lineno}" if node is not None and hasattr(node, "lineno") else name
 
@@ -32,7 +34,7 @@ def place(path: Path, node: ast.AST | None = None) -> str:
 def list_functions_with_lines(
     path: Path,
 ) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
-    """Each function of a file and its length in lines, decorators not counted."""
+    """Yield each function of a file and its length in lines, decorators not counted."""
     for node in ast.walk(parse_tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None

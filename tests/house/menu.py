@@ -1,10 +1,10 @@
-"""The menu of the documentation's site, from docs/index.md: `python -m tests.house.menu` writes it
-into mkdocs.yml.
+"""Write the menu of the documentation's site from docs/index.md: `python -m tests.house.menu`.
 
-A heading of the index is a section. Each line of its list is an entry, with every page that the
-line links to; a line that begins with words, not with a link, is a group of its own. Pages of
-docs/measurements and docs/upstream that the index leaves to docs/measurements/README.md follow in
-that page's order, under the names that their headings give them.
+It replaces `nav:` of mkdocs.yml. A heading of the index is a section. Each line of its list is an
+entry, with every page that the line links to; a line that begins with words, not with a link, is a
+group of its own. Pages of docs/measurements and docs/upstream that the index leaves to
+docs/measurements/README.md follow in that page's order, under the names that their headings give
+them.
 """
 
 import json
@@ -46,8 +46,9 @@ def list_measurements() -> list[str]:
     guide = (DOCS / "measurements" / "README.md").read_text(encoding="utf-8")
     paths = [*DOCS.glob("measurements/*.md"), *DOCS.glob("upstream/*.md")]
     pages = [path.relative_to(DOCS).as_posix() for path in paths]
-    place = {page: guide.find(f"({link_in_guide(page)})") for page in pages}
-    return sorted(pages, key=lambda page: (place[page] < 0, place[page], page))
+    position = {page: guide.find(f"({link_in_guide(page)})") for page in pages}
+    # Pages that the guide does not link (-1) come last, by name.
+    return sorted(pages, key=lambda page: (position[page] < 0, position[page], page))
 
 
 def link_in_guide(page: str) -> str:
@@ -56,15 +57,15 @@ def link_in_guide(page: str) -> str:
 
 
 def _quote(title: str) -> str:
+    """Return a title as YAML takes it for a key."""
     plain = title.replace("`", "")
     return json.dumps(plain) if ": " in plain else plain
 
 
 def main() -> None:
-    """Write the menu."""
-    SITE.write_text(
-        _NAV.sub(lambda _: write_menu(), SITE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    """Write the menu into mkdocs.yml."""
+    site = SITE.read_text(encoding="utf-8")
+    SITE.write_text(_NAV.sub(lambda _: write_menu(), site), encoding="utf-8")
 
 
 if __name__ == "__main__":

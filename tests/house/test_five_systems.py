@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import five_systems
-from benchmarks.five_systems import KEPT, PAGE, read_cell, run_command, write_page
+from benchmarks.five_systems import OUTPUTS, PAGE, read_cell, run_command, write_page
 from benchmarks.five_systems_rows import FOUR_CARDS, LONG, NEEDS, SYSTEMS, ZERO_1, Row
 from tests.house.files import ROOT, list_python_files, parse_tree
 from tests.house.test_commands import check_python
@@ -28,7 +28,7 @@ SCRIPTS = [command for command in COMMANDS if command.startswith("python ")]
 
 
 def kept() -> dict[str, str]:
-    outputs: dict[str, str] = json.loads(KEPT.read_text(encoding="utf-8"))
+    outputs: dict[str, str] = json.loads(OUTPUTS.read_text(encoding="utf-8"))
     return outputs
 
 
@@ -83,13 +83,13 @@ def test_named_tests_are_there(command: str):
 
 def test_it_runs_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """As a file, without arguments; and it runs nothing whose output is kept."""
-    shutil.copy(KEPT, tmp_path / "kept.json")
-    monkeypatch.setattr(five_systems, "KEPT", tmp_path / "kept.json")
+    shutil.copy(OUTPUTS, tmp_path / "kept.json")
+    monkeypatch.setattr(five_systems, "OUTPUTS", tmp_path / "kept.json")
     monkeypatch.setattr(five_systems, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(sys, "argv", ["benchmarks/five_systems.py"])
     five_systems.main()
     assert (tmp_path / "page.md").read_bytes() == PAGE.read_bytes()
-    assert (tmp_path / "kept.json").read_bytes() == KEPT.read_bytes()
+    assert (tmp_path / "kept.json").read_bytes() == OUTPUTS.read_bytes()
     words = [sys.executable, "benchmarks/five_systems.py", "--help"]
     started = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert started.returncode == 0 and "--only" in started.stdout

@@ -1,10 +1,8 @@
-"""A device on a CPU whose copies are as late as its streams and events allow, and that notices what
-comes too early.
+"""Simulate on a CPU a device whose copies come as late as its streams and events allow.
 
-Operators run at once, on the stream that computes. A copy on another stream waits in that stream's
-queue until somebody waits for an event behind it; the computing stream's memory must be there until
-then. What it takes without giving it values is filled with NaN, so that whoever reads it before the
-copy has come finds no numbers.
+`LateCopies()` stands in for `torch.cuda` and is entered around the tested code; it notices copies
+whose order no event secures. Operators run at once, on the computing stream. A copy on another
+stream waits in that stream's queue until somebody waits for an event behind it.
 """
 
 import weakref
@@ -19,26 +17,29 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class LateEvent:
-    """behind: how many of its stream's works come before it."""
+    """An event as torch.cuda.Event, as far as it is used."""
 
     stream: Any = None
-    behind = 0
+    behind = 0  # how many of its stream's works come before it
 
     def record(self, stream: "LateStream") -> None:
-        self.stream, self.behind = stream, stream.issued
+        """Put the event behind the works that the stream has got so far."""
+        self.stream = stream
+        self.behind = stream.issued
 
 
 class LateStream:
-    """A queue of works. seen: so many works of the computing stream are done before the next one
-    here.
-    """
+    """A stream as torch.cuda.Stream: a queue of works that run as late as they may."""
 
     def __init__(self, device: "LateCopies") -> None:
         self.device = device
         self.queue: deque[Callable[[], None]] = deque()
-        self.issued = self.done = self.seen = 0
+        self.issued = 0  # works that were ever put in the queue
+        self.done = 0  # works that have run
+        self.seen = 0  # works of the computing stream that surely precede this stream's next one
 
     def wait_event(self, event: LateEvent) -> None:
+        """Let this stream's next work come after the event."""
         if self is self.device.computing:
             event.stream.finish(event.behind)
         elif event.stream is self.device.computing:
@@ -47,26 +48,31 @@ class LateStream:
             self.issue(lambda: event.stream.finish(event.behind))
 
     def issue(self, work: Callable[[], None]) -> None:
+        """Put a work at the end of the queue."""
         self.queue.append(work)
         self.issued += 1
 
     def finish(self, count: int) -> None:
+        """Run the first `count` works, those that have not run yet."""
         while self.done < count:
             self.done += 1
             self.queue.popleft()()
 
 
 class LateCopies(TorchDispatchMode):
-    """In place of `torch.get_device_module(device)`, entered around what is tested. copied: bytes,
-    by late copies. too_early: one could have begun before the computing stream was done with its
-    memory. too_late: one came when its memory was gone.
-    """
+    """Stands in for `torch.get_device_module(device)`; entered around what is tested."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.computing = self.now = LateStream(self)
-        self.copied = 0
-        self.too_early = self.too_late = False
+        self.computing = LateStream(self)
+        self.now = self.computing  # the current stream
+        self.copied = 0  # bytes, by copies on other streams than the computing one
+        # A copy could have begun before the computing stream was done with its memory.
+        self.too_early = False
+        # A copy came when its memory was gone.
+        self.too_late = False
+        # Of memory that the computing stream has allocated: the storage, and which work it was; by
+        # the storage's address.
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def Stream(self) -> LateStream:  # noqa: N802 (as torch calls it)
@@ -80,11 +86,13 @@ class LateCopies(TorchDispatchMode):
 
     @contextmanager
     def stream(self, stream: LateStream) -> Iterator[None]:
-        before, self.now = self.now, stream
+        """Make this the current stream inside."""
+        previous = self.now
+        self.now = stream
         try:
             yield
         finally:
-            self.now = before
+            self.now = previous
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         late = self.now is not self.computing
@@ -93,45 +101,58 @@ class LateCopies(TorchDispatchMode):
             return args[0]
         result = func(*args, **(kwargs or {}))
         if late:
-            # Memory of the host, which is not given to others before its copies are done
+            # Memory of the host, which is not given to others before its copies are done.
             return result
         self.computing.issued += 1
         for value in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(value, Tensor) and self._made_at(value) is None:
                 storage = value.untyped_storage()
                 self._made[storage._cdata] = (weakref.ref(storage), self.computing.issued)
+        # Whoever reads it before a copy has come computes NaN.
         if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
             result.fill_(float("nan"))
         return result
 
     def _made_at(self, tensor: Tensor) -> int | None:
-        """Which work of the computing stream made the memory; None: it is not that stream's."""
+        """Return the number of the computing stream's work that allocated the tensor's memory.
+
+        None: that stream did not allocate it.
+        """
         reference, work = self._made.get(tensor.untyped_storage()._cdata, (lambda: None, 0))
         return work if reference() is not None else None
 
     def _copy_later(self, target: Tensor, source: Tensor) -> None:
-        places = [self._place(tensor) for tensor in (target, source)]
+        """Queue `target.copy_(source)` on the current stream."""
+        get_target = self._place(target)
+        get_source = self._place(source)
         self.copied += target.nbytes
 
         def copy() -> None:
             with _disable_current_modes():
-                there, here = (place() for place in places)
-                self.too_late |= there is None or here is None
+                live_target = get_target()
+                live_source = get_source()
+                self.too_late |= live_target is None or live_source is None
                 if not self.too_late:
-                    there.copy_(here)
+                    live_target.copy_(live_source)
 
         self.now.issue(copy)
 
     def _place(self, tensor: Tensor) -> Callable[[], Tensor | None]:
-        """Gives the tensor when its turn comes, None if its memory is gone; the host's stays."""
-        made = self._made_at(tensor)
-        if made is None:
+        """Return a function that gives the tensor when the copy runs, None if its memory is gone.
+
+        Memory of the host stays.
+        """
+        allocated_by = self._made_at(tensor)
+        if allocated_by is None:
             return lambda: tensor
-        self.too_early |= made > self.now.seen
-        storage, shape, dtype = weakref.ref(tensor.untyped_storage()), tensor.shape, tensor.dtype
+        self.too_early |= allocated_by > self.now.seen
+        # A reference to the tensor would keep its memory alive.
+        storage_reference = weakref.ref(tensor.untyped_storage())
+        shape = tensor.shape
+        dtype = tensor.dtype
 
-        def found() -> Tensor | None:
-            alive = storage()
-            return None if alive is None else torch.empty(0, dtype=dtype).set_(alive, 0, shape)
+        def get_tensor() -> Tensor | None:
+            storage = storage_reference()
+            return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, 0, shape)
 
-        return found
+        return get_tensor

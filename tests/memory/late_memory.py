@@ -1,5 +1,6 @@
-"""Late copies into memory that is taken and given back by a storage's size, as FSDP and layer
-streaming do it.
+"""Late copies into memory that is allocated and freed by resizing a storage.
+
+FSDP and layer streaming do so; `late_copies.LateCopies` follows new tensors only.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,31 +13,33 @@ from tests.memory.late_copies import LateCopies
 
 
 class LateMemory(LateCopies):
-    """As `LateCopies`. Memory that a storage is given begins as NaN, and a copy from or to a
-    storage that has none is too late.
+    """`LateCopies` that follows resized storages too.
+
+    Memory that a storage gets begins as NaN; a copy from or to a storage of no bytes is too late.
     """
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Inside, storages that change their size are followed."""
+        """Follow storages that are resized inside."""
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> object:
+        def follow_resize(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
             self.computing.issued += 1
             if size:
-                storage.fill_(255)
+                storage.fill_(255)  # all bits set: NaN in every floating-point type
                 reference = self._made.get(storage._cdata, (lambda: None, 0))[0]
                 if reference() is not None:
                     self._made[storage._cdata] = (reference, self.computing.issued)  # type: ignore[assignment]
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        torch.UntypedStorage.resize_ = follow_resize  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def _place(self, tensor: Tensor) -> Callable[[], Tensor | None]:
-        place, storage = super()._place(tensor), tensor.untyped_storage()
-        return lambda: place() if storage.nbytes() else None
+        get_tensor = super()._place(tensor)
+        storage = tensor.untyped_storage()
+        return lambda: get_tensor() if storage.nbytes() else None

@@ -1,5 +1,6 @@
-"""Counts the bytes of tensors that live: every storage that an operator makes, until it dies or is
-resized.
+"""Count the bytes of live tensors: of each storage that an operator makes, until it is freed.
+
+`with LiveBytes() as live: ...; live.peak` is the peak of what ran inside.
 """
 
 import weakref
@@ -12,16 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, keeps an account of the storages that operators return.
+    """While entered, follows the storages that operators return.
 
-    now(): bytes of those that are alive. peak: the most after any operator. `also(...)`: called
-    after each operator and added to the account, for bytes that no operator returns.
+    also: called after each operator, returns the bytes to count that no operator returns.
     """
 
     def __init__(self, also: Callable[[], int] = lambda: 0):
         super().__init__()
-        self.peak = 0
+        self.peak = 0  # the most bytes after any operator
         self._also = also
+        # By the address of the storage in C++.
         self._storages: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
 
     def __torch_dispatch__(
@@ -32,16 +33,17 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        given = {
-            storage._cdata for storage in _list_storages((args, kwargs))
-        }  # views and in-place results make nothing
+        # Views and in-place results share a storage with an argument.
+        argument_storages = {storage._cdata for storage in _list_storages((args, kwargs))}
         for storage in _list_storages(result):
-            if storage._cdata not in given:
+            if storage._cdata not in argument_storages:
                 self._storages[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
         self.peak = max(self.peak, self.now() + self._also())
         return result
 
     def _forget(self, key: int) -> Callable[[Any], None]:
+        """Return a callback that drops the storage at address `key` when it is freed."""
+
         def forget(reference: Any) -> None:
             if self._storages.get(key) is reference:  # else another storage has the address by now
                 del self._storages[key]
@@ -49,12 +51,13 @@ class LiveBytes(TorchDispatchMode):
         return forget
 
     def now(self) -> int:
-        """Bytes of the storages made since entering that are alive."""
+        """Return the bytes of the live storages that were made since entering."""
         storages = [reference() for reference in list(self._storages.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 def _list_storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of all tensors in `values` that are not on the meta device."""
     return [
         leaf.untyped_storage()
         for leaf in tree_leaves(values)

@@ -1,5 +1,7 @@
-"""Tiny random transformers models of every family, and the way from their files to our decoder and
-back.
+"""Build tiny random transformers models of every family, and move weights between them and ours.
+
+build_reference_model("llama3").save_pretrained(folder)
+model = load_ours(folder)
 """
 
 from pathlib import Path
@@ -196,8 +198,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build_reference_model(
     case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> transformers.PreTrainedModel:
-    """A transformers model of the case, every parameter random, norms and biases included. changes:
-    of its config.
+    """Return a transformers model of the case, with norms and biases random too.
+
+    changes: keys of its config.
     """
     class_name, options = CASES[case]
     config = getattr(transformers, class_name)(**SMALL | options | changes)
@@ -207,18 +210,19 @@ def build_reference_model(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator) * (
-                0.3 if "norm" in name else 0.15
-            )
-            parameter.copy_(
-                values + 1.0 if "norm" in name and "Gemma" not in class_name else values
-            )
+            is_norm = "norm" in name
+            values = torch.randn(parameter.shape, generator=generator)
+            values *= 0.3 if is_norm else 0.15
+            if is_norm and "Gemma" not in class_name:  # Gemma adds 1 to a norm's weight
+                values += 1.0
+            parameter.copy_(values)
     return model.eval()
 
 
 def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Our decoder with the weights of a folder; every tensor of the files is used or known to be
-    ignorable.
+    """Return our decoder with the weights of a folder.
+
+    Asserts that every tensor of the files is used or known to be ignorable.
     """
     spec = build_spec(read_config(folder), str(folder))
     files = {}
@@ -238,17 +242,17 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
                 tensor = tensor[entry.start : entry.start + entry.length]
             assert parameter.shape == tensor.shape, entry
             parameter.copy_(tensor)
-    taken = {name for entry in entries if entry.view is not None for name in entry.view.tensors()}
-    unused = set(files) - taken - {entry.file_name for entry in entries}
+    unused = set(files) - {entry.file_name for entry in entries}
+    for entry in entries:
+        if entry.view is not None:
+            unused -= set(entry.view.tensors())
     unused -= find_tied_copies(spec, entries, files).keys()
     assert all(why_left_out(spec, name, files[name].dim()) for name in unused), unused
     return model
 
 
 def save_ours(model: Decoder, source: Path, folder: Path) -> None:
-    """Writes our weights under the file's names, fused where the family fuses, with the config of
-    `source`.
-    """
+    """Write our weights into `folder` under the family's names, with the config of `source`."""
     config_text = (Path(source) / "config.json").read_text()
     spec = build_spec(read_config(source), str(source))
     parts: dict[str, list[torch.Tensor]] = {}
@@ -259,13 +263,16 @@ def save_ours(model: Decoder, source: Path, folder: Path) -> None:
                 model.get_parameter(entry.our_name).detach()
             )
     else:
-        parts = {name: [model.get_parameter(own).detach()] for name, own in layout.renamed.items()}
-        for conversion in {id(made): made for made in layout.made.values()}.values():
-            made = conversion.convert(lambda name: model.get_parameter(name).detach())
-            parts |= {name: [tensor] for name, tensor in made.items()}
+        for file_name, our_name in layout.renamed.items():
+            parts[file_name] = [model.get_parameter(our_name).detach()]
+        # A conversion that gives several tensors stands under each of their names.
+        conversions = {id(conversion): conversion for conversion in layout.made.values()}
+        for conversion in conversions.values():
+            tensors = conversion.convert(lambda name: model.get_parameter(name).detach())
+            parts |= {name: [tensor] for name, tensor in tensors.items()}
     folder.mkdir()
     save_file(
-        {name: torch.cat(tensors).contiguous() for name, tensors in parts.items()},
+        {name: torch.cat(pieces).contiguous() for name, pieces in parts.items()},
         folder / "model.safetensors",
         {"format": "pt"},
     )

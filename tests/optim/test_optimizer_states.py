@@ -24,8 +24,8 @@ from benchmarks.optimizer_states import (
     OUTLIERS,
     PATTERNS,
     ROWS,
-    Kind,
     Observed,
+    StateKind,
     make_gradients,
     run_steps,
 )
@@ -43,7 +43,7 @@ BY_CHANCE = [kind for kind in KINDS if kind.settings.get("stochastic_rounding")]
 TO_THE_NEAREST = [kind for kind in KINDS if kind not in BLOCKED + BY_CHANCE]
 
 
-def parametrize_runs(kinds: list[Kind], many: list[Kind]) -> pytest.MarkDecorator:
+def parametrize_runs(kinds: list[StateKind], many: list[StateKind]) -> pytest.MarkDecorator:
     """Each of the kinds with few steps, some of them with many, too."""
     cases = [(kind, betas, FEW) for betas in BETAS for kind in kinds]
     slow = [pytest.param(kind, BETAS[1], MANY, marks=pytest.mark.slow) for kind in many]
@@ -51,10 +51,10 @@ def parametrize_runs(kinds: list[Kind], many: list[Kind]) -> pytest.MarkDecorato
 
 
 def name_value(value: Any) -> str:
-    return value.label() if isinstance(value, Kind) else str(value)
+    return value.format_label() if isinstance(value, StateKind) else str(value)
 
 
-def rounding_unit(kind: Kind, state: str) -> float:
+def rounding_unit(kind: StateKind, state: str) -> float:
     """Return the largest share of itself by which a step's rounding may change a state."""
     bits = kind.settings.get("state_bits", 32 if kind.settings.get("master_weights") else None)
     if bits == 32 or (bits is None and kind.dtype == "fp32"):
@@ -86,7 +86,7 @@ def in_bounds(found: Tensor, low: Tensor, high: Tensor, slack: float) -> bool:
 
 @parametrize_runs(TO_THE_NEAREST, many=TO_THE_NEAREST[3:])
 def test_states_are_no_further_off_than_their_rounding(
-    kind: Kind, betas: list[float], steps: int
+    kind: StateKind, betas: list[float], steps: int
 ) -> None:
     """States and steps. What is promised to be fp32 is so to 0.03 %, master weights' states among
     it.
@@ -122,7 +122,7 @@ def test_states_are_no_further_off_than_their_rounding(
 
 @parametrize_runs(BY_CHANCE, many=BY_CHANCE)
 def test_states_rounded_by_chance_are_right_on_average(
-    kind: Kind, betas: list[float], steps: int
+    kind: StateKind, betas: list[float], steps: int
 ) -> None:
     """The mean over numbers with one gradient within 6 deviations, each number within Azuma's
     inequality for one of 10^12 to be outside: a step's rounding is at most a whole distance of two
@@ -149,15 +149,16 @@ def test_states_rounded_by_chance_are_right_on_average(
                 span = Observed(0, spans[state], spans[state], spans[state])
                 for name in alike:
                     off = (
-                        getattr(found.band(name), state) - getattr(exact.band(name), state)
+                        getattr(found.select_band(name), state)
+                        - getattr(exact.select_band(name), state)
                     ).flatten()
-                    deviation = math.sqrt(float(span.band(name).update.max()) / 4 / len(off))
+                    deviation = math.sqrt(float(span.select_band(name).update.max()) / 4 / len(off))
                     assert abs(float(off.mean())) <= 6 * deviation, (found.step, state, name)
 
 
 @parametrize_runs(BLOCKED, many=BLOCKED)
 def test_small_gradients_beside_an_outlier_take_the_steps_of_their_levels(
-    kind: Kind, betas: list[float], steps: int
+    kind: StateKind, betas: list[float], steps: int
 ) -> None:
     """A gradient s beside 1 has the states s and s^2 of the block's scale, whose nearest levels p
     and q > 0 are kept.
@@ -172,7 +173,7 @@ def test_small_gradients_beside_an_outlier_take_the_steps_of_their_levels(
     for found in run_steps(cfg, DTYPES[kind.dtype], steps, 25):
         first, second = ((1 - beta) / (1 - beta ** (found.step + 1)) for beta in betas)
         for small in OUTLIERS:
-            band = found.band(f"outlier, others {small:g}")
+            band = found.select_band(f"outlier, others {small:g}")
             s = float(torch.tensor(small).bfloat16())
             p = float(signed[(signed - s).abs().argmin()])
             q = float(unsigned[(unsigned - s**2).abs().argmin()])
@@ -228,26 +229,28 @@ def read_page(title: str) -> dict[str, dict[str, tuple[float, float]]]:
 STEADY = ["constant", *(name for name in PATTERNS if name.startswith("outlier"))]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=Kind.label)
-def test_the_page_is_what_fewer_steps_show(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=StateKind.label)
+def test_the_page_is_what_fewer_steps_show(kind: StateKind) -> None:
     """With betas[1] of 0.95 a constant gradient's steps are after 100 what they are after 3,000;
     and the bytes.
     """
-    label = kind.label()
+    label = kind.format_label()
     betas = BETAS[0]
     (exact,) = run_steps(replace(BASE, betas=betas), torch.float64, 100, 100)
     (found,) = run_steps(replace(BASE, betas=betas, **kind.settings), DTYPES[kind.dtype], 100, 100)
     page = read_page(f"Steps, betas {betas}")[label]
     for name in STEADY:
-        median = float((found.band(name).update / exact.band(name).update).median())
+        median = float((found.select_band(name).update / exact.select_band(name).update).median())
         assert median == pytest.approx(page[name][0], rel=0.02), name
-    assert f"| {label} | {kind.bytes_per_parameter():.3g} |" in PAGE.read_text()
+    assert f"| {label} | {kind.count_bytes_per_parameter():.3g} |" in PAGE.read_text()
 
 
 def test_the_page_says_what_docs_say() -> None:
     """Each claim of docs/memory_levers.md, by the page's figures."""
-    by_chance, in_8, in_4 = (kind.label() for kind in (*BY_CHANCE, *BLOCKED))
-    exact = [kind.label() for kind in TO_THE_NEAREST if rounding_unit(kind, "exp_avg_sq") < HALF]
+    by_chance, in_8, in_4 = (kind.format_label() for kind in (*BY_CHANCE, *BLOCKED))
+    exact = [
+        kind.format_label() for kind in TO_THE_NEAREST if rounding_unit(kind, "exp_avg_sq") < HALF
+    ]
     fused = "`dtype=bf16 optimizer.implementation=fused`"
     for betas in BETAS:
         page = read_page(f"Steps, betas {betas}")

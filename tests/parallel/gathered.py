@@ -1,5 +1,6 @@
-"""What FSDP holds on this rank, in bytes: gathered parameters, buffers of its collectives,
-unreduced gradients.
+"""Count the bytes that FSDP holds on this rank: gathered parameters and unreduced gradients.
+
+`with GatheredPeak(model) as peak: ...` gives the most of each while the block runs.
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def list_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's parameter groups, one for each unit and one for the root; a unit of several modules
-    comes once.
+    """Yield FSDP's parameter groups, one for each unit, the root among them.
+
+    The group of a unit of several modules comes once.
     """
     seen = set()
     for module in model.modules():
@@ -25,7 +27,7 @@ def list_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def count_gathered_bytes(model: nn.Module) -> int:
-    """Bytes of whole parameters in memory."""
+    """Return the bytes of full parameters in memory."""
     return sum(
         tensor.untyped_storage().nbytes()
         for group in list_groups(model)
@@ -35,7 +37,7 @@ def count_gathered_bytes(model: nn.Module) -> int:
 
 
 def count_unreduced_bytes(model: nn.Module) -> int:
-    """Bytes of whole gradients in memory that the ranks have not summed yet."""
+    """Return the bytes of full gradients in memory that are not reduced over ranks yet."""
     total = 0
     for group in list_groups(model):
         for parameter in group.fsdp_params:
@@ -45,14 +47,13 @@ def count_unreduced_bytes(model: nn.Module) -> int:
 
 
 class GatheredPeak(TorchDispatchMode):
-    """While entered, notes after every operator the most bytes of gathered parameters, and of
-    unreduced gradients.
-    """
+    """While entered, records the peaks of gathered parameters and of unreduced gradients."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.gathered = self.unreduced = 0
+        self.gathered = 0  # the most bytes after any operator
+        self.unreduced = 0  # the most bytes after any operator
 
     def __torch_dispatch__(
         self,

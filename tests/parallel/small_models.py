@@ -1,5 +1,7 @@
-"""Small decoders and batches for the tests of sharding and checkpointing, and the loss of a plain
-one in float64.
+"""Build small decoders and batches for the tests of sharding and checkpointing.
+
+`compute_plain_gradients` gives the gradients of an unsharded model; a test compares those of its
+own model with them by `read_gradients` or `compute_gradient_difference`.
 """
 
 from dataclasses import replace
@@ -20,7 +22,7 @@ ROWS, LENGTH = 8, 12
 def build_small_spec(
     *, tied: bool = False, layers: int = 3, vocabulary: int = VOCABULARY
 ) -> DecoderSpec:
-    """A Llama whose embedding is larger than a layer: 512 x 32 against about 10 x 32 x 32."""
+    """Return a Llama whose embedding (512 x 32) is larger than a layer (about 10 x 32 x 32)."""
     spec = build_spec(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -43,7 +45,10 @@ def build_small_spec(
 
 
 def make_small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Tokens and labels `[rows, LENGTH]`, some of them ignored, not equally many in each row."""
+    """Return tokens and labels int64 `[rows, LENGTH]`.
+
+    Some labels are -100, not equally many in each row.
+    """
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
     labels = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
@@ -55,8 +60,9 @@ def make_small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 def compute_plain_gradients(
     spec: DecoderSpec, dtype: torch.dtype = torch.float64
 ) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss of the small batch and gradients by name, of a model that is neither sharded nor
-    checkpointed.
+    """Return the small batch's mean loss and the gradients by name, of a plain model.
+
+    Plain: neither sharded nor with checkpointed activations.
     """
     model = build_meta(spec, dtype).to_empty(device="cpu")
     init_weights(model, 3, spec)
@@ -67,46 +73,45 @@ def compute_plain_gradients(
 
 
 def start_adapters(model: nn.Module) -> None:
-    """Draw a model's adapters; B is not zero, which would hide A's gradient."""
+    """Initialize a model's adapters at random, with all of B 0.01."""
     init_adapters(model, 4)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            get_detached_local(parameter).fill_(0.01)
+            get_detached_local(parameter).fill_(0.01)  # zeros would make A's gradient zero
 
 
 def read_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by name; sharded ones are gathered (a collective)."""
-    found = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    """Return the full gradients by name; sharded ones are gathered (a collective)."""
     return {
         name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-        for name, grad in found.items()
+        for name, grad in _list_local_gradients(model).items()
     }
 
 
 def compute_gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
-    """The largest difference of this rank's parts of the gradients from the whole ones, each
-    relative to the largest number of its gradient. AssertionError where other parameters have
-    gradients.
+    """Return the largest difference of this rank's gradient shards from the full `expected` ones.
+
+    Each is relative to the largest absolute value of its full gradient; NaN if any is. Raises
+    AssertionError where the model has gradients of other parameters than `expected`.
     """
-    found = {
+    gradients = _list_local_gradients(model)
+    assert gradients.keys() == expected.keys()
+    differences = [0.0]
+    for name, full_gradient in expected.items():
+        shard, offset = locate_local_part(gradients[name])
+        bounds = zip(offset, shard.shape, strict=True)
+        expected_shard = full_gradient[tuple(slice(first, first + size) for first, size in bounds)]
+        assert shard.shape == expected_shard.shape, name
+        if shard.numel():
+            difference = (shard - expected_shard).abs().max() / full_gradient.abs().max()
+            differences.append(float(difference))
+    return float(torch.tensor(differences).max())  # Python's max would pass over a NaN
+
+
+def _list_local_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients by name as this rank has them, of the parameters that have one."""
+    return {
         name: parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    assert found.keys() == expected.keys()
-    differences = [0.0]
-    for name, whole in expected.items():
-        part, offset = locate_local_part(found[name])
-        own = whole[
-            tuple(
-                slice(first, first + size) for first, size in zip(offset, part.shape, strict=True)
-            )
-        ]
-        assert part.shape == own.shape, name
-        if part.numel():
-            differences.append(float((part - own).abs().max() / whole.abs().max()))
-    return float(torch.tensor(differences).max())  # nan, if one is

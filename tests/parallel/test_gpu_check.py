@@ -20,12 +20,12 @@ pytestmark = [
 def test_the_dry_run_measures_and_says_that_it_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The one process that it starts imports nothing that is not here already.
-    monkeypatch.setattr(
-        gpu_check.subprocess,
-        "run",
-        lambda words, check: SimpleNamespace(returncode=gpu_check.main(words[2:])),
+    # The one process that it starts imports nothing that is not here already. Only this module's
+    # `subprocess` is replaced: `platform.processor` starts a process by the real one.
+    in_this_process = SimpleNamespace(
+        run=lambda words, check: SimpleNamespace(returncode=gpu_check.main(words[2:]))
     )
+    monkeypatch.setattr(gpu_check, "subprocess", in_this_process)
     assert gpu_check.main(["--output", str(tmp_path)]) == 0
     assert "speed, full, demo/0.5M, 1 x 32 tokens, full: " in capsys.readouterr().out
     text = (tmp_path / "gpu-check-dry-run-cpu.md").read_text()

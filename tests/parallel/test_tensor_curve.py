@@ -26,7 +26,8 @@ def differences() -> dict[Run, float]:
     (alone,) = tp_curve.train_losses(rows, 4, 1)
     found = tp_curve.train_losses(rows, 4, tp_curve.RANKS, RUNS)
     return {
-        run: tp_curve.find_difference(curve, alone) for run, curve in zip(RUNS, found, strict=True)
+        run: tp_curve.find_largest_difference(curve, alone)
+        for run, curve in zip(RUNS, found, strict=True)
     }
 
 

@@ -20,8 +20,8 @@ from benchmarks.tp_memory import (
     STOCK,
     build_spec_of_layers,
     build_stock_layer,
-    compute_formula,
-    measure,
+    compute_kept_bytes,
+    measure_memory,
 )
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
@@ -67,20 +67,21 @@ def measured() -> dict[str, Any]:
 
 def measure_all() -> dict[str, Any]:
     llama, qwen = build_spec_of_layers("llama3/8B", 2), build_spec_of_layers("qwen3/8B", 2)
-    found = {how: measure(llama, T, how) for how in (STOCK, CACHED, OURS)}
+    found = {how: measure_memory(llama, T, how) for how in (STOCK, CACHED, OURS)}
     found |= {
-        f"{how} checkpointed": measure(llama, T, how, checkpointing="full")
+        f"{how} checkpointed": measure_memory(llama, T, how, checkpointing="full")
         for how in (STOCK, AUTO, OURS)
     }
     found |= {
-        f"{how} with head norms": measure(qwen, 4, how, rows=3, length=512) for how in (STOCK, OURS)
+        f"{how} with head norms": measure_memory(qwen, 4, how, rows=3, length=512)
+        for how in (STOCK, OURS)
     }
     found |= {
-        "frozen": measure(llama, T, OURS, change=freeze),
-        "adapted": measure(llama, T, OURS, change=adapt),
+        "frozen": measure_memory(llama, T, OURS, change=freeze),
+        "adapted": measure_memory(llama, T, OURS, change=adapt),
     }
     torch._dynamo.utils.counters.clear()
-    found[f"{OURS} compiled"] = measure(llama, T, OURS, compiled=True)
+    found[f"{OURS} compiled"] = measure_memory(llama, T, OURS, compiled=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return {name: (one.kept, one.collectives) for name, one in found.items()} | {"graphs": graphs}
 
@@ -109,7 +110,9 @@ def test_kept_bytes_are_those_of_the_formula() -> None:
     for how in (STOCK, OURS):
         bytes_ = 3 * 512 * (2 * (elements + more[how]) + 4 * numbers) // 4 + RANDOM_STATE
         assert found[f"{how} with head norms"] == bytes_
-        assert compute_formula(build_spec_of_layers("qwen3/8B"), 4, how, tokens=3 * 512) == bytes_
+        assert (
+            compute_kept_bytes(build_spec_of_layers("qwen3/8B"), 4, how, tokens=3 * 512) == bytes_
+        )
 
 
 def counted(gathers: int, scatters: int, again: int, back: int) -> dict[tuple[str, str], int]:

@@ -1,12 +1,10 @@
-"""The books of the allocator's model, checked from its blocks: overlaps, unmerged neighbors,
-numbers that do not add up.
-"""
+"""Check the allocator model's state: overlapping blocks, unmerged neighbors, wrong totals."""
 
 from recipe_lib.plan.allocation.caching_allocator import ROUNDING, CachingAllocator
 
 
 def check_books(allocator: CachingAllocator) -> None:
-    """Raise AssertionError if they are wrong."""
+    """Raise AssertionError if the totals and free lists do not follow from the blocks."""
     mapped = allocator.list_blocks()
     active = [block for block in mapped if not block.idle]
     assert sum(block.size for block in mapped) == allocator.reserved <= allocator.peaks.reserved
@@ -35,6 +33,8 @@ def check_books(allocator: CachingAllocator) -> None:
             assert not (block.idle and block.next.idle and block.mapped == block.next.mapped)
     for pool in pools.values():
         assert pool.free == sorted(
-            (block.size, at) for at, block in pool.blocks.items() if block.mapped
+            (block.size, address) for address, block in pool.blocks.items() if block.mapped
         )
-        assert pool.unmapped == sorted(at for at, block in pool.blocks.items() if not block.mapped)
+        assert pool.unmapped == sorted(
+            address for address, block in pool.blocks.items() if not block.mapped
+        )

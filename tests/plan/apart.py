@@ -1,4 +1,8 @@
-"""Simulations in a process of their own: the simulated device cannot be taken back."""
+"""Run a simulation in a process of its own, and build what it simulates.
+
+A simulated device cannot be removed from a process once it is there, so a test calls its simulation
+with `call_in_fork`; `build_settings` gives the recipe, config and settings of a shipped config.
+"""
 
 import multiprocessing
 import traceback
@@ -7,22 +11,27 @@ from typing import Any
 
 
 def call_in_fork(work: Callable[..., Any], *args: Any) -> Any:
-    """`work(*args)` in a fork, which may fork on; what it raises is raised here."""
+    """Return `work(*args)`, computed in a fork, which may itself start processes.
+
+    Raises AssertionError with the fork's traceback if `work` raises.
+    """
     context = multiprocessing.get_context("fork")
-    mine, other = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(other, work, args))
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(writer, work, args))
     process.start()
-    other.close()
+    # Else this process's copy of the writer would keep `recv` waiting when the fork dies.
+    writer.close()
     try:
-        good, answer = mine.recv()
+        succeeded, result = reader.recv()
     finally:
         process.join()
-    if not good:
-        raise AssertionError(answer)
-    return answer
+    if not succeeded:
+        raise AssertionError(result)
+    return result
 
 
-def _answer(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _send_result(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Send (True, result), or (False, traceback), through the pipe."""
     try:
         pipe.send((True, work(*args)))
     except BaseException as error:  # noqa: BLE001  (all of it is the test's to judge)
@@ -32,8 +41,9 @@ def _answer(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def build_settings(
     name: str, ranks: int, *overrides: str, device: str = "24GB"
 ) -> tuple[type, Any, Any]:
-    """(recipe class, plannable config, plan settings) for a shipped config, with rows of
-    max_seq_len.
+    """Return (recipe class, plannable config, plan settings) of a shipped config.
+
+    Every row has max_seq_len tokens.
     """
     from recipe_lib.cli.plan_request import find_recipe_class
     from recipe_lib.cli.recipes import find_config_recipe
@@ -46,5 +56,7 @@ def build_settings(
     recipe = find_config_recipe(name)
     cfg, _ = make_plannable(load_config(name, overrides, recipe.schema()))
     sequence = choose_sequence(cfg, "max", ranks=ranks)
-    wanted = PlanSettings(hardware=find_hardware(device), ranks=ranks, sequence=sequence, phases=())
-    return find_recipe_class(recipe), cfg, wanted
+    settings = PlanSettings(
+        hardware=find_hardware(device), ranks=ranks, sequence=sequence, phases=()
+    )
+    return find_recipe_class(recipe), cfg, settings

@@ -1,4 +1,4 @@
-"""Receipts made by hand, and what a run leaves for one."""
+"""Build receipts (a plan beside the run that it was for), and the files of a run to make one of."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ from recipe_lib.units import GIB
 
 
 def build_run(settings: dict[str, str] | None = None, **changed: Any) -> ReceiptRun:
-    """Llama 3 8B with LoRA on one RTX 4090. settings: added to its own. changed: fields to
-    replace.
+    """Return the description of a run of Llama 3 8B with LoRA on one RTX 4090.
+
+    settings: added to its own. changed: fields to replace.
     """
     fields: dict[str, Any] = {
         "recipe": "lora_finetune_distributed",
@@ -37,7 +38,10 @@ def build_receipt(
     rates: tuple[float | None, float | None] = (1700.0, 1900.0),
     **changed: Any,
 ) -> Receipt:
-    """planned, measured: GiB reserved. rates: tokens a second. changed: fields of the run."""
+    """Return a receipt of `build_run(**changed)`.
+
+    planned, measured: GiB reserved. time: of the run. rates: tokens a second, planned and measured.
+    """
     sizes = (int(planned * GIB), int(measured * GIB))
     figures = []
     for size, rate in zip(sizes, rates, strict=True):
@@ -53,19 +57,24 @@ def build_receipt(
 def write_receipt_of_run(
     **changed: Any,
 ) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """(figures of its plan, summary, lines of metrics.jsonl) of a run on a GPU of 4 steps. changed:
-    of the figures.
+    """Return (figures of the plan, summary, lines of metrics.jsonl) of a run of 4 steps on a GPU.
+
+    changed: figures to replace.
     """
     figures: dict[str, Any] = {
-        "active": 11 * GIB, "allocated": 12 * GIB, "reserved": 13 * GIB, "first": None, "seconds": 2.0,
-        "tokens_per_second": 2048.0, "own_device": True, "run": vars(build_run()),
-    }  # fmt: skip
-    peaks = {
-        f"peak_memory_{kind}_gib": 10.0 + at
-        for at, kind in enumerate(("active", "allocated", "reserved"))
+        "active": 11 * GIB,
+        "allocated": 12 * GIB,
+        "reserved": 13 * GIB,
+        "first": None,
+        "seconds": 2.0,
+        "tokens_per_second": 2048.0,
+        "own_device": True,
+        "run": vars(build_run()),
     }
     summary = {
-        **peaks,
+        "peak_memory_active_gib": 10.0,
+        "peak_memory_allocated_gib": 11.0,
+        "peak_memory_reserved_gib": 12.0,
         "memory_kind": "device",
         "versions": {"torch": "2.13.0", "platform": "Linux-host-of-alice"},
     }

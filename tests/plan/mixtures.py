@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, one of each family, as config.json files."""
+"""Write config.json of a tiny mixture of experts of each family, for plans."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 from tests.recipes.runs import ROOT
 
-EXPERTS, CHOICES = 6, 2
+EXPERTS = 6
+CHOICES = 2  # experts that compute a token
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -33,11 +34,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def write_mixture(folder: Path, name: str, **changed: Any) -> Path:
-    """The file of a tiny mixture of two layers, width 32. changed: keys of its config.json."""
-    plain = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
+    """Write config.json of a tiny mixture of two layers of width 32; return its path.
+
+    changed: further keys of config.json, which are in the file's name too.
+    """
+    shape = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
     for key in ("attention_bias", "mlp_bias", "rope_theta"):
-        plain.pop(key)
-    config = plain | {"model_type": name, "num_experts_per_tok": CHOICES} | MIXTURES[name] | changed
+        shape.pop(key)
+    config = shape | {"model_type": name, "num_experts_per_tok": CHOICES} | MIXTURES[name] | changed
     file = folder / f"{name}{'-' * bool(changed)}{'-'.join(changed)}.json"
     file.write_text(json.dumps(config))
     return file

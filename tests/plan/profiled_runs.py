@@ -1,7 +1,7 @@
-"""What a real run on a CPU takes, by torch's profiler: no tracer of ours is in it.
+"""Measure the peak memory of a real run on a CPU with torch's profiler, to compare plans with.
 
-A mode of Python, as our tracer is one, changes what autograd does: it sums gradients in place only
-where none looks on.
+A tracer that is a mode of Python, as the library's, would change what autograd does: it sums
+gradients in place only where no mode is active.
 """
 
 import time
@@ -17,71 +17,75 @@ from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.simulated_world.planned_data import PlannedData
 from tests.plan.test_real_runs import collectives_let_go, collectives_within
 
-STEPS = 3
+STEPS = 3  # the last is measured
 
 
 def profile_peak(recipe: type, cfg: Any, shape: Any) -> int:
-    """The most bytes alive at once on this rank, in the last of some steps.
+    """Return the most bytes alive at once on this rank in the last step.
 
-    Without what gloo takes for itself: NCCL has its own buffers, and the plan another line for
+    Without what gloo allocates for itself: NCCL has its own buffers, and the plan another line for
     them. Collectives inside layers (`parallel.tensor`) end in threads of gloo that the profiler
     does not follow.
     """
     collectives: list[tuple[int, int]] = []
     with start_world(cfg) as world, collectives_let_go(), note_collectives(collectives):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            begun = train(recipe, cfg, world, shape)
+            last_step_start = train(recipe, cfg, world, shape)
     events = list_allocations(profiler.profiler.kineto_results.experimental_event_tree())
-    alive: dict[int, int] = {}
-    total = peak = 0
+    alive: dict[int, int] = {}  # bytes by address
+    total = 0
+    peak = 0
     for event in events:
-        what, moment = event.extra_fields, event.start_time_ns
-        if what.alloc_size > 0 and event.start_tid == events[0].start_tid:
-            place = bisect_right(collectives, (moment, moment)) - 1
-            if place < 0 or moment > collectives[place][1]:
-                alive[what.ptr] = what.alloc_size
-                total += what.alloc_size
-        elif what.alloc_size < 0:
-            total -= alive.pop(what.ptr, 0)
-        peak = max(peak, total) if moment >= begun else 0
+        address = event.extra_fields.ptr
+        size = event.extra_fields.alloc_size  # negative: freed
+        moment = event.start_time_ns
+        if size > 0 and event.start_tid == events[0].start_tid:
+            last_collective = bisect_right(collectives, (moment, moment)) - 1
+            if last_collective < 0 or moment > collectives[last_collective][1]:
+                alive[address] = size
+                total += size
+        elif size < 0:
+            total -= alive.pop(address, 0)
+        peak = max(peak, total) if moment >= last_step_start else 0
     return peak
 
 
-def note_collectives(found: list[tuple[int, int]]) -> AbstractContextManager[None]:
-    """When each collective of torch.distributed began and ended."""
+def note_collectives(spans: list[tuple[int, int]]) -> AbstractContextManager[None]:
+    """Append (start, end) in ns of each collective that torch.distributed runs inside."""
 
-    def noted(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def time_calls(operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
-            begun = time.time_ns()
+            start = time.time_ns()
             operation(*args, **kwargs)
-            found.append((begun, time.time_ns()))
+            spans.append((start, time.time_ns()))
 
         return call
 
-    return collectives_within(noted)
+    return collectives_within(time_calls)
 
 
 def list_allocations(roots: list[Any]) -> list[Any]:
-    """The profiler's events of the allocator, in order."""
-    found, left = [], list(roots)
-    while left:
-        event = left.pop()
-        left += event.children
+    """Return the allocator's events of the profiler's trees, by time."""
+    allocations = []
+    pending = list(roots)
+    while pending:
+        event = pending.pop()
+        pending += event.children
         if event.tag == _EventType.Allocation:
-            found.append(event)
-    return sorted(found, key=lambda event: event.start_time_ns)
+            allocations.append(event)
+    return sorted(allocations, key=lambda event: event.start_time_ns)
 
 
 def train(recipe_class: type, cfg: Any, world: World, shape: Any) -> int:
-    """Some steps; the time at which the last began."""
+    """Run STEPS steps; return the time in ns at which the last began."""
     recipe: Any = recipe_class(cfg, world)
     recipe.setup_model()
     recipe.setup_optimizer()
     recipe.data = PlannedData(cfg, world, shape)
-    begun = 0
+    start = 0
     for _ in range(STEPS):
         batches = next(recipe.data.batches())
-        begun = time.time_ns()
+        start = time.time_ns()
         recipe.train_step(batches)
-        del batches
-    return begun
+        del batches  # before the next ones are made
+    return start

@@ -11,7 +11,7 @@ from benchmarks import longest
 from benchmarks.fit import CARDS, METHODS, MODELS, Line, write_pages
 from tests.house.files import ROOT
 
-FAR = longest.read(ROOT / "docs" / "longest.json")
+FAR = longest.read_longest_sequences(ROOT / "docs" / "longest.json")
 LINES = [
     Line(**fields)
     for _, fields in json.loads((ROOT / "docs" / "fit.json").read_text(encoding="utf-8"))

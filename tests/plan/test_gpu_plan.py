@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu_check, gpu_plan
 from benchmarks.gpu_plan import Job
 from benchmarks.gpu_plan_cases import PlanCase
-from benchmarks.gpu_plan_report import compute_errors, share_below, summarize
+from benchmarks.gpu_plan_report import compute_errors, compute_quantile, summarize
 from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
@@ -54,7 +54,10 @@ def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_goals_are_met_or_missed() -> None:
-    assert share_below([-0.4, 0.1, 0.2, -0.3], 0.5) == 0.2 and share_below([0.1], 0.95) == 0.1
+    assert (
+        compute_quantile([-0.4, 0.1, 0.2, -0.3], 0.5) == 0.2
+        and compute_quantile([0.1], 0.95) == 0.1
+    )
     good = [row(0.005, expandable=index % 2 == 1) for index in range(19)]
     assert {round(error, 6) for found in good for *_, error in compute_errors(found)} == {0.005}
     lines = summarize(report_of([*good, row(-0.5)]))

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planned_times import (
     Compared,
     PublishedSpeed,
-    compare,
+    compare_row,
     compute_statistics,
     read_sources,
 )
@@ -34,7 +34,7 @@ def test_commands_are_those_of_tune_plan() -> None:
 def test_a_row_is_planned(tmp_path: Path) -> None:
     row = next(row for row in ROWS if row.id == "Q6")
     small: dict[str, Any] = row.shape | {"num_hidden_layers": 2, "vocab_size": 512}
-    found = call_in_fork(compare, PublishedSpeed(**{**vars(row), "shape": small}), tmp_path)
+    found = call_in_fork(compare_row, PublishedSpeed(**{**vars(row), "shape": small}), tmp_path)
     assert found.planned > 10 * row.published
     assert 0 < found.share < 0.1 and found.error == pytest.approx(found.planned / row.published - 1)
 

@@ -44,7 +44,7 @@ def test_the_page_has_every_row() -> None:
                 )
                 count += 1
             assert group["source"] and group["stack"] and group["notes"]
-            planner_peers.run_of(group, row)
+            planner_peers.build_run(group, row)
         assert [line[:5] for line in page[group["title"]]][: len(expected)] == expected
     assert count >= 40
 

@@ -1,4 +1,7 @@
-"""Small students and teachers of transformers, and command lines of runs with them."""
+"""Write small students and teachers, and build command lines that distill them.
+
+`make_folder(tmp_path)` writes everything that `build_arguments` reads.
+"""
 
 import json
 from pathlib import Path
@@ -8,25 +11,37 @@ import torch
 
 from tests.recipes.runs import ROOT, keep_latest
 
-STEPS, SEQUENCES = 2, 4
+STEPS = 2
+SEQUENCES = 4  # of a micro-batch
+# Metrics that runs are compared by.
 RECORDED = ("loss", "grad_norm", "divergence", "cross_entropy")
 SHAPE = {
-    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "bos_token_id": 0,
-    "eos_token_id": 1, "initializer_range": 0.2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
 
 
 def make_folder(folder: Path) -> Path:
-    """A folder with the models, and rows to train on."""
+    """Write the models and rows to train on into the folder; return it."""
     write_models(folder)
     write_rows(folder)
     return folder
 
 
 def write_models(folder: Path) -> dict[str, str]:
-    """Folders of a student and of teachers by name, made by transformers, each with the demo's
-    tokenizer.
+    """Write a student and teachers with transformers; return their folders by name.
+
+    Each has the demo's tokenizer.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,36 +60,37 @@ def write_models(folder: Path) -> dict[str, str]:
 
 
 def write_rows(folder: Path) -> Path:
-    """Prompts and answers of different lengths."""
+    """Write prompts and answers of different lengths; return the file."""
     path = folder / "rows.jsonl"
-    rows = [
-        {"prompt": f"Cat {at}: " * (1 + at % 3), "completion": "it sleeps. " * (1 + at % 4)}
-        for at in range(24)
-    ]
+    rows = []
+    for number in range(24):
+        prompt = f"Cat {number}: " * (1 + number % 3)
+        rows.append({"prompt": prompt, "completion": "it sleeps. " * (1 + number % 4)})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def build_arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
-    """Command line of a run; the word `validation` adds data for it, `{tied}` is the folder of that
-    model.
+    """Return the command line of a run.
+
+    The override `validation` adds data to validate on, `~distill.teacher` leaves out the teacher,
+    and `{tied}` in an override is the folder of that model.
     """
     models = {name: str(folder / name) for name in ("student", "teacher", "tied", "padded")}
-    validation = (
-        (f"validation.source={folder / 'rows.jsonl'}",) if "validation" in overrides else ()
-    )
-    teacher = () if "~distill.teacher" in overrides else (f"distill.teacher={models['teacher']}",)
-    overrides = tuple(
-        word.format(**models)
-        for word in overrides
-        if word not in ("validation", "~distill.teacher")
-    )
+    words = [
+        override.format(**models)
+        for override in overrides
+        if override not in ("validation", "~distill.teacher")
+    ]
+    if "validation" in overrides:
+        words.insert(0, f"validation.source={folder / 'rows.jsonl'}")
+    if "~distill.teacher" not in overrides:
+        words.insert(0, f"distill.teacher={models['teacher']}")
     return keep_latest(
         "--config",
         str(Path(__file__).parent / "plain.yaml"),
         "recipe=distill_distributed",
         f"model.path={models['student']}",
-        *teacher,
         f"data.source={folder / 'rows.jsonl'}",
         "data.format=prompt_completion",
         "data.cache=false",
@@ -88,6 +104,5 @@ def build_arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
         f"max_steps={STEPS}",
         f"batch_size={SEQUENCES}",
         f"output_dir={output}",
-        *validation,
-        *overrides,
+        *words,
     )

@@ -1,5 +1,7 @@
-"""Runs of seconds on rows with labels: answers that are wanted or not, pairs with margins, and
-texts of classes.
+"""Run the recipes that learn from labels for seconds: KTO, reward models, classifiers.
+
+`write_answers`, `write_margins` and `write_classes` write the rows; `train_all` runs cases on a
+rank and returns their recorded values, which tests compare between numbers of ranks.
 """
 
 import json
@@ -11,60 +13,59 @@ import torch.distributed as dist
 
 from tests.recipes.runs import ROOT, keep_latest, offload_on_a_cpu, read_metrics, run_here
 
-STEPS, ITEMS = 3, 4  # items of a step, over all ranks
+STEPS = 3
+ITEMS = 4  # of a step, over all ranks
+# Beginnings of the names of the metrics that runs are compared by.
 COMPARED = ("loss", "grad_norm", "kl", "accuracy", "reward", "validation")
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def write_answers(folder: Path) -> Path:
-    """Answers of different lengths, two of three wanted."""
-    polite, rude = "Gladly: it sleeps all day. ", "No. Go away. "
-    return write(
-        folder / "answers.jsonl",
-        [
-            {
-                "prompt": f"Tell me about cat {at} " * (1 + at % 3),
-                "completion": (polite if at % 3 else rude) * (1 + at % 2),
-                "label": at % 3 > 0,
-            }
-            for at in range(24)
-        ],
-    )
+    """Write KTO's rows: answers of different lengths, two of three desirable."""
+    polite = "Gladly: it sleeps all day. "
+    rude = "No. Go away. "
+    rows = [
+        {
+            "prompt": f"Tell me about cat {number} " * (1 + number % 3),
+            "completion": (polite if number % 3 else rude) * (1 + number % 2),
+            "label": number % 3 > 0,
+        }
+        for number in range(24)
+    ]
+    return write(folder / "answers.jsonl", rows)
 
 
 def write_margins(folder: Path) -> Path:
-    return write(
-        folder / "pairs.jsonl",
-        [
-            {
-                "prompt": f"Tell me about cat {at} " * (1 + at % 3),
-                "chosen": "Gladly: " + "it sleeps all day. " * (1 + at % 2),
-                "rejected": "No. " + "Go away. " * (at % 4),
-                "margin": 0.1 * (at % 4),
-            }
-            for at in range(24)
-        ],
-    )
+    """Write pairs with a margin between their answers."""
+    rows = [
+        {
+            "prompt": f"Tell me about cat {number} " * (1 + number % 3),
+            "chosen": "Gladly: " + "it sleeps all day. " * (1 + number % 2),
+            "rejected": "No. " + "Go away. " * (number % 4),
+            "margin": 0.1 * (number % 4),
+        }
+        for number in range(24)
+    ]
+    return write(folder / "pairs.jsonl", rows)
 
 
 def write_classes(folder: Path) -> Path:
-    kinds = {"cat": "it purrs ", "dog": "it barks at me ", "fish": "it swims "}
-    names = [list(kinds)[at % 3] for at in range(24)]
-    return write(
-        folder / "classes.jsonl",
-        [
-            {"text": f"{at}: {kinds[name] * (1 + at % 4)}", "label": name}
-            for at, name in enumerate(names)
-        ],
-    )
+    """Write texts of three classes."""
+    texts = {"cat": "it purrs ", "dog": "it barks at me ", "fish": "it swims "}
+    rows = []
+    for number in range(24):
+        label = list(texts)[number % 3]
+        rows.append({"text": f"{number}: {texts[label] * (1 + number % 4)}", "label": label})
+    return write(folder / "classes.jsonl", rows)
 
 
 def build_arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[str]:
-    """A model of two layers of width 32 and 64."""
+    """Return the command line of a run in fp64 of a model of two layers of width 32."""
     config = data.parent / f"{recipe}.yaml"
     config.write_text(f"recipe: {recipe}\n")
     return keep_latest(
@@ -90,29 +91,31 @@ def build_arguments(data: Path, output: Path, recipe: str, *overrides: str) -> l
 
 
 def validate_run(data: Path) -> list[str]:
-    """Every second step, by the first rows of the same file."""
+    """Return overrides that validate every second step, by the first rows of the same file."""
     return [f"validation.source={data}", "validation.max_samples=7", "validation.every_n_steps=2"]
 
 
 def train(
     data: Path, recipe: str, ranks: int, overrides: tuple[str, ...]
 ) -> list[dict[str, float]]:
-    """What each line of a run has recorded; with saved states, of a second run that goes on after
-    the first step.
+    """Run and return the COMPARED metrics of each line of metrics.jsonl.
+
+    If the overrides save states, a second run resumes the first after its first step.
     """
     output = data.parent / "run"
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
-    together = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    shared = 2 if any(each.startswith(together) for each in overrides) else 1
-    size = f"batch_size={ITEMS * shared // ranks // accumulation}"
-    argv = build_arguments(data, output, recipe, size, *validate_run(data), *overrides)
-    starts = [[*argv, "overwrite_output_dir=true"]]
+    # Two ranks of these dimensions read the same items.
+    sharing_dimensions = ("parallel.tensor", "parallel.context", "parallel.pipeline")
+    ranks_per_batch = 2 if any(word.startswith(sharing_dimensions) for word in overrides) else 1
+    batch_size = f"batch_size={ITEMS * ranks_per_batch // ranks // accumulation}"
+    argv = build_arguments(data, output, recipe, batch_size, *validate_run(data), *overrides)
+    command_lines = [[*argv, "overwrite_output_dir=true"]]
     if any("save_every_n_steps" in override for override in overrides):
-        starts.append([*argv, f"resume={output / 'state' / 'step_1'}"])
-    for start in starts:
-        run = run_here(start, recipe=recipe)
+        command_lines.append([*argv, f"resume={output / 'state' / 'step_1'}"])
+    for command_line in command_lines:
+        run = run_here(command_line, recipe=recipe)
         assert run.code == 0, run.said
-        dist.barrier()  # a rank that is there first would find the folder in use
+        dist.barrier()  # else a rank that starts the next run first would find the folder in use
     lines = read_metrics(output)
     dist.barrier()
     return [
@@ -123,7 +126,7 @@ def train(
 def train_all(
     data: Path, recipe: str, ranks: int, cases: Sequence[tuple[str, ...]]
 ) -> dict[tuple[str, ...], list[dict[str, float]]]:
-    """By overrides."""
+    """Return what `train` returns of each case; a case is the overrides of a run."""
     offload_on_a_cpu()
     return {case: train(data, recipe, ranks, case) for case in cases}
 

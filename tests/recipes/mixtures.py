@@ -1,5 +1,6 @@
-"""Tiny mixtures of experts for whole runs: `config.json` of each family, with sizes that two ranks
-can share.
+"""Write config.json of a tiny mixture of experts of each family, for whole runs.
+
+Their sizes can be divided between two ranks.
 """
 
 import json
@@ -54,7 +55,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def write_mixture(family: str, folder: Path) -> Path:
-    """The family's config.json."""
+    """Write the family's config.json into the folder and return its path."""
     path = folder / f"{family}.json"
     path.write_text(json.dumps({"model_type": family} | _SHAPE | MIXTURES[family]))
     return path

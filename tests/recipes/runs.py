@@ -1,4 +1,8 @@
-"""Small runs of the shipped recipe, for the tests of this folder."""
+"""Run the shipped recipes on small models in this process, and read what they write.
+
+run = expect_done(run_here(build_arguments(tmp_path / "run", "demo/full")))
+losses = read_losses(tmp_path / "run")
+"""
 
 import importlib.util
 import json
@@ -23,16 +27,18 @@ from recipe_lib.optim import optimizers
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = Path(__file__).parent / "plain.yaml"  # a config that sets nothing
 
-Hook = Callable[[Any], None]
+Hook = Callable[[Any], None]  # called with the recipe
 
-
-FULL, LORA, DPO = "full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"
-REWARD, DISTILL = "reward_distributed", "distill_distributed"
+FULL = "full_finetune_distributed"
+LORA = "lora_finetune_distributed"
+DPO = "dpo_distributed"
+REWARD = "reward_distributed"
+DISTILL = "distill_distributed"
 
 
 @cache
 def import_recipe_module(name: str = FULL) -> ModuleType:
-    """A recipe's file as a module."""
+    """Import a recipe's file and return the module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -42,8 +48,9 @@ def import_recipe_module(name: str = FULL) -> ModuleType:
 
 
 def build_arguments(output: Path, config: str = "demo/full") -> list[str]:
-    """Command line of a run of seconds: the demo's tokenizer and rows, a model of two layers of
-    width 32.
+    """Return the command line of a run of seconds.
+
+    It has the demo's tokenizer and rows, and a model of two layers of width 32.
     """
     return [
         "--config",
@@ -60,8 +67,9 @@ def build_arguments(output: Path, config: str = "demo/full") -> list[str]:
 
 
 def write_stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
-    """Command line of a run that starts from real weights, 260 K of them; the data is for
-    `overrides` to say.
+    """Return the command line of a run that starts from a real model of 260 K weights.
+
+    overrides: name the data, and whatever else differs.
     """
     return keep_latest(
         "--config",
@@ -78,34 +86,33 @@ def write_stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
 
 
 def keep_latest(*words: str) -> list[str]:
-    """The words without those whose key is given again later: a command line has each key once."""
-    last = {word.partition("=")[0]: at for at, word in enumerate(words) if "=" in word}
+    """Return the words without those whose key is given again later.
+
+    A key that is given twice would be refused.
+    """
+    last_index = {word.partition("=")[0]: index for index, word in enumerate(words) if "=" in word}
     return [
         word
-        for at, word in enumerate(words)
-        if "=" not in word or last[word.partition("=")[0]] == at
+        for index, word in enumerate(words)
+        if "=" not in word or last_index[word.partition("=")[0]] == index
     ]
 
 
 @dataclass
 class Run:
-    """A run in this process. recipe: None if it ended before there was one. said: log lines, then
-    the error's.
-    """
+    """How a run in this process ended."""
 
-    code: int
-    said: list[str]
-    recipe: Any
+    code: int  # the exit code
+    said: list[str]  # log lines, then the error's
+    recipe: Any  # None if the run ended before there was one
 
 
 def get_recipe_class(module: ModuleType) -> type[Any]:
-    """The class that a recipe's file is about: the one with a training step."""
-    made = (
-        value
-        for value in vars(module).values()
-        if getattr(value, "__module__", "") == module.__name__
-    )
-    return next(value for value in made if hasattr(value, "train_step"))
+    """Return the recipe's class: the one of the module's own that has a training step."""
+    for value in vars(module).values():
+        if getattr(value, "__module__", "") == module.__name__ and hasattr(value, "train_step"):
+            return value
+    raise AssertionError(f"{module.__name__} defines no recipe")
 
 
 def run_here(
@@ -114,19 +121,19 @@ def run_here(
     before_model: Hook | None = None,
     recipe: str = FULL,
 ) -> Run:
-    """The recipe's `main(argv)`, with exit code and lines as `exit_code_of` would give them.
+    """Call the recipe's `main(argv)` and return exit code and log lines as the command has them.
 
-    before_model, before_training: called with the recipe when its data is read, and when all is set
-    up and resumed.
+    before_model: called with the recipe when its data is read.
+    before_training: called with the recipe when all is set up and resumed.
     """
     module = import_recipe_module(recipe)
     original = get_recipe_class(module)
-    made: list[Any] = []
+    recipes: list[Any] = []  # one, once it is constructed
 
     class Observed(original):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            made.append(self)
+            recipes.append(self)
 
         def setup_data(self, prepared: Any) -> None:
             super().setup_data(prepared)
@@ -152,7 +159,7 @@ def run_here(
     finally:
         setattr(module, original.__name__, original)
         get_logger().removeHandler(log)
-    return Run(code, log.lines, made[0] if made else None)
+    return Run(code, log.lines, recipes[0] if recipes else None)
 
 
 class _Lines(logging.Handler):
@@ -167,13 +174,13 @@ class _Lines(logging.Handler):
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor, gathered if it is sharded. A collective."""
+    """Return a copy of the full tensor; a sharded one is gathered (a collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def list_parameters(recipe: Any) -> dict[str, torch.Tensor]:
-    """The model's parameters, whole. A collective."""
-    recipe.model.state_dict()  # FSDP's hook frees what is gathered
+    """Return copies of the model's full parameters by name. A collective."""
+    recipe.model.state_dict()  # FSDP's hook frees gathered parameters
     return {
         name: gather_whole(parameter.detach())
         for name, parameter in recipe.model.named_parameters()
@@ -181,24 +188,24 @@ def list_parameters(recipe: Any) -> dict[str, torch.Tensor]:
 
 
 def list_states(recipe: Any) -> dict[str, torch.Tensor]:
-    """The optimizer's states by parameter and kind, whole. A collective."""
-    recipe.model.state_dict()
-    held = recipe.optimizer.state
-    return {
-        f"{name}/{kind}": gather_whole(torch.as_tensor(value))
-        for name, parameter in recipe.model.named_parameters()
-        for kind, value in sorted(held.get(parameter, {}).items())
-        if value is not None
-    }
+    """Return copies of the optimizer's full states by `parameter/kind`. A collective."""
+    recipe.model.state_dict()  # FSDP's hook frees gathered parameters
+    full_states = {}
+    for name, parameter in recipe.model.named_parameters():
+        states = recipe.optimizer.state.get(parameter, {})
+        for kind, value in sorted(states.items()):
+            if value is not None:
+                full_states[f"{name}/{kind}"] = gather_whole(torch.as_tensor(value))
+    return full_states
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl, none of them torn."""
+    """Return every line of metrics.jsonl; an incomplete line is an error."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_steps(output: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of every training line of metrics.jsonl."""
+    """Return (step, loss, gradient norm) of every training line of metrics.jsonl."""
     return [
         (line["step"], line["loss"], line["grad_norm"])
         for line in read_metrics(output)
@@ -207,18 +214,18 @@ def read_steps(output: Path) -> list[tuple[int, float, float]]:
 
 
 def read_losses(output: Path) -> list[float]:
-    """The loss of every step."""
+    """Return the loss of every step."""
     return [loss for _, loss, _ in read_steps(output)]
 
 
-def find_largest_difference(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference of two series of the same length."""
-    assert len(found) == len(expected) > 0, (found, expected)
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+def find_largest_difference(values: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two series of the same length."""
+    assert len(values) == len(expected) > 0, (values, expected)
+    return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:
-    """Relative path -> contents of every file under the folder."""
+    """Return the contents of every file under the folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -227,21 +234,19 @@ def read_tree(folder: Path) -> dict[str, bytes]:
 
 
 def expect_done(run: Any) -> Any:
-    """A run of `run_here` that has to have ended well on every rank."""
+    """Return a run of `run_here` after checking that it succeeded; wait for the other ranks."""
     assert run.code == 0, run.said
     if dist.is_initialized():
-        dist.barrier()  # a rank that is there first would not find what the others still write
+        dist.barrier()  # else a rank would look for files that the others still write
     return run
 
 
 def probe() -> torch.Tensor:
-    """Tokens `[2, 24]` to compare logits on."""
+    """Return tokens int64 `[2, 24]` to compare logits on."""
     return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def offload_on_a_cpu() -> None:
-    """What is kept on the host is copied there and back though the device is a CPU; for the rest of
-    a process.
-    """
+    """Let a CPU offload to the host as a GPU does, by copies; for the rest of the process."""
     for module in (optimizers, activation_offload, layer_stream):
         module.has_host = lambda device: True  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.levers import report
+from benchmarks.levers import build_page
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.mesh import MODEL_DIMS
 from recipe_lib.config.registry import BUILT_IN, register
@@ -300,7 +300,7 @@ def test_sums_in_bf16_change_results(results: dict[Any, dict[str, Any]]):
 
 def test_the_page_is_made_from_the_table():
     page = (ROOT / "docs" / "measurements" / "levers.md").read_text(encoding="utf-8")
-    assert page == report(), (
+    assert page == build_page(), (
         "run `python -m benchmarks.levers --output docs/measurements/levers.md`"
     )
 

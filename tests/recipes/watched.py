@@ -1,8 +1,11 @@
-"""What a run of one process does to its weights, beside what its optimizer's formula would do with
-the same gradients.
+"""Compare a run of one process with its optimizer's formula, fed with the same gradients.
 
-Runs on ranks are compared with runs of one process; these are compared with a plain loop, so that a
-fault that both have is seen.
+    watch = Watch()
+    run = run_here(argv, before_training=watch)
+    errors = watch.report(run.recipe)["errors"]
+
+Runs on ranks are compared with runs of one process, and these with the formula, so that a fault
+that both have is seen.
 """
 
 import math
@@ -17,27 +20,33 @@ from tests.training.formulas import Formula, clip_gradients
 
 
 class Watch:
-    """Call it with the recipe before it trains; then `report` when it has. norms: of each step's
-    gradients.
+    """Steps the formula of each trained parameter along with a recipe.
+
+    Call it with the recipe before that trains, and `report` afterwards.
     """
 
     def __init__(self) -> None:
-        self.formulas: dict[str, Formula] = {}
-        self.norms: list[float] = []
+        self.formulas: dict[str, Formula] = {}  # by parameter
+        self.norms: list[float] = []  # of each step's gradients, before clipping
 
     def __call__(self, recipe: Any) -> None:
-        cfg, named = recipe.cfg, dict(recipe.model.named_parameters())
-        named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        """Follow the recipe's steps from now on."""
+        cfg = recipe.cfg
+        parameters = {
+            name: parameter
+            for name, parameter in recipe.model.named_parameters()
+            if parameter.requires_grad
+        }
         self.formulas = {
-            name: Formula(cfg.optimizer, name, parameter) for name, parameter in named.items()
+            name: Formula(cfg.optimizer, name, parameter) for name, parameter in parameters.items()
         }
         original = recipe.train_step
         clip = training.clip_grad_norm
 
+        # Called when gradients are complete and not clipped yet.
         def watch(*args: Any, **kwargs: Any) -> Any:
-            gradients, norm = clip_gradients(
-                {name: one.grad.clone() for name, one in named.items()}, cfg.clip_grad_norm
-            )
+            gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+            gradients, norm = clip_gradients(gradients, cfg.clip_grad_norm)
             rate = compute_rate(cfg, len(self.norms))
             self.norms.append(norm)
             for name, formula in self.formulas.items():
@@ -54,63 +63,73 @@ class Watch:
         recipe.train_step = train_step
 
     def report(self, recipe: Any) -> dict[str, Any]:
-        """norms; errors, those of `Formula.error`; unmoved, the trained parameters that are where
-        they began; still, those of them whose formula is not; start and weights, before and after.
+        """Return by key what the run has done.
+
+        norms: gradient norm of each step. errors: `Formula.error` by parameter.
+        unmoved: trained parameters that have not changed; still: those of them that by their
+        formula should have. start, weights: the trained parameters before and after.
         """
-        found = {name: parameter.detach() for name, parameter in recipe.model.named_parameters()}
-        still = {
-            name
-            for name, one in self.formulas.items()
-            if torch.equal(found[name].double(), one.start)
-        }
+        weights = {name: parameter.detach() for name, parameter in recipe.model.named_parameters()}
+        unmoved = []
+        still = []
+        for name, formula in sorted(self.formulas.items()):
+            if torch.equal(weights[name].double(), formula.start):
+                unmoved.append(name)
+                if not torch.equal(formula.stored(), weights[name].double()):
+                    still.append(name)
         return {
             "norms": self.norms,
-            "errors": {name: formula.error(found[name]) for name, formula in self.formulas.items()},
-            "unmoved": sorted(still),
-            "still": sorted(
-                name
-                for name in still
-                if not torch.equal(self.formulas[name].stored(), found[name].double())
-            ),
+            "errors": {
+                name: formula.error(weights[name]) for name, formula in self.formulas.items()
+            },
+            "unmoved": unmoved,
+            "still": still,
             "start": {name: formula.start for name, formula in self.formulas.items()},
-            "weights": {name: found[name].clone().detach() for name in self.formulas},
+            "weights": {name: weights[name].clone().detach() for name in self.formulas},
         }
 
 
 def compute_rate(cfg: Any, step: int) -> float:
-    """The learning rate of a step, of a run without warm-up that does `max_steps` steps."""
+    """Return the learning rate of a step (from 0) of a run of `max_steps` steps without warm-up."""
     assert cfg.lr_scheduler.warmup_steps == 0
     if cfg.lr_scheduler.type == "constant":
         return cfg.optimizer.lr
-    done, least = step / cfg.max_steps, cfg.lr_scheduler.min_lr_ratio
-    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[cfg.lr_scheduler.type]
-    return cfg.optimizer.lr * (least + (1 - least) * left)
+    progress = step / cfg.max_steps
+    decay = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress}
+    min_ratio = cfg.lr_scheduler.min_lr_ratio
+    return cfg.optimizer.lr * (min_ratio + (1 - min_ratio) * decay[cfg.lr_scheduler.type])
 
 
 def read_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
-    """Every trained parameter, whole, on the first rank; nothing on the others. A collective of all
-    ranks.
+    """Return every full trained parameter on the first rank; nothing on the others.
+
+    A collective of all ranks.
     """
     trained = {
         name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad
     }
-    found = {name: value for name, value in list_parameters(recipe).items() if name in trained}
+    weights = {name: value for name, value in list_parameters(recipe).items() if name in trained}
     if recipe.world.pipeline is not None:
-        stages: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(stages, found)
-        found = {name: value for stage in stages for name, value in stage.items()}
-    return found if recipe.world.is_main else {}
+        weights_by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(weights_by_rank, weights)
+        for rank_weights in weights_by_rank:
+            weights |= rank_weights
+    return weights if recipe.world.is_main else {}
 
 
 def measure_distance(
-    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    start: dict[str, torch.Tensor],
 ) -> float:
-    """How far weights are from those wanted, in parts of the way that these have come from the
-    start.
+    """Return how far weights are from the expected ones, relative to how far these are from start.
+
+    Both distances are L2 norms over all parameters.
     """
-    assert found.keys() == wanted.keys() == start.keys()
-    off = sum(
-        float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted
-    )
-    way = sum(float((wanted[name].double() - start[name]).square().sum()) for name in wanted)
-    return math.sqrt(off / way)
+    assert weights.keys() == expected.keys() == start.keys()
+    squared_error = 0.0
+    squared_change = 0.0
+    for name, value in expected.items():
+        squared_error += float((weights[name].double() - value.double()).square().sum())
+        squared_change += float((value.double() - start[name]).square().sum())
+    return math.sqrt(squared_error / squared_change)

@@ -1,7 +1,7 @@
-"""A terminal for tests: what a stream leaves on the screen, for the few codes that are used. Lines
-never wrap.
+"""Emulate a terminal: `read_lines(text)` gives what a stream leaves on the screen.
 
-As in tmux, what is erased from the first place of the screen on stays in the history.
+It knows the few escape codes that the library writes. Lines never wrap. As in tmux, a screen that
+is erased from its first position on stays in the history.
 """
 
 import io
@@ -11,7 +11,7 @@ CODES = re.compile(r"\x1b\[([\d;]*)([A-Za-z])|(.)", re.DOTALL)
 
 
 class Terminal(io.StringIO):
-    """Standard error of a terminal; `encoding` as one has it."""
+    """Standard error as it is on a terminal."""
 
     encoding = "utf-8"  # type: ignore[assignment]
 
@@ -20,8 +20,10 @@ class Terminal(io.StringIO):
 
 
 def read_lines(text: str) -> list[str]:
-    """Return the lines that stand on the screen after `text`, history first, without the last empty ones."""
-    lines, row, column = [""], 0, 0
+    """Return the lines on the screen after `text`, history first, without the last empty ones."""
+    lines = [""]
+    row = 0
+    column = 0
     history: list[str] = []
     for number, code, letter in CODES.findall(text):
         if code == "A":
@@ -41,7 +43,8 @@ def read_lines(text: str) -> list[str]:
         elif letter == "\r":
             column = 0
         elif letter == "\n":
-            row, column = row + 1, 0
+            row += 1
+            column = 0
             if row == len(lines):
                 lines.append("")
         else:

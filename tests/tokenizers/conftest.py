@@ -1,4 +1,4 @@
-"""Real tokenizers, unpacked once, and tiny made ones."""
+"""Fixtures: real tokenizers, unpacked once, and tiny ones of every kind."""
 
 import gzip
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.tokenizers.made import write_json, write_sentencepiece, write_tiktoke
 
 @pytest.fixture(scope="session")
 def real_folder(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a real tokenizer by name, its .gz files unpacked."""
+    """Return a function that gives the folder of a real tokenizer, its .gz files unpacked."""
     unpacked = tmp_path_factory.mktemp("tokenizers")
 
     def folder(name: str) -> Path:
@@ -30,7 +30,7 @@ def real_folder(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 @pytest.fixture(scope="session")
 def real(real_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
-    """A real tokenizer by folder or folder/file name, loaded once."""
+    """Return a function that loads a real tokenizer by folder or folder/file name, once."""
     loaded: dict[str, Tokenizer] = {}
 
     def get(name: str) -> Tokenizer:
@@ -46,8 +46,7 @@ def real(real_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
 
 @pytest.fixture(scope="session", params=["json", "sentencepiece", "tiktoken"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tiny tokenizer of each kind."""
-    write = {"json": write_json, "sentencepiece": write_sentencepiece, "tiktoken": write_tiktoken}[
-        request.param
-    ]
-    return load_tokenizer(write(tmp_path_factory.mktemp(request.param)))
+    """Return a tiny tokenizer of each kind."""
+    writers = {"json": write_json, "sentencepiece": write_sentencepiece, "tiktoken": write_tiktoken}
+    folder = tmp_path_factory.mktemp(request.param)
+    return load_tokenizer(writers[request.param](folder))

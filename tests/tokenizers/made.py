@@ -1,4 +1,8 @@
-"""Tiny tokenizers of every kind, made on the spot."""
+"""Train and write tiny tokenizers of every kind: tokenizer.json, sentencepiece and tiktoken.
+
+Each `write_...` returns the folder, which `recipe_lib.tokenizers.load_tokenizer` reads. NASTY are
+texts that tokenizers get wrong.
+"""
 
 import base64
 import io
@@ -33,7 +37,10 @@ NASTY = [
 
 
 def write_json(folder: Path, *, template: str | None = CHATML, **config: object) -> Path:
-    """A byte-level BPE with ChatML tokens, as tokenizer.json."""
+    """Write a byte-level BPE with ChatML tokens as tokenizer.json; return its folder.
+
+    config: more keys of tokenizer_config.json.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +61,10 @@ def write_json(folder: Path, *, template: str | None = CHATML, **config: object)
 
 
 def write_sentencepiece(folder: Path, name: str = "tokenizer.model", **options: object) -> Path:
-    """A sentencepiece BPE with byte fallback, spelled like Llama 2's."""
+    """Write a sentencepiece BPE with byte fallback, like Llama 2's; return its folder.
+
+    options: of sentencepiece's trainer.
+    """
     model = io.BytesIO()
     settings = {
         "vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
@@ -71,16 +81,24 @@ def write_sentencepiece(folder: Path, name: str = "tokenizer.model", **options: 
 def write_tiktoken(
     folder: Path, merges: tuple[bytes, ...] = (b"th", b"the", b" a", b"at", b" the")
 ) -> Path:
-    """Bytes and a few merges, as base64 lines; special tokens in tokenizer_config.json."""
-    pieces = [bytes([b]) for b in range(256)] + list(merges)
+    """Write bytes and a few merges as base64 lines; return the folder.
+
+    Special tokens stand in tokenizer_config.json.
+    """
+    pieces = [bytes([byte]) for byte in range(256)] + list(merges)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [base64.b64encode(piece) + f" {rank}\n".encode() for rank, piece in enumerate(pieces)]
     (folder / "tokenizer.model").write_bytes(b"".join(lines))
-    specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
-    added = {
-        str(len(pieces) + i): {"content": text, "special": True} for i, text in enumerate(specials)
+    special_tokens = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    added_tokens = {
+        str(token_id): {"content": text, "special": True}
+        for token_id, text in enumerate(special_tokens, len(pieces))
     }
-    config = {"added_tokens_decoder": added, "bos_token": specials[0], "eos_token": specials[1]}
+    config = {
+        "added_tokens_decoder": added_tokens,
+        "bos_token": special_tokens[0],
+        "eos_token": special_tokens[1],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -91,7 +109,7 @@ def render(
     prompt: bool,
     tools: Any = None,
 ) -> str:
-    """The one rendering of a conversation; raises what the template objects to."""
+    """Return the one rendering of a conversation; raise the template's DataError, if any."""
     (text,) = render_many(messages, [RenderRequest(len(messages), prompt)], tools)
     if isinstance(text, DataError):
         raise text

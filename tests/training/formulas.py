@@ -1,7 +1,7 @@
-"""Optimizers written out from their papers, a tensor at a time in fp64, with the roundings that the
-docs speak of.
+"""Optimizers by the formulas of their papers, in fp64, with the roundings that the docs document.
 
-Nothing here is torch.optim's or ours: what tests find in a run is compared with this.
+One `Formula` follows one parameter. Nothing here uses torch.optim or the library's optimizers, so
+that tests can compare a run with it.
 """
 
 import math
@@ -18,187 +18,194 @@ LONGEST_BLOCK = {8: 256, 4: 128}
 
 
 def compute_dynamic_levels(bits: int, signed: bool) -> Tensor:
-    """The 2^bits numbers that codes stand for, fp64, rising (Dettmers, arXiv:1511.04561; of
-    unsigned 4 bits: Li, Chen and Zhu, arXiv:2309.01507).
+    """Return the values of all codes, ascending, fp64 `[2^bits]`.
+
+    By Dettmers, arXiv:1511.04561; of unsigned 4 bits by Li, Chen and Zhu, arXiv:2309.01507.
     """
     if bits == 4 and not signed:
         return torch.arange(1, 17, dtype=torch.float64) / 16
     decades = {8: 7, 4: 3}[bits]
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for decade in range(decades):
         parts = 2 ** (decade + bits - decades - (1 if signed else 0))
         ends = [0.1 + 0.9 * part / parts for part in range(parts + 1)]
         for low, high in zip(ends, ends[1:], strict=False):
             middle = 10.0 ** (decade - decades + 1) * (low + high) / 2
-            found += [middle, -middle] if signed else [middle]
-    return torch.tensor(sorted(found), dtype=torch.float64)
+            levels += [middle, -middle] if signed else [middle]
+    return torch.tensor(sorted(levels), dtype=torch.float64)
 
 
-def split_into_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
-    """Numbers of which each block shares its largest absolute value as scale, each rounded to the
-    nearest level.
+def round_in_blocks(values: Tensor, bits: int, block: int, signed: bool) -> Tensor:
+    """Return the values rounded to `bits` bits, in blocks of `block` elements.
 
-    Unsigned ones that are more than zero never become zero.
+    A block's scale is its largest absolute value; each value is rounded to the nearest level.
+    Unsigned values above zero never become zero.
     """
-    blocks = numbers.reshape(-1, block)
+    blocks = values.reshape(-1, block)
     scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
     levels = compute_dynamic_levels(bits, signed)
     scaled = (blocks / scales).contiguous()
     upper = torch.searchsorted(levels, scaled).clamp(1, len(levels) - 1)
-    low, high = levels[upper - 1], levels[upper]
-    nearest = torch.where(
-        (scaled - low < high - scaled) & (signed | (low > 0) | (scaled == 0)), low, high
-    )
-    return (nearest * scales).reshape(numbers.shape)
+    low = levels[upper - 1]
+    high = levels[upper]
+    may_be_low = signed | (low > 0) | (scaled == 0)
+    nearest = torch.where((scaled - low < high - scaled) & may_be_low, low, high)
+    return (nearest * scales).reshape(values.shape)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Five steps of the quintic Newton-Schulz iteration (Jordan 2024) on a matrix divided by its
-    Frobenius norm.
+    """Return the matrix after five steps of the quintic Newton-Schulz iteration (Jordan 2024).
+
+    It is divided by its Frobenius norm first.
     """
-    found = matrix / max(float(matrix.norm()), 1e-7)
+    x = matrix / max(float(matrix.norm()), 1e-7)
     if matrix.shape[0] > matrix.shape[1]:
-        found = found.T
+        x = x.T
     for _ in range(5):
-        square = found @ found.T
-        found = 3.4445 * found - 4.7750 * square @ found + 2.0315 * square @ square @ found
-    return found.T if matrix.shape[0] > matrix.shape[1] else found
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 @dataclass
 class Formula:
-    """One parameter and its states. at: the weights as they are stored, in fp64; exact: where they
-    would be if weights were never rounded (those of the same gradients). by_chance: each step's
-    rounding goes up or down at random, so that `at` is not known: compare with `exact`, on average.
-    """
+    """One parameter, its optimizer states, and the formula that steps them."""
 
     cfg: OptimizerConfig
-    name: str
-    start: Tensor
-    steps: int = 0
-    states: dict[str, Tensor] = field(default_factory=dict)
+    name: str  # of the parameter in the model
+    start: Tensor  # the weights before the first step; fp64 once constructed
+    steps: int = 0  # done so far
+    states: dict[str, Tensor] = field(default_factory=dict)  # as stored between steps, fp64
 
     def __post_init__(self) -> None:
-        self.dtype = self.start.dtype
+        self.dtype = self.start.dtype  # of the parameter
         self.start = self.start.detach().double().clone()
-        self.at, self.exact = self.start.clone(), self.start.clone()
+        self.weights = self.start.clone()  # as they are stored, in fp64
+        self.exact = self.start.clone()  # with the same gradients, if weights were never rounded
 
     @property
     def is_matrix_of_a_layer(self) -> bool:
+        """Return True for the parameters that Muon orthogonalizes."""
         return self.start.dim() == 2 and re.search(r"\.\d+\.", f".{self.name}") is not None
 
     @property
-    def by_chance(self) -> bool:
+    def rounds_stochastically(self) -> bool:
+        """Return True if a step rounds weights up or down at random.
+
+        `weights` are not the run's then; `exact` is their expectation.
+        """
         return self.cfg.stochastic_rounding and self.dtype == torch.bfloat16
 
-    def kept(self, state: str, value: Tensor, signed: bool) -> Tensor:
-        """The state as it is stored until the next step; computing goes on with the value before
-        that.
-        """
-        bits = (
-            32 if self.cfg.state_bits is None and self.cfg.master_weights else self.cfg.state_bits
-        )
+    def store(self, state: str, value: Tensor, signed: bool) -> Tensor:
+        """Store a state, rounded, until the next step; return the value that this step uses."""
+        bits = self.cfg.state_bits
+        if bits is None and self.cfg.master_weights:
+            bits = 32
         if bits in LONGEST_BLOCK:
             block = math.gcd(value.shape[-1], LONGEST_BLOCK[bits]) if value.dim() else 1
             if value.dim() >= 2 and value.numel() >= LEAST_IN_BLOCKS and block >= 16:
-                self.states[state] = split_into_blocks(value, bits, block, signed)
+                self.states[state] = round_in_blocks(value, bits, block, signed)
                 return value
             bits = 32
         dtype = {None: self.dtype, 16: torch.bfloat16, 32: torch.float32}[bits]
-        by_chance = (
-            self.by_chance and dtype == torch.bfloat16
-        )  # right on average: as if it was not rounded
-        self.states[state] = value if by_chance else value.to(dtype).double()
+        if self.rounds_stochastically and dtype == torch.bfloat16:
+            self.states[state] = value  # stochastic rounding is right on average
+        else:
+            self.states[state] = value.to(dtype).double()
         return value
 
-    def before(self, state: str) -> Tensor:
+    def load(self, state: str) -> Tensor:
+        """Return a state as the last step has stored it, zeros before the first."""
         return self.states.get(state, torch.zeros_like(self.start))
 
     def step(self, gradient: Tensor, rate: float) -> None:
-        """gradient: as it comes to the optimizer, clipped, in the type that it is kept in."""
+        """Step weights and states. gradient: clipped, in the dtype that the optimizer gets."""
         self.steps += 1
         gradient = gradient.detach().double()
         if self.cfg.name == "sgd":
-            change = self.sgd(gradient)
+            update = self.compute_sgd_update(gradient)
         elif self.cfg.name == "muon" and self.is_matrix_of_a_layer:
-            change = self.muon(gradient)
+            update = self.compute_muon_update(gradient)
         else:
-            change = self.adamw(gradient)
+            update = self.compute_adamw_update(gradient)
         decay = 1 - rate * self.cfg.weight_decay
-        self.exact = decay * self.exact - rate * change
-        moved = decay * self.at - rate * change
-        is_stored_exactly = self.cfg.master_weights or self.by_chance
-        self.at = moved if is_stored_exactly else moved.to(self.dtype).double()
+        self.exact = decay * self.exact - rate * update
+        weights = decay * self.weights - rate * update
+        is_stored_exactly = self.cfg.master_weights or self.rounds_stochastically
+        self.weights = weights if is_stored_exactly else weights.to(self.dtype).double()
 
-    def sgd(self, gradient: Tensor) -> Tensor:
+    def compute_sgd_update(self, gradient: Tensor) -> Tensor:
+        """Return the update of SGD, with momentum where the config has one."""
         momentum = self.cfg.momentum or 0.0
-        return (
-            self.kept("momentum", momentum * self.before("momentum") + gradient, True)
-            if momentum
-            else gradient
-        )
+        if not momentum:
+            return gradient
+        return self.store("momentum", momentum * self.load("momentum") + gradient, signed=True)
 
-    def adamw(self, gradient: Tensor) -> Tensor:
-        """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2."""
+    def compute_adamw_update(self, gradient: Tensor) -> Tensor:
+        """Return AdamW's update (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2)."""
         beta1, beta2 = self.cfg.betas
-        mean = self.kept("mean", beta1 * self.before("mean") + (1 - beta1) * gradient, True)
-        square = self.kept(
-            "square", beta2 * self.before("square") + (1 - beta2) * gradient**2, False
-        )
-        mean, square = mean / (1 - beta1**self.steps), square / (1 - beta2**self.steps)
-        return mean / (square.sqrt() + self.cfg.eps)
+        mean = beta1 * self.load("mean") + (1 - beta1) * gradient
+        mean = self.store("mean", mean, signed=True)
+        square = beta2 * self.load("square") + (1 - beta2) * gradient**2
+        square = self.store("square", square, signed=False)
+        unbiased_mean = mean / (1 - beta1**self.steps)
+        unbiased_square = square / (1 - beta2**self.steps)
+        return unbiased_mean / (unbiased_square.sqrt() + self.cfg.eps)
 
-    def muon(self, gradient: Tensor) -> Tensor:
-        """Jordan 2024 with Nesterov's look ahead; the size of AdamW's steps, as in Liu et al.,
-        arXiv:2502.16982.
+    def compute_muon_update(self, gradient: Tensor) -> Tensor:
+        """Return Muon's update (Jordan 2024) with Nesterov momentum.
+
+        Scaled to the size of AdamW's updates, as in Liu et al., arXiv:2502.16982.
         """
         momentum = 0.95 if self.cfg.momentum is None else self.cfg.momentum
-        mean = self.kept(
-            "momentum", momentum * self.before("momentum") + (1 - momentum) * gradient, True
-        )
+        mean = momentum * self.load("momentum") + (1 - momentum) * gradient
+        mean = self.store("momentum", mean, signed=True)
         ahead = (1 - momentum) * gradient + momentum * mean
         return 0.2 * math.sqrt(max(ahead.shape)) * orthogonalize(ahead)
 
     def stored(self) -> Tensor:
-        """`at`, in the parameter's type and back."""
-        return self.at.to(self.dtype).double()
+        """Return the weights rounded to the parameter's dtype, in fp64."""
+        return self.weights.to(self.dtype).double()
 
-    def error(self, found: Tensor) -> float:
-        """How far weights are from the formula's, in parts of the length of the way that it goes.
+    def error(self, weights: Tensor) -> float:
+        """Return how far weights are from the formula's, relative to the formula's whole change.
 
-        Where at most one weight, or one of a hundred, is the next number, and no other differs, it
-        is nothing: those lay between two numbers, and a way of less than one number's distance
-        would be a part of such a difference.
-
-        Of weights that are rounded by chance: how far the mean is, along that way, beyond five
-        standard deviations of such roundings, each of which has a variance of at most a quarter of
-        the square of the distance of two numbers.
+        Of stochastically rounded weights: how far they are off along that change on average, beyond
+        what their rounding explains.
         """
-        way = self.exact - self.start
-        length = float(way.norm())
+        change = self.exact - self.start
+        length = float(change.norm())
         if length == 0:
-            return 0.0 if torch.equal(found.double(), self.start) else math.inf
+            return 0.0 if torch.equal(weights.double(), self.start) else math.inf
         size = torch.maximum(self.start.abs(), self.exact.abs())
-        apart = 2.0 ** (torch.floor(torch.log2(size.clamp(min=1e-30))) - 7)
-        if not self.by_chance:
-            off = (found.double() - self.stored()).abs()
-            is_next = self.dtype == torch.bfloat16 and bool((off <= apart).all())
-            ties = is_next and int((off > 0).sum()) <= max(1, off.numel() // 100)
-            return 0.0 if ties else float(off.norm()) / length
-        along = abs(float(((found.double() - self.exact) * way).sum())) / length**2
-        spread = math.sqrt(self.steps * float((way**2 * apart**2).sum()) / 4) / length**2
+        # The distance of two bf16 numbers of this size.
+        spacing = 2.0 ** (torch.floor(torch.log2(size.clamp(min=1e-30))) - 7)
+        if not self.rounds_stochastically:
+            off = (weights.double() - self.stored()).abs()
+            # Weights that lie in the middle of two bf16 numbers may be rounded the other way: one,
+            # or one in a hundred, is no error. Where the whole change is shorter than that
+            # distance, the difference would be larger than the change.
+            is_neighbor = self.dtype == torch.bfloat16 and bool((off <= spacing).all())
+            are_ties = is_neighbor and int((off > 0).sum()) <= max(1, off.numel() // 100)
+            return 0.0 if are_ties else float(off.norm()) / length
+        along = abs(float(((weights.double() - self.exact) * change).sum())) / length**2
+        # A rounding's variance is at most a quarter of the squared distance of two numbers; five
+        # standard deviations are explained by it.
+        spread = math.sqrt(self.steps * float((change**2 * spacing**2).sum()) / 4) / length**2
         return max(0.0, along - 5 * spread)
 
 
 def clip_gradients(
-    gradients: dict[str, Tensor], most: float | None
+    gradients: dict[str, Tensor], max_norm: float | None
 ) -> tuple[dict[str, Tensor], float]:
-    """The gradients scaled so that the norm of all of them is at most `most`, each in its type; and
-    the norm before.
+    """Return the gradients scaled to a norm of at most `max_norm`, and their norm before.
+
+    The norm is that of all gradients together; each keeps its dtype.
     """
     norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
-    factor = 1.0 if most is None else min(1.0, most / (norm + 1e-6))
-    return {
+    factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    clipped = {
         name: (gradient.double() * factor).to(gradient.dtype)
         for name, gradient in gradients.items()
-    }, norm
+    }
+    return clipped, norm

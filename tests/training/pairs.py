@@ -1,5 +1,6 @@
-"""Pairs of random answers as a dataset, and their losses by the formulas, one answer at a time,
-from full logits.
+"""Pairs of random answers as a dataset, and the losses of DPO and its variants by their formulas.
+
+`compute_plain_loss` computes one answer at a time, from full logits.
 """
 
 import numpy as np
@@ -25,8 +26,9 @@ LOSSES = {
 
 
 def build_pairs(vocabulary: int) -> Dataset:
-    """A dataset of the pairs in LENGTHS: every answer has its prompt in front, and only its own ids
-    are trained.
+    """Return a dataset of the pairs in LENGTHS.
+
+    Every answer's sequence begins with the prompt; only the answer's ids are trained.
     """
     generator = np.random.Generator(np.random.Philox(3))
     ids: list[np.ndarray] = []
@@ -34,9 +36,8 @@ def build_pairs(vocabulary: int) -> Dataset:
     for prompt_length, *answers in LENGTHS:
         prompt = generator.integers(0, vocabulary, prompt_length)
         for length in answers:
-            ids.append(
-                np.concatenate([prompt, generator.integers(0, vocabulary, length)]).astype(np.int32)
-            )
+            answer_ids = generator.integers(0, vocabulary, length)
+            ids.append(np.concatenate([prompt, answer_ids]).astype(np.int32))
             trained.append(np.repeat(np.array([0, 1], dtype=np.uint8), [prompt_length, length]))
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
     report = DataReport("made", "preference", 64)
@@ -44,44 +45,52 @@ def build_pairs(vocabulary: int) -> Dataset:
 
 
 def answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
-    """Log-probability of one row's trained targets, from all its logits; their mean instead of
-    their sum if asked.
-    """
+    """Return the sum, or the mean, of the log-probabilities of one row's labels."""
     tokens, labels = row
     log_probs = model(tokens.unsqueeze(0))[0].log_softmax(-1)
-    counted = [log_probs[at, label] for at, label in enumerate(labels.tolist()) if label != -100]
-    return sum(counted) / (len(counted) if mean else 1)
+    label_log_probs = [
+        log_probs[position, label]
+        for position, label in enumerate(labels.tolist())
+        if label != -100
+    ]
+    return sum(label_log_probs) / (len(label_log_probs) if mean else 1)
 
 
 def compute_plain_loss(
     model: Decoder, reference: Decoder | None, rows: Dataset, cfg: DpoConfig
 ) -> tuple[Tensor, list[float]]:
-    """Mean loss over all pairs; and the means of chosen reward, rejected reward and accuracy."""
+    """Return the mean loss over all pairs, and the means of the metrics.
+
+    The metrics are chosen reward, rejected reward and accuracy. reference: None for a loss without
+    a reference model.
+    """
     mean = cfg.loss in ("ipo", "simpo")
     total = torch.zeros((), dtype=torch.float64)
-    numbers = np.zeros(3)
+    metrics = np.zeros(3)
     for pair in range(rows.items):
-        both = [rows[2 * pair], rows[2 * pair + 1]]
-        read = [(torch.from_numpy(row.tokens).long(), torch.from_numpy(row.labels)) for row in both]
-        chosen, rejected = (answer(model, row, mean) for row in read)
-        with torch.no_grad():
-            old = [
-                answer(reference, row, mean) if reference else torch.zeros(()).double()
-                for row in read
-            ]
-        ratio = (chosen - old[0]) - (rejected - old[1])
+        answers = [
+            (torch.from_numpy(row.tokens).long(), torch.from_numpy(row.labels))
+            for row in (rows[2 * pair], rows[2 * pair + 1])
+        ]
+        chosen, rejected = (answer(model, row, mean) for row in answers)
+        reference_chosen = reference_rejected = torch.zeros((), dtype=torch.float64)
+        if reference:
+            with torch.no_grad():
+                reference_chosen, reference_rejected = (
+                    answer(reference, row, mean) for row in answers
+                )
+        ratio = (chosen - reference_chosen) - (rejected - reference_rejected)
         if cfg.loss == "ipo":
             total = total + (ratio - 1 / (2 * cfg.beta)) ** 2
         elif cfg.loss == "simpo":
             total = total - torch.log(1 / (1 + torch.exp(-(cfg.beta * ratio - cfg.simpo_gamma))))
         else:
-            right = 1 / (1 + torch.exp(-cfg.beta * ratio))
-            total = total - (1 - cfg.label_smoothing) * torch.log(right)
+            preference = 1 / (1 + torch.exp(-cfg.beta * ratio))
+            total = total - (1 - cfg.label_smoothing) * torch.log(preference)
             if cfg.label_smoothing:
-                total = total - cfg.label_smoothing * torch.log(1 - right)
-        rewards = [
-            cfg.beta * float(new.detach() - before)
-            for new, before in zip((chosen, rejected), old, strict=True)
-        ]
-        numbers += np.array([*rewards, rewards[0] > rewards[1]])
-    return total / rows.items, (numbers / rows.items).tolist()
+                total = total - cfg.label_smoothing * torch.log(1 - preference)
+        chosen_reward = cfg.beta * float(chosen.detach() - reference_chosen)
+        rejected_reward = cfg.beta * float(rejected.detach() - reference_rejected)
+        accuracy = float(chosen_reward > rejected_reward)
+        metrics += np.array([chosen_reward, rejected_reward, accuracy])
+    return total / rows.items, (metrics / rows.items).tolist()

@@ -1,8 +1,11 @@
-"""Tiny random transformers models of the families that GGUF files are written of, and llama.cpp to
-run them.
+"""Build tiny random models of the families that GGUF supports, and run GGUF files with llama.cpp.
+
+`save_model(case, folder)` writes a folder to export; `compute_llama_logits` and
+`tokenize_with_llama` are the reference for the file.
 """
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,8 @@ import transformers
 
 from tests.tokenizers.made import write_json
 
-# Rows of 256 and more, which blocks of 256 need, and a vocabulary with more rows than the tokenizer
-# has ids.
+# Rows of 256, as quantized blocks of 256 need them, and more rows of the vocabulary than the
+# tokenizer has ids.
 SMALL: dict[str, Any] = {
     "vocab_size": 336,
     "hidden_size": 256,
@@ -79,7 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(case: str, **changes: Any) -> transformers.PreTrainedModel:
-    """The model, norms and biases random too."""
+    """Return the model of a case, norms and biases random too. changes: of its config."""
     class_name, options = CASES[case]
     config = getattr(transformers, class_name)(**SMALL | options | changes)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -88,17 +91,17 @@ def make_model(case: str, **changes: Any) -> transformers.PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator) * (
-                0.3 if "norm" in name else 0.06
-            )
-            parameter.copy_(
-                values + 1.0 if "norm" in name and "Gemma" not in class_name else values
-            )
+            is_norm = "norm" in name
+            values = torch.randn(parameter.shape, generator=generator)
+            values *= 0.3 if is_norm else 0.06
+            if is_norm and "Gemma" not in class_name:  # Gemma adds 1 to a norm's weight
+                values += 1.0
+            parameter.copy_(values)
     return model.eval()
 
 
 def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """The model with a tokenizer of 320 ids in a folder."""
+    """Write the model of a case with a tokenizer of 320 ids into a folder; return the model."""
     model = make_model(case, **changes).to(dtype)
     model.save_pretrained(folder)
     write_json(folder)
@@ -106,12 +109,12 @@ def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **ch
 
 
 def make_tokens(length: int = 40) -> list[int]:
-    """Ids of the tokenizer, none of them special."""
+    """Return ids of the tokenizer, none of them special."""
     return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def import_llama_cpp() -> Any:
-    """llama.cpp's Python package, quiet; the test is skipped where it is not installed."""
+    """Return llama.cpp's Python package, silenced; skip the test where it is not installed."""
     library = pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed: no llama.cpp to compare with"
     )
@@ -119,17 +122,17 @@ def import_llama_cpp() -> Any:
     return library
 
 
-_KEPT: list[Any] = []  # llama.cpp calls it as long as the process lives
-
-
+@cache
 def _silence(library: Any) -> Any:
-    if not _KEPT:
-        _KEPT.append(library.llama_log_callback(lambda *_: None))
-    return _KEPT[0]
+    """Return a log callback that drops its lines.
+
+    The cache keeps it alive, as llama.cpp calls it as long as the process lives.
+    """
+    return library.llama_log_callback(lambda *_: None)
 
 
 def compute_llama_logits(file: Path, ids: list[int], adapter: Path | None = None) -> np.ndarray:
-    """Logits `[s, v]` that llama.cpp computes; its cache of keys and values is in fp32."""
+    """Return the logits `[s, v]` that llama.cpp computes, with its KV cache in fp32."""
     library = import_llama_cpp()
     options = library.llama_model_default_params()
     options.use_mmap = False
@@ -138,44 +141,53 @@ def compute_llama_logits(file: Path, ids: list[int], adapter: Path | None = None
     settings = library.llama_context_default_params()
     settings.n_ctx = settings.n_batch = 256
     settings.n_threads = settings.n_threads_batch = 1
-    settings.flash_attn_type, settings.type_k, settings.type_v = 0, 0, 0
+    settings.flash_attn_type = 0  # off
+    settings.type_k = settings.type_v = 0  # fp32
     context = library.llama_init_from_model(model, settings)
     if adapter is not None:
-        loaded = library.llama_adapter_lora_init(model, str(adapter).encode())
-        assert loaded, f"llama.cpp does not load {adapter}"
-        held = (library.llama_adapter_lora_p_ctypes * 1)(loaded)
-        library.llama_set_adapters_lora(context, held, 1, (ctypes.c_float * 1)(1.0))
+        lora = library.llama_adapter_lora_init(model, str(adapter).encode())
+        assert lora, f"llama.cpp does not load {adapter}"
+        loras = (library.llama_adapter_lora_p_ctypes * 1)(lora)
+        library.llama_set_adapters_lora(context, loras, 1, (ctypes.c_float * 1)(1.0))
     batch = library.llama_batch_init(len(ids), 0, 1)
     batch.n_tokens = len(ids)
-    for at, token in enumerate(ids):
-        batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.logits[at] = token, at, 1, 1
-        batch.seq_id[at][0] = 0
+    for position, token in enumerate(ids):
+        batch.token[position] = token
+        batch.pos[position] = position
+        batch.n_seq_id[position] = 1
+        batch.seq_id[position][0] = 0
+        batch.logits[position] = 1  # logits of every position, not of the last alone
     assert library.llama_decode(context, batch) == 0
-    width = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
-    rows = [
-        np.ctypeslib.as_array(library.llama_get_logits_ith(context, at), (width,)).copy()
-        for at in range(len(ids))
-    ]
+    vocab_size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    logits = []
+    for position in range(len(ids)):
+        row = library.llama_get_logits_ith(context, position)
+        logits.append(np.ctypeslib.as_array(row, (vocab_size,)).copy())
     library.llama_free(context)
     library.llama_model_free(model)
-    return np.stack(rows)
+    return np.stack(logits)
 
 
 def tokenize_with_llama(file: Path, texts: list[str], special: bool) -> list[list[int]]:
-    """Ids of each text by llama.cpp, without BOS. special: special tokens in it are found."""
+    """Return the ids of each text by llama.cpp, without BOS.
+
+    special: parse special tokens in the text.
+    """
     library = import_llama_cpp()
     options = library.llama_model_default_params()
     options.vocab_only = True
     model = library.llama_model_load_from_file(str(file).encode(), options)
     assert model, f"llama.cpp does not load {file}"
-    vocabulary, found = library.llama_model_get_vocab(model), []
+    vocabulary = library.llama_model_get_vocab(model)
+    ids_of_texts = []
     for text in texts:
-        written = text.encode()
-        ids = (library.llama_token * (len(written) + 16))()
-        count = library.llama_tokenize(
-            vocabulary, written, len(written), ids, len(ids), False, special
+        encoded = text.encode()
+        ids = (library.llama_token * (len(encoded) + 16))()
+        # Positional: vocabulary, text, its bytes, buffer, its size, add_special, parse_special.
+        num_ids = library.llama_tokenize(
+            vocabulary, encoded, len(encoded), ids, len(ids), False, special
         )
-        assert count >= 0
-        found.append(list(ids[:count]))
+        assert num_ids >= 0
+        ids_of_texts.append(list(ids[:num_ids]))
     library.llama_model_free(model)
-    return found
+    return ids_of_texts

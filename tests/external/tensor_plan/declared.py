@@ -1,6 +1,4 @@
-"""Checks a tensor parallel declaration that somebody wrote against the plan that a model's own
-forward leads to.
-"""
+"""Compare a model's declared tensor parallel placements with the plan inferred from its forward."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,70 +10,64 @@ from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 
 
 class Declaration(NamedTuple):
-    """How a parameter is said to be held. dim: that is cut evenly, -1 for none. gradient: as in
-    plan.ParameterPlan.
-    """
+    """How a parameter is declared to be sharded."""
 
-    dim: int
-    gradient: str
+    dim: int  # that is sharded evenly, -1 for none
+    gradient: str  # "sharded" or "partial", as in ParameterPlan
 
 
 def read_declared(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declaration]:
-    """What the placements of a model's DTensors say along one dimension of their mesh.
+    """Return the declarations, by parameter, of a model's DTensors along one mesh dimension.
 
-    A parameter that every rank has is one whose gradients are summed over ranks: parallel.tensor
-    does so with all of them. Raises ValueError for a parameter that has no placement there.
+    A replicated parameter's gradient is "partial": parallel.tensor sums all of these over ranks.
+    Raises ValueError for a parameter that has no placement there.
     """
-    found = {}
+    declarations = {}
     for name, parameter in model.named_parameters():
         names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
         if mesh_dim not in names:
             raise ValueError(f"{name} is not placed on the mesh's dimension {mesh_dim}")
         assert isinstance(parameter, DTensor)
-        placed = parameter.placements[names.index(mesh_dim)]
-        found[name] = (
-            Declaration(placed.dim, "sharded")
-            if isinstance(placed, Shard)
-            else Declaration(-1, "partial")
-        )
-    return found
+        placement = parameter.placements[names.index(mesh_dim)]
+        if isinstance(placement, Shard):
+            declarations[name] = Declaration(placement.dim, "sharded")
+        else:
+            declarations[name] = Declaration(-1, "partial")
+    return declarations
 
 
 def list_differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list[str]:
-    """A line for each parameter that is declared otherwise than the plan has it; empty if there is
-    none.
-    """
-    found = [
-        f"{name}: declared, but not the model's"
-        for name in declared
-        if name not in _list_names(plan)
+    """Return a line for each parameter whose declaration differs from the plan."""
+    planned_names = {parameter.name for parameter in plan.parameters}
+    lines = [
+        f"{name}: declared, but not the model's" for name in declared if name not in planned_names
     ]
-    for each in plan.parameters:
-        if each.name not in declared:
-            found.append(f"{each.name}: not declared, expected {_read_way(each.dim)}")
+    for parameter in plan.parameters:
+        name = parameter.name
+        expected = _describe_sharding(parameter.dim)
+        if name not in declared:
+            lines.append(f"{name}: not declared, expected {expected}")
             continue
-        said = declared[each.name]
-        if said.dim != each.dim:
-            why = f" ({each.reason})" if each.reason else ""
-            found.append(
-                f"{each.name}: declared {_read_way(said.dim)}, expected {_read_way(each.dim)}{why}"
+        declaration = declared[name]
+        if declaration.dim != parameter.dim:
+            reason = f" ({parameter.reason})" if parameter.reason else ""
+            lines.append(
+                f"{name}: declared {_describe_sharding(declaration.dim)},"
+                f" expected {expected}{reason}"
             )
-        elif len(each.segments) > 1:
-            parts = " + ".join(map(str, each.segments))
-            found.append(
-                f"{each.name}: declared one even cut along dim {said.dim}, expected one of each"
+        elif len(parameter.segments) > 1:
+            parts = " + ".join(map(str, parameter.segments))
+            lines.append(
+                f"{name}: declared one even cut along dim {declaration.dim}, expected one of each"
                 f" part of {parts}"
             )
-        elif said.gradient != each.gradient:
-            found.append(
-                f"{each.name}: declared a {said.gradient} gradient, expected {each.gradient}"
+        elif declaration.gradient != parameter.gradient:
+            lines.append(
+                f"{name}: declared a {declaration.gradient} gradient, expected {parameter.gradient}"
             )
-    return found
+    return lines
 
 
-def _list_names(plan: ShardingPlan) -> set[str]:
-    return {each.name for each in plan.parameters}
-
-
-def _read_way(dim: int) -> str:
+def _describe_sharding(dim: int) -> str:
+    """Return how a parameter that is sharded along `dim` (-1: not) is called in a line."""
     return "whole" if dim < 0 else f"cut along dim {dim}"

@@ -1,21 +1,18 @@
-"""A model whose names and forms give nothing away."""
+"""A model whose names and shapes give nothing away: a plan has to come from its forward alone."""
 
 import torch
 from torch import nn
 
 
 class Blob(nn.Module):
-    """Grouped fused projection with bias, a bare matrix, two halves in one; all of it added to what
-    came in at once.
-    """
+    """A parallel block: fused grouped QKV with bias, a bare output matrix, a fused gated MLP."""
 
     def __init__(self, wide: int, groups: int, each: int, deep: int):
         super().__init__()
         self.zeta, self.omega, self.slot = groups, each, wide // (groups * each)
         self.one = nn.LayerNorm(wide)
-        self.alpha = nn.Linear(
-            wide, groups * (each + 2) * self.slot
-        )  # by group: queries, a key, a value
+        # By group: its queries, a key, a value.
+        self.alpha = nn.Linear(wide, groups * (each + 2) * self.slot)
         self.beta = nn.Parameter(torch.empty(groups * each, self.slot, wide))
         self.gamma = nn.Parameter(torch.empty(wide, 2 * deep))
         self.delta = nn.Linear(deep, wide)
@@ -36,7 +33,7 @@ class Blob(nn.Module):
 
 
 class Thing(nn.Module):
-    """Tied to itself at both ends; an odd number of tokens."""
+    """A decoder whose embedding is its head, with an odd number of tokens."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.inferred_tp_memory import measure_kept
-from benchmarks.tp_memory import OURS, build_spec_of_layers, compute_formula
+from benchmarks.tp_memory import OURS, build_spec_of_layers, compute_kept_bytes
 from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from recipe_lib.external.proven_plan import certify
 from recipe_lib.external.tensor_plan import infer
@@ -94,11 +94,11 @@ def test_a_convolution_that_is_taken_for_position_wise_is_caught(monkeypatch):
         ours, kernel = step.get_dims(step.get("input")), step.get_dims(step.get("weight"))
         return [[ours[0], step.join(ours[1], kernel[0]), ours[2]]]
 
-    def share_by_careless_rules(trace, *asked):
+    def share_by_careless_rules(trace, **asked):
         for record in trace.records:
             if "convolution" in record.name:
                 record.rule = careless
-        return share_tokens(trace, *asked)
+        return share_tokens(trace, **asked)
 
     model = Mixing("convolution")
     randomize(model)
@@ -168,7 +168,7 @@ def test_rows_that_ranks_do_not_divide_are_told_where_gradients_are_wanted():
 @pytest.mark.parametrize("size", [4])
 def test_a_llama_layer_keeps_what_the_native_plan_keeps(size):
     pytest.importorskip("transformers")
-    native = compute_formula(build_spec_of_layers("llama3/8B"), size, OURS)
+    native = compute_kept_bytes(build_spec_of_layers("llama3/8B"), size, OURS)
     # In processes of their own: a simulated device gives autograd threads, which no fork of this
     # process would have.
     assert 0.99 < call_in_fork(measure_kept, "llama3/8B", size, "transformers") / native < 1.01

@@ -1,17 +1,19 @@
-"""What a pipeline has under way, by formula."""
+"""Formulas for a pipeline's micro-batches in flight and its bubble, to check schedules with."""
 
 
 def compute_in_flight(
     schedule: str, ranks: int, rank: int, micro_batches: int, stages_per_rank: int = 1
 ) -> int | None:
-    """The most micro-batches between their forward and their backward (B or I) on a rank, by
-    formula; each of its v stages counts for itself. None: there is no formula for so many
+    """Return the most micro-batches between their forward and backward (B or I) on a rank.
+
+    A micro-batch counts for each of the rank's v stages. None: no formula for this number of
     micro-batches.
 
-    With p ranks, m micro-batches, n of them in a round of an interleaved schedule (m // p rounds of
-    one size):
+    With p ranks and m micro-batches, n of them in each of the m // p rounds of an interleaved
+    schedule:
     - gpipe: m. 1f1b: p - rank, m at most.
-    - interleaved_1f1b: (v - 1) n + 2 (p - 1 - rank) + 1; interleaved_zero_bubble: (v - 1) n + p - rank; v m at most.
+    - interleaved_1f1b: (v - 1) n + 2 (p - 1 - rank) + 1, v m at most.
+    - interleaved_zero_bubble: (v - 1) n + p - rank, v m at most.
     - zbv: 2 p, as many as p whole micro-batches; m + 1 + rank or 2 m where those are fewer.
     """
     behind = ranks - 1 - rank
@@ -32,14 +34,13 @@ def compute_in_flight(
 def compute_theoretical_bubble(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1
 ) -> float | None:
-    """The bubble (see `Timeline.bubble`) of equal stages whose forward, input gradient and weight
-    gradients take one time each and whose transfers take none, by formula. None: no formula is
-    known for so many micro-batches.
+    """Return the bubble (see `Timeline.bubble`) of equal stages; None where no formula is known.
 
-    With p ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), idle in times
-    of a forward:
+    Forward, input gradient and weight gradients take one unit of time each, transfers none. With p
+    ranks, m micro-batches and v stages on a rank the bubble is idle / (3 v m + idle), where idle is:
     - gpipe, 1f1b: 3 (p - 1), for every m; so (p - 1) / (m + p - 1), however long backward takes.
-    - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size; for m < p 3 (v - 1) (p - m) more.
+    - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size;
+      for m < p 3 (v - 1) (p - m) more.
     - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.
     - zbv: p - 1 if m >= 3 p // 2; 4 p - 2 - 2 m if that is more.
     """
@@ -48,7 +49,7 @@ def compute_theoretical_bubble(
 
 
 def _compute_idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | None:
-    """How long each rank does not compute, in times of a forward."""
+    """Return how long each rank does not compute, in units of a stage's forward."""
     missing = max(0, ranks - micro_batches)
     if schedule in ("gpipe", "1f1b"):
         return 3 * (ranks - 1)
