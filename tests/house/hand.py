@@ -26,7 +26,7 @@ _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def measure(paths: list[Path]) -> Counter[str]:
-    """Count what the hand is judged by, over all files."""
+    """Return the counts of all files together."""
     counts = Counter[str]()
     for path in paths:
         counts += _measure_file(path)
@@ -56,8 +56,10 @@ def is_tuple_of_unlike(node: ast.AST) -> bool:
 
 @cache
 def _measure_file(path: Path) -> Counter[str]:
+    """Return the counts of one file."""
     counts = Counter[str]()
-    code, counts["comments"] = _count_lines(path)
+    code, num_comments = _count_lines(path)
+    counts["comments"] = num_comments
     for node in ast.walk(parse_tree(path)):
         counts["statements"] += isinstance(node, ast.stmt)
         counts["tuples"] += is_tuple_of_unlike(node)
@@ -92,6 +94,7 @@ def _count_lines(path: Path) -> tuple[set[int], int]:
 
 
 def _list_docstring_lines(node: ast.AST) -> set[int]:
+    """Return the lines of a module's, class's or function's docstring."""
     first = node.body[0]  # type: ignore[attr-defined]
     if not (isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)):
         return set()
