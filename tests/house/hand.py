@@ -20,8 +20,13 @@ VERBS = frozenset((ROOT / "tests" / "house" / "verbs.txt").read_text(encoding="u
 RELATIVE = frozenset(("What", "Whether", "Where", "How", "Which", "Those", "Of", "As"))
 MANY_POSITIONALS = 6
 _LAYOUT = (
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
-)  # fmt: skip
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -1,4 +1,4 @@
-"""The levers of a run, the values that they are tried with, and which of these are refused together.
+"""The levers of a run, the values that they are tried with, and which are refused together.
 
 `test_levers` runs each value alone, and few runs of many levers at once in which every pair of
 values that is not refused meets (`join_settings`). docs/measurements/levers.md shows the table:
@@ -43,7 +43,7 @@ def _is_same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 
 
 
 def _is_other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
-    """Return a setting that changes the losses: one process with the same overrides is its basis."""
+    """Return a setting that changes the losses; its basis is one process with the same."""
     return Setting(lever, overrides, basis=overrides, tolerance=tolerance)
 
 
