@@ -1,9 +1,9 @@
-"""A plan of 16 ranks: who is in which group, what all of them communicate, and one rank beside the
-full model.
+"""Plan a run of 16 ranks and write the page of its tables that are about all ranks.
 
     python benchmarks/all_ranks.py --output docs/measurements/all_ranks.md
 
-Prints what `tune plan --full` prints, the tables that are about all ranks.
+Who is in which group, what all of them communicate, and one rank beside the full model, as `tune
+plan --full` prints them.
 """
 
 import argparse
@@ -20,9 +20,10 @@ sys.path.insert(0, str(REPOSITORY))
 from recipe_lib.cli.plan import run  # noqa: E402
 
 COMMAND = """\
-tune plan --nnodes 2 --nproc_per_node 8 full_finetune_distributed --config llama2/7B_full --device h100 \
-parallel.tensor=2 parallel.pipeline=2 batch_size=4 gradient_accumulation_steps=32 \
+tune plan --nnodes 2 --nproc_per_node 8 full_finetune_distributed --config llama2/7B_full \
+--device h100 parallel.tensor=2 parallel.pipeline=2 batch_size=4 gradient_accumulation_steps=32 \
 memory.activation_checkpointing=none --full"""
+# What the tables that are taken begin with, in the page's order.
 TITLES = (
     "a step of the full model",
     "layers",
@@ -51,31 +52,33 @@ From its report:
 """
 
 
-def report() -> str:
-    """What the command prints, 100 columns wide."""
+def run_command() -> str:
+    """Run the command and return what it prints, 100 columns wide."""
     printed = io.StringIO()
     os.environ["COLUMNS"] = "100"
     with contextlib.redirect_stdout(printed):
-        run([*shlex.split(COMMAND)[2:], "--sequence", "max"])
+        run([*shlex.split(COMMAND)[2:], "--sequence", "max"])  # without `tune plan`
     return printed.getvalue()
 
 
-def page(text: str) -> str:
-    """The page of a report."""
-    parts = text.split("\n\n")
-    tables = [part for title in TITLES for part in parts if part.startswith(title)]
-    least = next(line for line in text.splitlines() if line.startswith("  smallest card"))
-    return PAGE.format(command=COMMAND, least=least, tables="\n\n".join(tables))
+def format_page(report: str) -> str:
+    """Return the page of what the command printed."""
+    parts = report.split("\n\n")
+    tables = []
+    for title in TITLES:
+        tables += [part for part in parts if part.startswith(title)]
+    smallest_card = next(line for line in report.splitlines() if line.startswith("  smallest card"))
+    return PAGE.format(command=COMMAND, least=smallest_card, tables="\n\n".join(tables))
 
 
 def main() -> None:
-    """Writes the page, or prints it."""
+    """Write the page, or print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()
-    text = page(report())
+    text = format_page(run_command())
     if arguments.output:
         arguments.output.write_text(text, encoding="utf-8")
     else:

@@ -1,7 +1,8 @@
-"""Recorded event streams of the real caching allocator, their replay through the model of it, and
-its smallest cap.
+"""Read, store and replay recorded events of the real caching allocator.
 
-A stream is a dict, stored as JSON, compressed by gzip:
+`read_snapshot_events` makes a stream of torch's own recording, `write_fixture` stores it, and
+`replay_events` sends it through the planner's model of the allocator. A stream is a dict, stored as
+JSON, compressed by gzip:
 
     {"settings": fields of AllocatorSettings,
      "measured": {"reserved": the most bytes reserved at a time; as far as given: "allocated",
@@ -16,6 +17,7 @@ entry having been dropped.
 
 import gzip
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,40 +34,37 @@ from recipe_lib.plan.allocation.caching_allocator import (
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.tracing.trace import Trace
 
-_TAKEN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+# Sign with which an action's bytes change what is reserved on the device.
+_RESERVED_SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _GIVEN_BACK = ("segment_free", "segment_unmap")
-_COMPARED = ("oom", *_TAKEN)
-_ACTIONS = ("alloc", "free_requested", "free_completed", "oom", *_TAKEN)
+_COMPARED = ("oom", *_RESERVED_SIGNS)
+_ACTIONS = ("alloc", "free_requested", "free_completed", "oom", *_RESERVED_SIGNS)
 
-Event = list[Any]
+Event = list[Any]  # action, address, bytes, stream
 
 
 @dataclass
 class EventReplay:
-    """Peaks of a replayed stream, bytes, and what else it shows.
+    """Peaks of a replayed stream, and what it took from the device."""
 
-    segments: what was taken from the device and given back, and where memory ran out, as (action,
-    bytes, stream). recorded: the same as the stream has it. first_difference: the number of the
-    first of these that differ, or None.
-    """
-
-    reserved: int
-    allocated: int
-    active: int
+    reserved: int  # bytes at the peak
+    allocated: int  # bytes at the peak
+    active: int  # bytes at the peak
     retries: int
+    # Taken from the device and given back, and where memory ran out: action, bytes, stream.
     segments: list[tuple[str, int, int]]
-    recorded: list[tuple[str, int, int]]
+    recorded: list[tuple[str, int, int]]  # the same as the stream has it
 
     @property
     def first_difference(self) -> int | None:
-        """See above."""
+        """Return the index of the first of `segments` and `recorded` that differ, or None."""
         if self.segments == self.recorded:
             return None
         pairs = zip(self.segments, self.recorded, strict=False)
-        shorter = min(len(self.segments), len(self.recorded))
-        return next(
-            (number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter
-        )
+        for index, (replayed, recorded) in enumerate(pairs):
+            if replayed != recorded:
+                return index
+        return min(len(self.segments), len(self.recorded))
 
 
 def read_snapshot_events(
@@ -75,47 +74,49 @@ def read_snapshot_events(
     cap: int | None = None,
     measured: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The stream of one device, from a dict of `torch.cuda.memory._snapshot()`.
+    """Read the stream of one device from a dict of `torch.cuda.memory._snapshot()`.
 
     cap: bytes that `torch.cuda.set_per_process_memory_fraction` allowed, if it was called; the dict
     does not have them. measured: peaks that `torch.cuda.memory_stats` gave. ValueError if the
     history is not whole, or disagrees with them.
     """
     entries = [entry for entry in snapshot["device_traces"][device] if entry["action"] in _ACTIONS]
-    lowest = min((entry["addr"] for entry in entries if "addr" in entry), default=0)
-    streams = {0: 0}
+    lowest_address = min((entry["addr"] for entry in entries if "addr" in entry), default=0)
+    stream_numbers = {0: 0}
     events: list[Event] = []
-    live: set[int] = set()
+    live_addresses: set[int] = set()
     for entry in entries:
-        action, stream = entry["action"], streams.setdefault(entry["stream"], len(streams))
-        address = entry["addr"] - lowest if action != "oom" else 0
+        action = entry["action"]
+        stream = stream_numbers.setdefault(entry["stream"], len(stream_numbers))
+        address = entry["addr"] - lowest_address if action != "oom" else 0
         if action == "alloc":
-            live.add(address)
+            live_addresses.add(address)
         elif action == "free_requested":
-            if address not in live:
+            if address not in live_addresses:
                 raise ValueError(
                     f"the history does not begin before the allocation at {entry['addr']:#x}"
                 )
-            live.remove(address)
+            live_addresses.remove(address)
         if action == "free_completed" and events and events[-1][:2] == ["free_requested", address]:
             events[-1][0] = "free"
         else:
             events.append([action, address, entry["size"], stream])
-    reserved = peak = 0
+    reserved = 0
+    peak = 0
     for action, _, size, _ in events:
-        reserved += _TAKEN.get(action, 0) * size
+        reserved += _RESERVED_SIGNS.get(action, 0) * size
         peak = max(peak, reserved)
     figures = {"reserved": peak, **(measured or {})}
     if figures["reserved"] != peak:
         raise ValueError(
             f"the history reserves {peak} bytes at most, {figures['reserved']} were measured"
         )
-    held = sum(
+    segment_bytes = sum(
         segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device
     )
-    if held != reserved:
+    if segment_bytes != reserved:
         raise ValueError(
-            f"the history ends with {reserved} bytes reserved, the segments hold {held}"
+            f"the history ends with {reserved} bytes reserved, the segments hold {segment_bytes}"
         )
     return {
         "settings": asdict(_read_settings(snapshot, cap)),
@@ -125,53 +126,55 @@ def read_snapshot_events(
 
 
 def _read_settings(snapshot: dict[str, Any], cap: int | None) -> AllocatorSettings:
-    """Return those of the snapshot; ValueError for what the model does not have."""
-    found = snapshot.get("allocator_settings", {})
-    split = int(found.get("max_split_size", -1))
-    others = {
-        "max_split_size": 0 < split < 2**63 - 1,
-        "roundup_power2_divisions": any(found.get("roundup_power2_divisions", {}).values()),
-        "garbage_collection_threshold": bool(found.get("garbage_collection_threshold", 0)),
-    }
-    if any(others.values()):
-        raise ValueError(
-            f"not modeled: {', '.join(name for name, is_set in others.items() if is_set)}"
-        )
+    """Read the allocator's settings of a snapshot; ValueError for what the model does not have."""
+    settings = snapshot.get("allocator_settings", {})
+    max_split_size = int(settings.get("max_split_size", -1))
+    not_modeled = []
+    if 0 < max_split_size < 2**63 - 1:  # torch's largest number is no limit
+        not_modeled.append("max_split_size")
+    if any(settings.get("roundup_power2_divisions", {}).values()):
+        not_modeled.append("roundup_power2_divisions")
+    if settings.get("garbage_collection_threshold", 0):
+        not_modeled.append("garbage_collection_threshold")
+    if not_modeled:
+        raise ValueError(f"not modeled: {', '.join(not_modeled)}")
     return AllocatorSettings(
-        expandable=bool(found.get("expandable_segments", False)),
+        expandable=bool(settings.get("expandable_segments", False)),
         cap=cap,
         by_fraction=cap is not None,
     )
 
 
 def write_fixture(stream: dict[str, Any], path: Path) -> None:
-    """Stores a stream; the same one gives the same bytes."""
+    """Store a stream; the same one gives the same bytes."""
     text = json.dumps(stream, separators=(",", ":")).encode()
-    path.write_bytes(gzip.compress(text, mtime=0))
+    path.write_bytes(gzip.compress(text, mtime=0))  # gzip's header would have the time
 
 
 def read_fixture(path: Path) -> dict[str, Any]:
-    """The stream that `write_fixture` stored."""
+    """Read the stream that `write_fixture` stored."""
     stream: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    modeled = {field.name for field in fields(AllocatorSettings)}
+    # An older fixture may have settings that the model no longer has.
+    modeled_names = {field.name for field in fields(AllocatorSettings)}
     stream["settings"] = {
-        name: value for name, value in stream["settings"].items() if name in modeled
+        name: value for name, value in stream["settings"].items() if name in modeled_names
     }
     return stream
 
 
 def replay_events(stream: dict[str, Any]) -> EventReplay:
-    """The model does what the stream's program asked for; the stream's own segments only say where
-    each one lies.
+    """Replay through the model of the allocator what the stream's program asked for.
+
+    The stream's own segments only say where each one lies. OutOfMemory if the model has no room
+    where the device had.
 
     A stream does not tell `empty_cache` calls: memory given back while the next allocation would
     have fitted under the cap is taken for one. When freed blocks of several streams are complete is
     the device's doing, and read from it; under a cap with an `empty_cache` a stream does not tell
-    that exactly. OutOfMemory if the model has no room where the device had.
+    that exactly.
     """
     events: list[Event] = stream["events"]
-    recorded = [(action, size, number) for action, _, size, number in events if action in _COMPARED]
-    places = iter(
+    recorded_segments = iter(
         [
             (address, size, number)
             for action, address, size, number in events
@@ -179,18 +182,19 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
         ]
     )
 
-    def place(size: int, number: int) -> int | None:
-        address, *found = next(places, (None, 0, 0))
-        return address if found == [size, number] else None
+    def choose_address(size: int, number: int) -> int | None:
+        """Return where the stream's next segment lies, if it is of this size and stream."""
+        address, recorded_size, recorded_number = next(recorded_segments, (None, 0, 0))
+        return address if (recorded_size, recorded_number) == (size, number) else None
 
-    allocator = CachingAllocator(AllocatorSettings(**stream["settings"]), place)
+    allocator = CachingAllocator(AllocatorSettings(**stream["settings"]), choose_address)
     allocator.log = []
-    live: dict[int, Block] = {}
-    unfinished: dict[int, int] = {}
-    handled = 0
+    live_blocks: dict[int, Block] = {}  # by address
+    pending_streams: dict[int, int] = {}  # by the address of a freed block that is in use on it
+    next_index = 0  # events of the allocator before this one are replayed already
     for index, (action, address, size, number) in enumerate(events):
         if action == "alloc":
-            live[address] = allocator.malloc(size, number)
+            live_blocks[address] = allocator.malloc(size, number)
         elif action == "oom":
             try:
                 allocator.free(allocator.malloc(size, number))
@@ -200,79 +204,81 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
             # Completed only as the next allocation waits for all streams, a free looks as if it had
             # been at once.
             if action == "free_requested" or _is_filling_up(allocator, events, index + 1):
-                unfinished[address] = (
-                    -1 - index
-                )  # a stream of its own, so that it alone can be finished
-                allocator.record_stream(live[address], unfinished[address])
-            allocator.free(live.pop(address))
-        elif action in ("free_completed", *_GIVEN_BACK) and index >= handled:
+                # A stream of its own, so that it alone can be finished.
+                pending_streams[address] = -1 - index
+                allocator.record_stream(live_blocks[address], pending_streams[address])
+            allocator.free(live_blocks.pop(address))
+        elif action in ("free_completed", *_GIVEN_BACK) and index >= next_index:
             if _is_filling_up(allocator, events, index):
-                handled = _end_of_run(events, index)  # by the model itself, in that allocation
+                # The model does it by itself, in that allocation.
+                next_index = _find_next_request(events, index)
             elif action == "free_completed":
-                allocator.finish(unfinished[address])
+                allocator.finish(pending_streams[address])
             else:
                 allocator.empty_cache()
-                handled = _end_of_run(events, index)
-    segments = [
-        (action, size, number) for action, _, size, number in allocator.log if action in _COMPARED
-    ]
+                next_index = _find_next_request(events, index)
     return EventReplay(
-        allocator.peaks.reserved,
-        allocator.peaks.allocated,
-        allocator.peaks.active,
-        allocator.num_alloc_retries,
-        segments,
-        recorded,
+        reserved=allocator.peaks.reserved,
+        allocated=allocator.peaks.allocated,
+        active=allocator.peaks.active,
+        retries=allocator.num_alloc_retries,
+        segments=_select_segments(allocator.log),
+        recorded=_select_segments(events),
     )
 
 
-def _end_of_run(events: list[Event], index: int) -> int:
-    """The number of the next event that the program, not the allocator, caused."""
-    while index < len(events) and events[index][0] in ("free_completed", *_TAKEN):
+def _select_segments(events: Iterable[Sequence[Any]]) -> list[tuple[str, int, int]]:
+    """Return action, bytes and stream of the events that a replay is compared by."""
+    return [(action, size, number) for action, _, size, number in events if action in _COMPARED]
+
+
+def _find_next_request(events: list[Event], index: int) -> int:
+    """Return the index of the next event that the program, not the allocator, caused."""
+    while index < len(events) and events[index][0] in ("free_completed", *_RESERVED_SIGNS):
         index += 1
     return index
 
 
 def _is_filling_up(allocator: CachingAllocator, events: list[Event], index: int) -> bool:
-    """Here begins what the allocator did for an allocation that comes next and found no room under
-    the cap.
+    """Return True if the next allocation finds no room under the cap.
+
+    Then the events from `index` to it are what the allocator did for it.
     """
     cap = allocator.settings.cap
     if cap is None:
         return False
-    end = _end_of_run(events, index)
-    if end == len(events) or events[end][0] not in ("alloc", "oom"):
+    request_index = _find_next_request(events, index)
+    if request_index == len(events):
         return False
-    size = round_size(events[end][2])
-    if allocator.reserved + compute_segment_size(size) <= cap:
+    request_action, _, requested_size, _ = events[request_index]
+    if request_action not in ("alloc", "oom"):
         return False
-    return events[end][0] == "oom" or _is_giving_back(events[index:end])
-
-
-def _is_giving_back(events: list[Event]) -> bool:
-    return any(action in _GIVEN_BACK for action, *_ in events)
+    if allocator.reserved + compute_segment_size(round_size(requested_size)) <= cap:
+        return False
+    gives_back = any(action in _GIVEN_BACK for action, *_ in events[index:request_index])
+    return request_action == "oom" or gives_back
 
 
 def find_smallest_cap(
     trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING
 ) -> int:
-    """The least device memory, in bytes, that the segments can be held to and the run still goes
-    through, with retries.
+    """Find the least device memory, bytes, in which the run goes through, with retries.
 
-    Found by halving between the most that is asked for at a time, below which nothing goes through,
-    and what is reserved without a cap, which always does; a multiple of `step`, or the latter. With
-    a little more memory the run can, rarely, fail again, because blocks then come to lie
-    differently.
+    A multiple of `step`, or what is reserved without a cap. With a little more memory the run can,
+    rarely, fail again, because blocks then come to lie differently.
     """
-    free_run = replay(trace, AllocatorSettings(expandable=expandable))
-    enough = free_run.reserved
-    peaks = free_run.phases.values()
-    too_little = max((phase.requested for phase in peaks), default=0) // step - 1
-    steps = -(-enough // step)
-    while steps - too_little > 1:
-        middle = (steps + too_little) // 2
+    uncapped = replay(trace, AllocatorSettings(expandable=expandable))
+    smallest_cap = uncapped.reserved
+    # Halved, in steps, between the most that is asked for at a time, below which nothing goes
+    # through, and what is reserved without a cap, which always does.
+    most_requested = max((phase.requested for phase in uncapped.phases.values()), default=0)
+    too_little = most_requested // step - 1
+    enough = -(-smallest_cap // step)
+    while enough - too_little > 1:
+        middle = (enough + too_little) // 2
         if replay(trace, AllocatorSettings(expandable=expandable, cap=middle * step)).survived:
-            steps, enough = middle, middle * step
+            enough = middle
+            smallest_cap = middle * step
         else:
             too_little = middle
-    return enough
+    return smallest_cap

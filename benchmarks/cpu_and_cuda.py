@@ -1,12 +1,12 @@
-"""The same small runs on the CPU and on CUDA: levers, families, mixtures, adapters and methods,
-loss by loss.
+"""Compare the same small runs on the CPU and on CUDA, loss by loss.
 
-    python -m benchmarks.cpu_and_cuda                   on a GPU; ten minutes at most, in three processes
+    python -m benchmarks.cpu_and_cuda                   on a GPU; ten minutes, three processes
     python -m benchmarks.cpu_and_cuda --second cpu      a dry run: the CPU twice
     python -m benchmarks.cpu_and_cuda --only "family"   the cases whose name has these words
 
-Each case trains a tiny model for three steps, in a process of its own. The levers are those of
-`tests/recipes`. Cases come in an order drawn once, so that what a cut run has reached is a sample.
+Levers, families, mixtures, adapters and methods; the levers are those of `tests/recipes`. Each case
+trains a tiny model for three steps, in a process of its own. Cases come in an order drawn once, so
+that what a cut run has reached is a sample.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,59 +45,98 @@ from tests.recipes.runs import (
 )
 from tests.recipes.test_levers import smoothed
 
-MINUTES = 9.0
-CASE_SECONDS = 75
+MINUTES = 9.0  # default limit of all cases together
+CASE_SECONDS = 75  # limit of one case, on both devices
 STEPS = 3
-PROCESSES = 3
+PROCESSES = 3  # default, that run cases side by side
+# The config.json of a tiny Llama, and what the other families change in it.
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 128,
-    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "hidden_act": "silu", "max_position_embeddings": 256, "initializer_range": 0.05, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
-GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32, "sliding_window": 24,
-         "tie_word_embeddings": True}  # fmt: skip
-SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+GEMMA = {
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 24,
+    "tie_word_embeddings": True,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"tie_word_embeddings": True},
     "llama31": {"rope_scaling": SCALED},
-    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 24},
-    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "mistral": {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 24,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+    },
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 64},
-    "gemma2": {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0,
-               "final_logit_softcapping": 30.0, **GEMMA},
+    "gemma2": {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        **GEMMA,
+    },
     "gemma3_text": {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], **GEMMA},
     "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
-}  # fmt: skip
+}
 ADAPTERS = ("recipe=lora_finetune_distributed", "lora.rank=8", "lora.alpha=16")
 PACKED = ("data.packing=true", "data.max_samples=300")
 OFFLOADED_EXPERTS = "memory.stream_layers=experts"
-STREAMED = ("memory.stream_layers=true", "memory.optimizer_in_backward=true", "clip_grad_norm=null",
-            "memory.optimizer_offload=true")  # fmt: skip
+STREAMED = (
+    "memory.stream_layers=true",
+    "memory.optimizer_in_backward=true",
+    "clip_grad_norm=null",
+    "memory.optimizer_offload=true",
+)
 
 
 @dataclass(frozen=True)
 class RunPair:
-    """A run that both devices make. words: its overrides, with `{folder}` for the case's files.
-    tolerance: of the losses, relative. model: a file of the folder. basis: overrides of the CPU's
-    run alone, which cannot have the same. data: for labeled rows, their file.
-    """
+    """A run that both devices make."""
 
     name: str
     recipe: str
-    words: tuple[str, ...]
-    tolerance: float
-    model: str = "llama"
-    basis: tuple[str, ...] = ()
-    data: str = ""
+    words: tuple[str, ...]  # its overrides, with `{folder}` for the case's files
+    tolerance: float  # of the losses, relative
+    model: str = "llama"  # a file of the folder, without its suffix
+    basis: tuple[str, ...] = ()  # overrides of the CPU's run alone, which cannot have the same
+    data: str = ""  # for labeled rows, their file
 
 
 def list_cases() -> list[RunPair]:
-    """Return all of them, in the order in which they are run."""
-    found = [
+    """Return all cases, in the order in which they are run."""
+    pairs = [
         *_list_lever_cases(),
         *_list_family_cases(),
         *_list_mixture_cases(),
@@ -106,174 +145,193 @@ def list_cases() -> list[RunPair]:
         *_list_labeled_cases(),
         *_list_distilled_cases(),
     ]
-    random.Random(1).shuffle(found)
-    return found
+    random.Random(1).shuffle(pairs)
+    return pairs
 
 
-def _move_to_any_device(words: tuple[str, ...]) -> tuple[str, ...]:
+def _drop_device(words: Iterable[str]) -> tuple[str, ...]:
+    """Return overrides without the device, which each run of a pair has its own of."""
     return tuple(word for word in words if not word.startswith("device="))
 
 
 def _list_lever_cases() -> list[RunPair]:
-    """Each lever that one process can have, and the tests' runs of many together."""
-    singles = [
-        setting for setting in LEVERS if setting.ranks == 2 and not HALVING & set(setting.overrides)
-    ]
-    pairs = [
-        RunPair(
-            f"full {setting}",
-            FULL,
-            _move_to_any_device(setting.overrides),
-            max(2e-4, setting.tolerance),
-        )
-        for setting in singles
-    ]
+    """Return each lever that one process can have, and the tests' runs of many together."""
+    pairs = []
+    for setting in LEVERS:
+        if setting.ranks == 2 and not HALVING & set(setting.overrides):
+            pair = RunPair(
+                f"full {setting}",
+                FULL,
+                words=_drop_device(setting.overrides),
+                tolerance=max(2e-4, setting.tolerance),
+            )
+            pairs.append(pair)
     for number, row in enumerate(TOGETHER):
-        settings = keep_one_rank(row)
-        words = tuple(dict.fromkeys(word for setting in settings for word in setting.overrides))
-        tolerance = max([2e-4, *(setting.tolerance for setting in settings)])
-        pairs.append(
-            RunPair(f"full together {number}", FULL, _move_to_any_device(words), tolerance)
+        words: dict[str, None] = {}
+        tolerance = 2e-4
+        for setting in keep_one_rank(row):
+            words |= dict.fromkeys(setting.overrides)
+            tolerance = max(tolerance, setting.tolerance)
+        pair = RunPair(
+            f"full together {number}", FULL, words=_drop_device(words), tolerance=tolerance
         )
+        pairs.append(pair)
     return pairs
 
 
 def _list_family_cases() -> list[RunPair]:
+    """Return runs of every family of dense models."""
     pairs = []
     for model in FAMILIES:
-        for dtype, tolerance in (("fp32", 2e-4), ("bf16", 2e-2)):
-            words = (f"dtype={dtype}",)
-            pairs.append(RunPair(f"family {model} {dtype}", FULL, words, tolerance, model))
-            packed = (*words, *PACKED, "memory.activation_checkpointing=full")
-            pairs.append(
-                RunPair(
-                    f"family {model} {dtype} packed checkpointed", FULL, packed, tolerance, model
-                )
-            )
-        for name, words in {
-            "compiled": ("compile=true",),
-            "transformers": ("model.implementation=transformers",),
-        }.items():
-            pairs.append(
-                RunPair(f"family {model} {name} bf16", FULL, ("dtype=bf16", *words), 2e-2, model)
-            )
-        nf4 = (*ADAPTERS, "dtype=bf16", "lora.quantize_base=nf4")
-        pairs.append(RunPair(f"family {model} nf4 bf16", LORA, nf4, 2e-2, model))
+        pairs += _list_cases_of_family(model)
+    return pairs
+
+
+def _list_cases_of_family(model: str) -> list[RunPair]:
+    pairs = []
+
+    def add(name: str, *words: str, tolerance: float = 2e-2, recipe: str = FULL) -> None:
+        pairs.append(
+            RunPair(f"family {model} {name}", recipe, words, tolerance=tolerance, model=model)
+        )
+
+    checkpointed = (*PACKED, "memory.activation_checkpointing=full")
+    add("fp32", "dtype=fp32", tolerance=2e-4)
+    add("fp32 packed checkpointed", "dtype=fp32", *checkpointed, tolerance=2e-4)
+    add("bf16", "dtype=bf16")
+    add("bf16 packed checkpointed", "dtype=bf16", *checkpointed)
+    add("compiled bf16", "dtype=bf16", "compile=true")
+    add("transformers bf16", "dtype=bf16", "model.implementation=transformers")
+    add("nf4 bf16", *ADAPTERS, "dtype=bf16", "lora.quantize_base=nf4", recipe=LORA)
     return pairs
 
 
 def _list_mixture_cases() -> list[RunPair]:
+    """Return runs of every mixture of experts."""
     pairs = []
     for model in MIXTURES:
-        for dtype, tolerance in (("fp32", 2e-4), ("bf16", 3e-2)):
-            pairs.append(
-                RunPair(f"moe {model} full {dtype}", FULL, (f"dtype={dtype}",), tolerance, model)
-            )
-        targets = "lora.target_modules=[q, v, router, experts]"
-        for base in ("none", "nf4", "int8"):
-            words = (*ADAPTERS, targets, "dtype=bf16", f"lora.quantize_base={base}")
-            pairs.append(RunPair(f"moe {model} lora {base} bf16", LORA, words, 3e-2, model))
-            if base != "none":
-                offloaded = (*words, OFFLOADED_EXPERTS)
-                pairs.append(
-                    RunPair(
-                        f"moe {model} lora {base} bf16 {OFFLOADED_EXPERTS}",
-                        LORA,
-                        offloaded,
-                        3e-2,
-                        model,
-                    )
-                )
+        pairs += _list_cases_of_mixture(model)
+    return pairs
+
+
+def _list_cases_of_mixture(model: str) -> list[RunPair]:
+    pairs = []
+
+    def add(name: str, *words: str, tolerance: float = 3e-2, recipe: str = FULL) -> None:
         pairs.append(
-            RunPair(
-                f"moe {model} full compiled bf16", FULL, ("dtype=bf16", "compile=true"), 3e-2, model
-            )
+            RunPair(f"moe {model} {name}", recipe, words, tolerance=tolerance, model=model)
         )
+
+    add("full fp32", "dtype=fp32", tolerance=2e-4)
+    add("full bf16", "dtype=bf16")
+    adapted = (*ADAPTERS, "lora.target_modules=[q, v, router, experts]", "dtype=bf16")
+    for base in ("none", "nf4", "int8"):
+        words = (*adapted, f"lora.quantize_base={base}")
+        add(f"lora {base} bf16", *words, recipe=LORA)
+        if base != "none":
+            name = f"lora {base} bf16 {OFFLOADED_EXPERTS}"
+            add(name, *words, OFFLOADED_EXPERTS, recipe=LORA)
+    add("full compiled bf16", "dtype=bf16", "compile=true")
     return pairs
 
 
 def _list_adapter_cases() -> list[RunPair]:
+    """Return the tests' runs of adapters that one process can have, and more levers of theirs."""
     pairs = []
     for kind, lever in test_adapter_levers.CASES:
-        if lever.ranks == 2 and not lever.refuses(kind):
-            more_rows = PACKED if lever.overrides == test_adapter_levers.PACKED else ()
-            own = _move_to_any_device((*ADAPTERS, *kind.overrides, *lever.overrides))
-            words = tuple(keep_latest(*own, *more_rows))
-            tolerance = max(kind.tolerance, lever.tolerance, 5e-4)
-            pairs.append(RunPair(f"adapter {kind}: {lever or 'alone'}", LORA, words, tolerance))
-    more = {"compiled": "compile=true", "fused off": "fused_kernels=false", "streamed": STREAMED[0],
-            "transformers": "model.implementation=transformers"}  # fmt: skip
+        if lever.ranks != 2 or lever.refuses(kind):
+            continue
+        words = _drop_device((*ADAPTERS, *kind.overrides, *lever.overrides))
+        if lever.overrides == test_adapter_levers.PACKED:
+            words = (*words, *PACKED)  # with more rows to pack
+        pair = RunPair(
+            f"adapter {kind}: {lever or 'alone'}",
+            LORA,
+            words=tuple(keep_latest(*words)),
+            tolerance=max(kind.tolerance, lever.tolerance, 5e-4),
+        )
+        pairs.append(pair)
+    more_levers = {
+        "compiled": "compile=true",
+        "fused off": "fused_kernels=false",
+        "streamed": STREAMED[0],
+        "transformers": "model.implementation=transformers",
+    }
     for base in ("none", "nf4", "int8"):
-        for name, word in more.items():
+        for name, word in more_levers.items():
             words = (*ADAPTERS, "dtype=bf16", f"lora.quantize_base={base}", word)
-            pairs.append(RunPair(f"adapter {name} {base} bf16", LORA, words, 2e-2))
+            pairs.append(RunPair(f"adapter {name} {base} bf16", LORA, words=words, tolerance=2e-2))
     return pairs
 
 
 def _list_low_precision_cases() -> list[RunPair]:
-    """Matmuls and codes of 8 and 4 bits, and what exists on a GPU alone, which the CPU's run has no
-    like of.
+    """Return matmuls and codes of 8 and 4 bits.
+
+    Of FP8, which exists on a GPU alone, the CPU's run has nothing.
     """
-    bf16 = ("dtype=bf16",)
-    pairs = [
-        RunPair("streamed full fp32", FULL, STREAMED, 2e-4),
-        RunPair(
-            "streamed full bf16, states of 8 bits",
-            FULL,
-            (*STREAMED, *bf16, "optimizer.state_bits=8"),
-            2e-2,
-        ),
-        RunPair(
-            "matmul fp8", FULL, (*bf16, "matmul_dtype=fp8"), 5e-2, basis=("matmul_dtype=null",)
-        ),
-        RunPair("matmul int8", FULL, (*bf16, "matmul_dtype=int8"), 5e-2),
-    ]
-    for bits in ("int4", "int8", "fp8"):
-        words = (*bf16, f"qat={bits}", *(["qat_group_size=32"] if bits == "int4" else []))
-        pairs.append(
-            RunPair(f"qat {bits}", FULL, words, 5e-2, basis=("qat=null",) if bits == "fp8" else ())
-        )
+    pairs = []
+
+    def add(name: str, *words: str, tolerance: float, basis: tuple[str, ...] = ()) -> None:
+        pairs.append(RunPair(name, FULL, words, tolerance=tolerance, basis=basis))
+
+    bf16 = "dtype=bf16"
+    add("streamed full fp32", *STREAMED, tolerance=2e-4)
+    states = "optimizer.state_bits=8"
+    add("streamed full bf16, states of 8 bits", *STREAMED, bf16, states, tolerance=2e-2)
+    add("matmul fp8", bf16, "matmul_dtype=fp8", tolerance=5e-2, basis=("matmul_dtype=null",))
+    add("matmul int8", bf16, "matmul_dtype=int8", tolerance=5e-2)
+    add("qat int4", bf16, "qat=int4", "qat_group_size=32", tolerance=5e-2)
+    add("qat int8", bf16, "qat=int8", tolerance=5e-2)
+    add("qat fp8", bf16, "qat=fp8", tolerance=5e-2, basis=("qat=null",))
     return pairs
 
 
 def _list_labeled_cases() -> list[RunPair]:
+    """Return runs that train on pairs, judged answers or classes."""
+    pairs = []
+
+    def add(name: str, *words: str, recipe: str, data: str) -> None:
+        for dtype, tolerance in (("fp32", 1e-3), ("bf16", 5e-2)):
+            pair = RunPair(
+                f"{name} {dtype}",
+                recipe,
+                words=(*words, f"dtype={dtype}"),
+                tolerance=tolerance,
+                data=f"{data}.jsonl",
+            )
+            pairs.append(pair)
+
     preference = "data.format=preference"
-    kinds = {
-        "dpo": (DPO, "pairs", (preference,)),
-        "ipo lora": (DPO, "pairs", (preference, "dpo.loss=ipo", "dpo.trainable=adapters")),
-        "simpo": (DPO, "pairs", (preference, "dpo.loss=simpo")),
-        "kto": (DPO, "answers", ("data.format=kto", "dpo.loss=kto")),
-        "reward": (REWARD, "pairs", (preference,)),
-        "classes": (REWARD, "classes", ("data.format=classification", "reward.loss=classification",
-                                            "reward.num_labels=3")),
-    }  # fmt: skip
-    return [
-        RunPair(
-            f"{name} {dtype}", recipe, (*words, f"dtype={dtype}"), tolerance, data=f"{data}.jsonl"
-        )
-        for name, (recipe, data, words) in kinds.items()
-        for dtype, tolerance in (("fp32", 1e-3), ("bf16", 5e-2))
-    ]
+    lora = "dpo.trainable=adapters"
+    add("dpo", preference, recipe=DPO, data="pairs")
+    add("ipo lora", preference, "dpo.loss=ipo", lora, recipe=DPO, data="pairs")
+    add("simpo", preference, "dpo.loss=simpo", recipe=DPO, data="pairs")
+    add("kto", "data.format=kto", "dpo.loss=kto", recipe=DPO, data="answers")
+    add("reward", preference, recipe=REWARD, data="pairs")
+    classification = ("data.format=classification", "reward.loss=classification")
+    add("classes", *classification, "reward.num_labels=3", recipe=REWARD, data="classes")
+    return pairs
 
 
 def _list_distilled_cases() -> list[RunPair]:
-    teachers = (
+    """Return runs that train on a teacher's distribution."""
+    pairs = []
+    for words in (
         (),
         ("distill.quantize_teacher=nf4",),
         ("distill.quantize_teacher=none", "distill.stream_teacher=true"),
         ("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
-    )
-    return [
-        RunPair(f"distill {' '.join(words) or 'plain'}", DISTILL, ("dtype=fp32", *words), 2e-3)
-        for words in teachers
-    ]
+    ):
+        name = f"distill {' '.join(words) or 'plain'}"
+        pairs.append(RunPair(name, DISTILL, words=("dtype=fp32", *words), tolerance=2e-3))
+    return pairs
 
 
 # Running
 
 
 def build_command(pair: RunPair, folder: Path) -> list[str]:
-    """Return the recipe's words, whose files are in the folder."""
+    """Return the words of the recipe's command line, whose files are in the folder."""
     output = folder / "out"
     words = [word.format(folder=folder) for word in pair.words]
     if pair.recipe == DISTILL:
@@ -288,8 +346,14 @@ def build_command(pair: RunPair, folder: Path) -> list[str]:
             folder / pair.data, output, pair.recipe, "batch_size=4"
         )
         return keep_latest(*labeled, *common, *words)
-    common += ["batch_size=8", "checkpoint.save_model=false", "log.every_n_steps=1000", "optimizer.lr=1e-2",
-               "lr_scheduler.type=constant", "dtype=fp32"]  # fmt: skip
+    common += [
+        "batch_size=8",
+        "checkpoint.save_model=false",
+        "log.every_n_steps=1000",
+        "optimizer.lr=1e-2",
+        "lr_scheduler.type=constant",
+        "dtype=fp32",
+    ]
     return keep_latest(*build_arguments(output), *common, *words)
 
 
@@ -309,13 +373,15 @@ def write_files(pair: RunPair, folder: Path) -> None:
 
 
 def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
-    """Return what each device recorded: its exit code, then losses and gradient norms, or what it
-    said last.
+    """Run a case on the CPU and on the second device and return what each recorded.
+
+    Its exit code, then losses and gradient norms, or what it said last.
     """
     register("loss", LOSS)(smoothed)
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)  # of this process, which is the case's alone
-    os.dup2(silent, 2)
+    # What this process prints, which is the case's alone, is of no interest.
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.dup2(devnull, 2)
     result: dict[str, Any] = {
         "name": pair.name,
         "words": list(pair.words),
@@ -324,37 +390,45 @@ def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as temporary:
         folder = Path(temporary)
         write_files(pair, folder)
-        for number, device in enumerate(("cpu", second)):
-            torch._dynamo.reset()
-            words = keep_latest(
-                *build_command(pair, folder), f"device={'auto' if device == 'cuda' else device}"
-            )
-            run = run_here(
-                keep_latest(*words, *(pair.basis if number == 0 else ())), recipe=pair.recipe
-            )
-            lines = (
-                [line for line in read_metrics(folder / "out") if "loss" in line]
-                if run.code == 0
-                else []
-            )
-            result["cpu" if number == 0 else "second"] = {
-                "device": device,
-                "code": run.code,
-                "losses": [line["loss"] for line in lines],
-                "norms": [line["grad_norm"] for line in lines],
-                "said": "" if run.code == 0 else str(run.said[-1]).replace(temporary, "FOLDER"),
-            }
+        result["cpu"] = _run_on(pair, folder, device="cpu", more_words=pair.basis)
+        result["second"] = _run_on(pair, folder, device=second)
     return result
+
+
+def _run_on(
+    pair: RunPair, folder: Path, *, device: str, more_words: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Run a case on a device and return what it recorded."""
+    torch._dynamo.reset()  # nothing compiled for the other device is used again
+    device_word = f"device={'auto' if device == 'cuda' else device}"
+    words = keep_latest(*build_command(pair, folder), device_word, *more_words)
+    run = run_here(words, recipe=pair.recipe)
+    steps = []
+    error = ""
+    if run.code == 0:
+        steps = [line for line in read_metrics(folder / "out") if "loss" in line]
+    else:
+        error = str(run.said[-1]).replace(str(folder), "FOLDER")
+    return {
+        "device": device,
+        "code": run.code,
+        "losses": [step["loss"] for step in steps],
+        "norms": [step["grad_norm"] for step in steps],
+        "said": error,
+    }
 
 
 def compute_difference(row: Mapping[str, Any]) -> float | None:
     """Return the largest relative difference of the losses; None where a run has none."""
-    pairs = (
-        list(zip(row["cpu"]["losses"], row["second"]["losses"], strict=False))
-        if "cpu" in row
-        else []
-    )
-    return max(abs(ours - other) / max(abs(ours), 1e-9) for ours, other in pairs) if pairs else None
+    if "cpu" not in row:
+        return None
+    differences = [
+        abs(cpu_loss - second_loss) / max(abs(cpu_loss), 1e-9)
+        for cpu_loss, second_loss in zip(
+            row["cpu"]["losses"], row["second"]["losses"], strict=False
+        )
+    ]
+    return max(differences, default=None)
 
 
 def main(argv: list[str]) -> int:
@@ -384,35 +458,24 @@ def main(argv: list[str]) -> int:
     if options.part is not None:
         _run_part(options, second)
         return 0
-    device = (
-        run_apart(describe_device, CASE_SECONDS)
-        if second == "cuda"
-        else {"type": "cpu", "name": "cpu"}
-    )
+    device = {"type": "cpu", "name": "cpu"}
+    if second == "cuda":
+        device = run_apart(describe_device, CASE_SECONDS)
     report = begin_report("cpu_and_cuda", argv, device=device, hardware=look_up_hardware(device))
     report["command"] = " ".join(["python -m benchmarks.cpu_and_cuda", *argv])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as folder:
-        words = [
-            sys.executable,
-            "-m",
-            "benchmarks.cpu_and_cuda",
-            *argv,
-            "--second",
-            second,
-            "--output",
-            folder,
-        ]
+        command = [sys.executable, "-m", "benchmarks.cpu_and_cuda", *argv]
+        command += ["--second", second, "--output", folder]
         parts = [
-            subprocess.Popen([*words, "--part", str(number)], cwd=REPOSITORY)
+            subprocess.Popen([*command, "--part", str(number)], cwd=REPOSITORY)
             for number in range(options.processes)
         ]
         for part in parts:
             part.wait()
         for number in range(options.processes):
-            report["rows"] += json.loads(
-                (Path(folder) / f"{number}.json").read_text(encoding="utf-8")
-            )
+            part_file = Path(folder) / f"{number}.json"
+            report["rows"] += json.loads(part_file.read_text(encoding="utf-8"))
     report["seconds"] = round(time.monotonic() - started)
     paths = write_pair(
         options.output / f"cpu-and-cuda-{name_device(device)}", report, format_page(report)
@@ -426,39 +489,36 @@ def _run_part(options: argparse.Namespace, second: str) -> None:
     torch.set_num_threads(2)
     started = time.monotonic()
     rows = []
-    for pair in [pair for pair in list_cases() if options.only in pair.name][
-        options.part :: options.processes
-    ]:
-        left = options.minutes * 60 - (time.monotonic() - started)
-        if left <= 0:
+    selected_pairs = [pair for pair in list_cases() if options.only in pair.name]
+    for pair in selected_pairs[options.part :: options.processes]:
+        seconds_left = options.minutes * 60 - (time.monotonic() - started)
+        if seconds_left <= 0:
             rows.append({"name": pair.name, "skipped": "no time left"})
             continue
-        found = run_apart(functools.partial(run_pair, pair, second), min(CASE_SECONDS, left))
-        rows.append(found if "name" in found else {"name": pair.name, **found})
-        print(
-            f"{time.monotonic() - started:5.0f} s  {pair.name}: {judge_row(rows[-1])}", flush=True
-        )
+        row = run_apart(functools.partial(run_pair, pair, second), min(CASE_SECONDS, seconds_left))
+        if "name" not in row:  # it failed as a process
+            row = {"name": pair.name, **row}
+        rows.append(row)
+        print(f"{time.monotonic() - started:5.0f} s  {pair.name}: {judge_row(row)}", flush=True)
     (options.output / f"{options.part}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
 # The page
 
-EQUAL, DIFFERS, REFUSED, ONE_SIDE, NOT_RUN = (
-    "equal",
-    "differs",
-    "refused by both",
-    "refused by one",
-    "not run",
-)
+EQUAL = "equal"
+DIFFERS = "differs"
+REFUSED = "refused by both"
+ONE_SIDE = "refused by one"
+NOT_RUN = "not run"
 
 
 def judge_row(row: Mapping[str, Any]) -> str:
-    """Return what came of a row, in one of five words."""
+    """Return what came of a row, one of the five words above."""
     if "cpu" not in row:
         return NOT_RUN
-    apart = compute_difference(row)
-    if apart is not None:
-        return EQUAL if apart <= row["tolerance"] else DIFFERS
+    difference = compute_difference(row)
+    if difference is not None:
+        return EQUAL if difference <= row["tolerance"] else DIFFERS
     return REFUSED if row["cpu"]["code"] and row["second"]["code"] else ONE_SIDE
 
 
@@ -466,51 +526,51 @@ def summarize(report: Mapping[str, Any]) -> str:
     """Return how many rows came out how, in a line."""
     verdicts = [judge_row(row) for row in report["rows"]]
     compared = [row for row in report["rows"] if compute_difference(row) is not None]
-    fp32 = [
+    fp32_differences = [
         compute_difference(row) or 0.0
         for row in compared
         if row["tolerance"] <= 1e-3 and judge_row(row) == EQUAL
     ]
     line = f"{verdicts.count(EQUAL)} of {len(compared)} equal within their tolerances"
-    line += f" (those of at most 1e-3 to {max(fp32):.1e})" if fp32 else ""
-    apart = [
+    if fp32_differences:
+        line += f" (those of at most 1e-3 to {max(fp32_differences):.1e})"
+    differing_rows = [
         f"{row['name']} by {compute_difference(row):.1e}"
         for row in compared
         if judge_row(row) == DIFFERS
     ]
-    line += f"; differs: {', '.join(apart)}" if apart else ""
-    told = [
-        f"{verdicts.count(word)} {word}"
-        for word in (REFUSED, ONE_SIDE, NOT_RUN)
-        if verdicts.count(word)
-    ]
-    return "; ".join([line, *told])
+    if differing_rows:
+        line += f"; differs: {', '.join(differing_rows)}"
+    for verdict in (REFUSED, ONE_SIDE, NOT_RUN):
+        if verdicts.count(verdict):
+            line += f"; {verdicts.count(verdict)} {verdict}"
+    return line
 
 
 def format_page(report: Mapping[str, Any]) -> str:
     """Return the page."""
     gpu = report["device"].get("type") == "cuda"
-    lines = [
-        f"# The same runs on the CPU and on {'CUDA' if gpu else 'the CPU again: a dry run'}",
-        "",
-    ]
+    second = "CUDA" if gpu else "the CPU again: a dry run"
+    lines = [f"# The same runs on the CPU and on {second}", ""]
     lines += [*format_head(dict(report)), "", HOW, "", f"- {summarize(report)}", ""]
     lines += ["| run | losses on the CPU | differ by | tolerance | |", "|---|---|---:|---:|---|"]
+    # Those that differ come first.
     for row in sorted(report["rows"], key=lambda row: (judge_row(row) != DIFFERS, row["name"])):
-        apart = compute_difference(row)
-        if apart is None:
+        difference = compute_difference(row)
+        if difference is None:
             continue
         losses = ", ".join(f"{loss:.5f}" for loss in row["cpu"]["losses"])
         lines.append(
-            f"| {_format_row(row)} | {losses} | {apart:.1e} | {row['tolerance']:g} | {judge_row(row)} |"
+            f"| {_format_name(row)} | {losses} | {difference:.1e} | {row['tolerance']:g}"
+            f" | {judge_row(row)} |"
         )
-    rest = [row for row in report["rows"] if compute_difference(row) is None]
-    if rest:
+    not_compared = [row for row in report["rows"] if compute_difference(row) is None]
+    if not_compared:
         lines += ["", "## Not compared", "", "| run | | CPU | second |", "|---|---|---|---|"]
-    for row in sorted(rest, key=lambda row: row["name"]):
-        said = [_describe_side(row[side]) if side in row else "" for side in ("cpu", "second")]
-        why = row.get("skipped") or row.get("failed") or judge_row(row)
-        lines.append(f"| {_format_row(row)} | {why} | {' | '.join(said)} |")
+    for row in sorted(not_compared, key=lambda row: row["name"]):
+        sides = [_describe_side(row[side]) if side in row else "" for side in ("cpu", "second")]
+        reason = row.get("skipped") or row.get("failed") or judge_row(row)
+        lines.append(f"| {_format_name(row)} | {reason} | {' | '.join(sides)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -519,12 +579,14 @@ from the same seed. `{{folder}}` is the run's own files. A difference is the lar
 losses, relative to the CPU's."""
 
 
-def _format_row(row: Mapping[str, Any]) -> str:
+def _format_name(row: Mapping[str, Any]) -> str:
+    """Return a row's name, and the words that it does not have in it."""
     words = " ".join(row.get("words", ()))
     return f"{row['name']}: `{words}`" if words and words not in row["name"] else row["name"]
 
 
 def _describe_side(side: Mapping[str, Any]) -> str:
+    """Return what came of a run on one device: what it said last, or that it trains."""
     return side["said"].replace("|", "/") if side["code"] else "trains"
 
 

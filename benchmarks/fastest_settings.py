@@ -40,54 +40,62 @@ METHOD = "lora.quantize_base"  # which way to train a config is, not a setting
 
 @dataclass
 class Fastest:
-    """cards: how many of how many GB. settings: overrides of the config, as typed. Both speeds:
-    tokens a second of all cards; shipped: of the config as it is.
-    """
+    """The fastest settings of a config."""
 
-    cards: str
-    settings: str
-    tokens_per_second: float
-    shipped: float
+    cards: str  # how many of how many GB, such as `4x24GB`
+    settings: str  # overrides of the config, as typed
+    tokens_per_second: float  # of all cards
+    shipped: float  # tokens a second of all cards, of the config as it is
 
 
 def main() -> None:
-    """Searches for the configs that are named, or all, on all cores, and writes their headers."""
+    """Search for the configs that are named, or all, on all cores, and write their headers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="CONFIG")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    found, plans = read_fastest(), read_plans()
-    chosen = arguments.names or [name for name in list_names() if not name.startswith("demo/")]
+    fastest = read_fastest()
+    plans = read_plans()
+    chosen_names = arguments.names or [
+        name for name in list_names() if not name.startswith("demo/")
+    ]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
-        begun = {
-            pool.submit(find_fastest, name, *find_meant_cards(plans[name])): name for name in chosen
+        searches = {
+            pool.submit(find_fastest, name, *find_meant_cards(plans[name])): name
+            for name in chosen_names
         }
-        for future in as_completed(begun):
-            name = begun[future]
-            found[name] = asdict(future.result())
+        for future in as_completed(searches):
+            name = searches[future]
+            fastest[name] = asdict(future.result())
             FASTEST.write_text(
-                json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8"
+                json.dumps(dict(sorted(fastest.items())), indent=1) + "\n", encoding="utf-8"
             )
             write_header(name, plans[name])
-            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+            print(f"{name}: {fastest[name]}", file=sys.stderr, flush=True)
 
 
 def find_fastest(name: str, size: int, ranks: int) -> Fastest:
-    """The fastest settings of a config on so many cards of so many GB, in this process."""
+    """Find the fastest settings of a config on `ranks` cards of `size` GB, in this process."""
     cards = f"{ranks}x{size}GB"
     best = search_settings(name, cards).fitting[0]
     cfg, settings = prepare_request(name, cards)
-    kind = find_recipe_class(find_config_recipe(name))
-    plain = estimate_run(kind, cfg, settings)
-    return Fastest(cards, format_overrides(best.changes), best.speed, plain.tokens / plain.seconds)
+    recipe_class = find_recipe_class(find_config_recipe(name))
+    shipped = estimate_run(recipe_class, cfg, settings)
+    return Fastest(
+        cards=cards,
+        settings=format_overrides(best.changes),
+        tokens_per_second=best.speed,
+        shipped=shipped.tokens / shipped.seconds,
+    )
 
 
 def search_settings(name: str, cards: str, words: tuple[str, ...] = ()) -> SearchResult:
-    """The fastest settings of a config with these overrides, which stay, on cards such as `4x24GB`;
-    in this process.
+    """Search for the fastest settings of a config on cards such as `4x24GB`, in this process.
+
+    words: overrides, which stay.
     """
     cfg, settings = prepare_request(name, cards, words)
     fixed = {word.partition("=")[0] for word in words} | {METHOD}
@@ -99,7 +107,7 @@ def search_settings(name: str, cards: str, words: tuple[str, ...] = ()) -> Searc
 def prepare_request(
     name: str, cards: str, words: tuple[str, ...] | list[str] = ()
 ) -> tuple[Any, PlanSettings]:
-    """What a plan takes: the config and where it runs, with sequences as long as it allows."""
+    """Return what a plan takes: the config, and where it runs, with the longest sequences."""
     cfg, _ = make_plannable(load_config(name, words, find_config_recipe(name).schema()))
     ranks, hardware = parse_fit(cards)
     sequence = choose_sequence(cfg, "max", ranks=ranks)

@@ -10,6 +10,7 @@ from the kept lines.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import sys
@@ -43,32 +44,33 @@ CARDS = (1, 2, 4, 8)
 # Another way to train, for cards on which nothing fits but parameters in host memory: no clipping,
 # a sequence a step.
 IN_BACKWARD = (
-    "memory.optimizer_in_backward=true", "clip_grad_norm=null", "batch_size=1", "gradient_accumulation_steps=1"
-)  # fmt: skip
+    "memory.optimizer_in_backward=true",
+    "clip_grad_norm=null",
+    "batch_size=1",
+    "gradient_accumulation_steps=1",
+)
 OFFLOADED = "memory.cpu_offload"
 
 
 @dataclass
 class Line:
-    """A line of the page. host: bytes of one rank. tried: settings that were estimated; skipped:
-    settings, each for more of its kind, that were ruled out without a simulation.
-    """
+    """A line of the page."""
 
-    model: str
-    method: str
+    model: str  # of MODELS
+    method: str  # of METHODS
     cards: int
-    settings: list[str] | None
-    active: int = 0
-    reserved: int = 0
-    host: int = 0
-    tokens_per_second: float = 0.0
+    settings: list[str] | None  # overrides; None: nothing fits
+    active: int = 0  # bytes of the heaviest rank
+    reserved: int = 0  # bytes of the heaviest rank
+    host: int = 0  # bytes of one rank
+    tokens_per_second: float = 0.0  # of all cards
     verdict: str = ""
-    tried: int = 0
-    skipped: int = 0
+    tried: int = 0  # settings that were estimated
+    skipped: int = 0  # settings, each for more of its kind, ruled out without a simulation
 
 
 def main() -> None:
-    """Plans and writes the page, line by line."""
+    """Plan line by line, keep each, and write the pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,52 +85,51 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    kept = arguments.output.with_suffix(".json")
-    lines = (
-        {tuple(key): Line(**fields) for key, fields in json.loads(kept.read_text())}
-        if kept.exists()
-        else {}
-    )
-    cells = [(model, method, cards) for model in MODELS for method in METHODS for cards in CARDS]
-    wanted = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
+    lines_file = arguments.output.with_suffix(".json")
+    lines = {}
+    if lines_file.exists():
+        lines = {tuple(cell): Line(**fields) for cell, fields in json.loads(lines_file.read_text())}
+    cells = list(itertools.product(MODELS, METHODS, CARDS))
+    chosen_cells = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
-        for future in as_completed([pool.submit(plan_line, cell) for cell in wanted]):
+        for future in as_completed([pool.submit(plan_line, cell) for cell in chosen_cells]):
             line = future.result()
             lines[line.model, line.method, line.cards] = line
             text = json.dumps(
                 [[cell, asdict(lines[cell])] for cell in cells if cell in lines], indent=1
             )
-            kept.write_text(text + "\n")
+            lines_file.write_text(text + "\n")
             print(line, file=sys.stderr, flush=True)
-    far = longest.read_longest_sequences(arguments.output.with_name("longest.json"))
-    pages = write_pages([lines[cell] for cell in cells if cell in lines], far)
+    longest_lines = longest.read_longest_sequences(arguments.output.with_name("longest.json"))
+    pages = write_pages([lines[cell] for cell in cells if cell in lines], longest_lines)
     for name, text in pages.items():
         arguments.output.with_name(name).write_text(text)
 
 
 def plan_line(cell: tuple[str, str, int]) -> Line:
-    """The fastest settings that fit."""
+    """Search for the fastest settings that fit, and return them as a line."""
     model, method, cards = cell
     line = Line(model, method, cards, None)
-    config, on = f"{MODELS[model]}_{method}", f"{cards}x24GB"
-    found = [search_settings(config, on)]
-    if method == "full" and not any(
-        result.fitting and OFFLOADED not in result.fitting[0].changes for result in found
-    ):
-        found.append(search_settings(config, on, IN_BACKWARD))
-    line.tried, line.skipped = (
-        sum(getattr(result, name) for result in found) for name in ("tried", "skipped")
-    )
+    config = f"{MODELS[model]}_{method}"
+    cards_of_size = f"{cards}x24GB"
+    plain_search = search_settings(config, cards_of_size)
+    searches = [plain_search]
+    is_offloaded = not plain_search.fitting or OFFLOADED in plain_search.fitting[0].changes
+    if method == "full" and is_offloaded:
+        searches.append(search_settings(config, cards_of_size, IN_BACKWARD))
+    line.tried = sum(result.tried for result in searches)
+    line.skipped = sum(result.skipped for result in searches)
     fitting = [
-        (result.fitting[0], begun)
-        for result, begun in zip(found, ((), IN_BACKWARD), strict=False)
+        (result.fitting[0], overrides)
+        for result, overrides in zip(searches, ((), IN_BACKWARD), strict=False)
         if result.fitting
     ]
     if not fitting:
         return line
-    best, begun = max(fitting, key=lambda pair: pair[0].speed)
-    line.settings, line.verdict = [*begun, *format_overrides(best.changes).split()], best.verdict
+    best, overrides = max(fitting, key=lambda pair: pair[0].speed)
+    line.settings = [*overrides, *format_overrides(best.changes).split()]
+    line.verdict = best.verdict
     line.active = best.estimate.active
     line.reserved = best.estimate.reserved
     line.host = best.estimate.host
@@ -136,15 +137,15 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     return line
 
 
-def write_pages(lines: list[Line], far: list[longest.Longest]) -> dict[str, str]:
-    """Return the text of each page by its name. far: the longest sequences."""
+def write_pages(lines: list[Line], longest_lines: list[longest.Longest]) -> dict[str, str]:
+    """Return the text of each page by its name."""
     small = [write_section(lines, model) for model in MODELS if model not in LARGE]
     large = [write_section(lines, model) for model in LARGE]
     made_by = MADE_BY.format(command=COMMAND, torch=torch.__version__)
     return {
         "fit.md": "\n\n".join([SMALL_TEXT + made_by, *small, HOW]) + "\n",
         "fit_large.md": "\n\n".join([LARGE_TEXT + made_by, *large]) + "\n",
-        "fit_longest.md": longest.write_page(far) + "\n",
+        "fit_longest.md": longest.write_page(longest_lines) + "\n",
     }
 
 
@@ -169,7 +170,7 @@ def write_section(lines: list[Line], model: str) -> str:
 
 
 def format_table(lines: list[Line]) -> str:
-    """The lines of one model and method."""
+    """Return a table of the lines of one model and method."""
     rows = [
         "| cards | settings | tokens/s | active | reserved | host | verdict | tried |",
         "|---:|---|---:|---:|---:|---:|---|---:|",
@@ -179,12 +180,11 @@ def format_table(lines: list[Line]) -> str:
         if line.settings is None:
             rows.append(f"| {line.cards} | does not fit | | | | | | {tried} |")
             continue
-        words = (
-            f"`{' '.join(line.settings)}`" if line.settings else "as shipped"
-        )  # one span: some go together only
+        # One span of code, since some settings go together only.
+        settings = f"`{' '.join(line.settings)}`" if line.settings else "as shipped"
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host)))
         speed = format_count(line.tokens_per_second)
-        rows.append(f"| {line.cards} | {words} | {speed} | {sizes} | {line.verdict} | {tried} |")
+        rows.append(f"| {line.cards} | {settings} | {speed} | {sizes} | {line.verdict} | {tried} |")
     return "\n".join(rows)
 
 

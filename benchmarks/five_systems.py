@@ -86,7 +86,8 @@ def run_command(command: str) -> str:
     if not lines:
         output = (done.stdout + done.stderr)[-2000:]
         raise SystemExit(
-            f"{command}: exit code {done.returncode}, nothing printed that a row looks for:\n{output}"
+            f"{command}: exit code {done.returncode}, nothing printed that a row looks for:\n"
+            f"{output}"
         )
     return "\n".join(lines)
 

@@ -1,5 +1,4 @@
-"""What is installed and how soon it answers: packages, MB, seconds to import and to `--help`, ours
-beside others.
+"""Measure what is installed and how soon it answers: packages, MB, seconds, ours beside others.
 
     python -m benchmarks.footprint --environment tune-recipes=VENV --environment trl=VENV ... --output FILE
 
@@ -37,6 +36,7 @@ TRAINING = {  # what a training process imports
     "llamafactory": "llamafactory.train.sft.workflow",
     "axolotl": "axolotl.train",
 }
+# Run by each environment's Python: packages, bytes, bytes beside torch, torch's version.
 SIZES = """
 import importlib.metadata as metadata, json, os
 files, names = {}, []
@@ -64,7 +64,7 @@ CUDA's libraries, which a build of torch for CPUs does not bring.
 
 
 def main() -> None:
-    """Looks at each environment and writes the page."""
+    """Measure each environment and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,18 +76,26 @@ def main() -> None:
     for word in arguments.environment:
         tool, _, folder = word.partition("=")
         python = Path(folder) / "bin" / "python"
-        packages, size, beside, torch = json.loads(
-            subprocess.run([python, "-c", SIZES], capture_output=True, check=True).stdout
+        sizes = subprocess.run([python, "-c", SIZES], capture_output=True, check=True).stdout
+        num_packages, size, size_beside_torch, torch_version = json.loads(sizes)
+        name = tool.split()[0]  # without the remark
+        program, *words = HELP[name]
+        help_seconds = measure_seconds(
+            [str(Path(folder) / "bin" / program), *words], arguments.repeats
         )
-        command, *rest = HELP[tool.split()[0]]
-        asked = measure_seconds([str(Path(folder) / "bin" / command), *rest], arguments.repeats)
-        imported = measure_seconds(
-            [str(python), "-c", f"import {TRAINING[tool.split()[0]]}"], arguments.repeats
+        import_seconds = measure_seconds(
+            [str(python), "-c", f"import {TRAINING[name]}"], arguments.repeats
         )
-        lines.append(
-            f"| {tool} | {packages} | {size / 1e6:.0f} | {beside / 1e6:.0f} | {torch} | {asked:.2f}"
-            f" | {imported:.2f} |"
-        )
+        cells = [
+            tool,
+            str(num_packages),
+            f"{size / 1e6:.0f}",
+            f"{size_beside_torch / 1e6:.0f}",
+            torch_version,
+            f"{help_seconds:.2f}",
+            f"{import_seconds:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], file=sys.stderr, flush=True)
     arguments.output.write_text(
         TEXT.format(
@@ -100,16 +108,16 @@ def main() -> None:
 
 
 def measure_seconds(command: list[str], repeats: int) -> float:
-    """Median CPU seconds of a command, its children's included."""
-    found = []
+    """Return the median CPU seconds of a command, its children's included."""
+    seconds = []
     for _ in range(repeats + 1):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)}: {done.stderr}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return statistics.median(found[1:])
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return statistics.median(seconds[1:])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""The fused kernels at shapes of Llama 3 8B and Gemma 2 2B: what they make, whether they give what
-their chains give.
-
-And how long they take.
+"""Check the fused kernels at shapes of Llama 3 8B and Gemma 2 2B, and time them on a GPU.
 
     python benchmarks/gpu_check.py kernels                    without a GPU: compiled for the CPU
-    python benchmarks/gpu_check.py kernels --output FOLDER    where fused_kernels.md goes (default docs/measurements)
+    python benchmarks/gpu_check.py kernels --output FOLDER    default docs/measurements
 
-Kernels and memory: of the Triton code that inductor generates for an H100, which takes no GPU, but
-the package triton. Differences: compiled for the device that is there, against the same function
-operator by operator. Host: seconds of a call with tensors of a few numbers. Time: on a GPU, of
-both.
+Writes fused_kernels.md. Kernels and memory: of the Triton code that inductor generates for an H100,
+which takes no GPU, but the package triton. Differences: compiled for the device that is there,
+against the same function operator by operator. Host: seconds of a call with tensors of a few
+numbers. Time: on a GPU, of both.
 """
 
 import argparse
@@ -27,26 +24,33 @@ from torch import Tensor
 from benchmarks.triton_code import count_bytes, count_kernels, generate_triton_code
 from recipe_lib.adapters import nf4, quantized
 from recipe_lib.ops import chunked_heads, fused_kernels, mlp, rope, special_attention
+from recipe_lib.units import MIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, VOCABULARY = (
-    2048,
-    4096,
-    32,
-    128,
-    14336,
-    128256,
-)  # Llama 3 8B
-SCORES = (
-    1,
-    8,
-    1024,
-    4096,
-)  # Gemma 2 2B: of 8 heads, a quarter of the queries of 4096 tokens and all keys
+# Llama 3 8B, and the tokens of a row.
+TOKENS = 2048
+WIDTH = 4096
+HEADS = 32
+HEAD_WIDTH = 128
+INNER = 14336
+VOCABULARY = 128256
+# Gemma 2 2B: of 8 heads, a quarter of the queries of 4096 tokens and all keys.
+SCORES = (1, 8, 1024, 4096)
 CHUNK = TOKENS // 16  # tokens whose logits exist at a time
-CALLS = 300
-HEAD = ("operator", "of", "Triton kernels", "MiB besides its results", "us of the host", "largest difference",
-        "fused, us", "one by one, us", "ratio")  # fmt: skip
+CALLS = 300  # of which the host's median seconds are taken
+WARM_UP_CALLS = 20  # before these
+LARGEST_DIFFERENCE = 2**-7  # that is no fault
+HEAD = (
+    "operator",
+    "of",
+    "Triton kernels",
+    "MiB besides its results",
+    "us of the host",
+    "largest difference",
+    "fused, us",
+    "one by one, us",
+    "ratio",
+)
 TEXT = """# Fused kernels at the shapes of Llama 3 8B and Gemma 2 2B
 
 By `python benchmarks/gpu_check.py kernels`, torch {torch}, on {device}. {note}
@@ -65,115 +69,114 @@ of these. Host: median of {calls} calls with tensors of a few numbers, the work 
 
 @dataclass(frozen=True)
 class Kernel:
-    """name: of the operator. of: its arguments in words. make: `fn(device, small)` to them; small:
-    of few numbers.
-    """
+    """A fused operator, and arguments to call it with."""
 
-    name: str
-    of: str
+    name: str  # of the operator
+    shapes: str  # its arguments in words
     function: Any
-    make: Callable[[torch.device, bool], tuple[Any, ...]]
+    # `build_arguments(device, small)`; small: of few numbers.
+    build_arguments: Callable[[torch.device, bool], tuple[Any, ...]]
 
 
-def _make_random(device: torch.device, *shape: int) -> Tensor:
+def _draw(device: torch.device, *shape: int) -> Tensor:
+    """Draw random numbers, bf16."""
     return torch.randn(shape, device=device).bfloat16()
 
 
 def _build_rotation(device: torch.device, small: bool) -> tuple[Any, ...]:
+    """Build queries, and cosines and sines of the angles that they are rotated by."""
     tokens, heads = (1, 1) if small else (TOKENS, HEADS)
     angles = torch.rand(1, tokens, 1, HEAD_WIDTH // 2, device=device)
-    return _make_random(device, 1, tokens, heads, HEAD_WIDTH), angles.cos(), angles.sin(), False
+    return _draw(device, 1, tokens, heads, HEAD_WIDTH), angles.cos(), angles.sin(), False
 
 
-def _build_gate(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    def make(device: torch.device, small: bool) -> tuple[Any, ...]:
-        return (
-            *(_make_random(device, *((2, 16) if small else (TOKENS, INNER))) for _ in range(count)),
-            "silu",
-        )
+def _build_gate(num_tensors: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+    """Return what builds inner channels of gate and up, and gradients if three are asked for."""
 
-    return make
+    def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
+        shape = (2, 16) if small else (TOKENS, INNER)
+        return *(_draw(device, *shape) for _ in range(num_tensors)), "silu"
+
+    return build_arguments
 
 
 def _build_logits(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    def make(device: torch.device, small: bool) -> tuple[Any, ...]:
+    """Return what builds logits of a chunk and its labels, and more for their gradients."""
+
+    def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
         rows, columns = (2, 16) if small else (CHUNK, VOCABULARY)
-        logits, labels = (
-            _make_random(device, rows, columns),
-            torch.randint(columns, (rows,), device=device),
-        )
+        logits = _draw(device, rows, columns)
+        labels = torch.randint(columns, (rows,), device=device)
         if not with_gradients:
             return logits, labels, None
-        return (
-            logits,
-            labels,
-            logits.float().logsumexp(dim=1),
-            -torch.ones(rows, device=device),
-            None,
-        )
+        log_normalizers = logits.float().logsumexp(dim=1)
+        gradients = -torch.ones(rows, device=device)
+        return logits, labels, log_normalizers, gradients, None
 
-    return make
+    return build_arguments
 
 
 def _build_nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
+    """Build a matrix in NF4: its codes, scales and factors, and what they are read with."""
     blocks = 2 if small else INNER * WIDTH // nf4.BLOCK
     codes = torch.randint(256, (blocks, nf4.BLOCK // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(-127, 128, (blocks,), device=device, dtype=torch.int8)
     factors = torch.rand(nf4.count_factors(blocks), device=device) + 100
-    return (
-        codes,
-        scales,
-        factors,
-        nf4._make_levels(torch.bfloat16, device),
-        [0, 0, blocks, blocks],
-        nf4._get_group_size(blocks),
-    )
+    levels = nf4._make_levels(torch.bfloat16, device)
+    group_size = nf4._get_group_size(blocks)
+    return codes, scales, factors, levels, [0, 0, blocks, blocks], group_size
 
 
 def _build_int8(device: torch.device, small: bool) -> tuple[Any, ...]:
+    """Build a matrix in int8: its codes, and a scale for each row."""
     rows, columns = (2, 16) if small else (INNER, WIDTH)
     codes = torch.randint(-127, 128, (rows, columns), device=device, dtype=torch.int8)
     return codes, torch.rand(rows, device=device), torch.bfloat16
 
 
-def _build_scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    def make(device: torch.device, small: bool) -> tuple[Any, ...]:
+def _build_scores(num_tensors: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+    """Return what builds attention scores, and gradients if two are asked for, and their mask."""
+
+    def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
         shape = (1, 2, 2, 16) if small else SCORES
-        reach = special_attention.compute_reach(None, *shape[2:], shape[3], device)
-        return *(_make_random(device, *shape) for _ in range(count)), reach, 50.0, 256**-0.5
+        queries, keys = shape[2:]
+        reach = special_attention.compute_reach(None, queries, keys, window=keys, device=device)
+        scale = 256**-0.5  # heads of 256 channels
+        return *(_draw(device, *shape) for _ in range(num_tensors)), reach, 50.0, scale
 
-    return make
+    return build_arguments
 
 
-def _build_inner(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    """Of an expert: gradients `[m, f]` of the product, if two are asked for, inner channels `[m,
-    2f]`, scores.
+def _build_inner(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+    """Return what builds an expert's inner channels `[m, 2f]` and scores `[m]`.
+
+    Before them gradients `[m, f]` of the product, if they are asked for.
     """
 
-    def make(device: torch.device, small: bool) -> tuple[Any, ...]:
+    def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
         rows, width = (2, 16) if small else (8 * TOKENS, 768)
-        first = (_make_random(device, rows, width),) * (count - 1)
-        settings = ("silu", False, 1.0, float("inf"))
-        return (
-            *first,
-            _make_random(device, rows, 2 * width),
-            torch.rand(rows, device=device),
-            *settings,
-        )
+        gradients = _draw(device, rows, width)
+        channels = _draw(device, rows, 2 * width)
+        scores = torch.rand(rows, device=device)
+        arguments = (channels, scores, "silu", False, 1.0, float("inf"))
+        return (gradients, *arguments) if with_gradients else arguments
 
-    return make
+    return build_arguments
 
 
+# The lines of the table: name, shapes, function, what builds its arguments.
 KERNELS = (
     Kernel("rotate", "queries of 2048 tokens", rope._rotate, _build_rotation),
     Kernel("gated_product", "2048 x 14336", mlp.compute_gated_product, _build_gate(2)),
     Kernel("gated_gradients", "2048 x 14336", mlp.compute_gated_product_gradients, _build_gate(3)),
-    Kernel("scored_product", "16384 x 768 of experts", mlp.compute_scored_product, _build_inner(1)),
+    Kernel(
+        "scored_product", "16384 x 768 of experts", mlp.compute_scored_product, _build_inner(False)
+    ),
     Kernel(
         "scored_product_gradients",
         "16384 x 768 of experts",
         mlp.compute_scored_product_gradients,
-        _build_inner(2),
+        _build_inner(True),
     ),
     Kernel(
         "label_log_probs",
@@ -202,46 +205,40 @@ KERNELS = (
 
 
 def main(words: list[str]) -> int:
-    """Prints, and writes the page; exit code 1 where a kernel's numbers are not those of its
-    chain.
-    """
+    """Print and write the table; exit code 1 if a kernel's numbers are not those of its chain."""
     parser = argparse.ArgumentParser(prog="gpu_check.py kernels", description=__doc__)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     output = parser.parse_args(words).output
     on_gpu = torch.cuda.is_available()
-    device, has_triton = (
-        torch.device("cuda" if on_gpu else "cpu"),
-        importlib.util.find_spec("triton") is not None,
-    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    has_triton = importlib.util.find_spec("triton") is not None
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows, faults = [], 0
+    table = [f"| {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
+    all_equal = True
     for kernel in KERNELS:
         difference = find_largest_difference(kernel, device)
-        faults += difference > 2**-7
-        cells = [
-            f"`{kernel.name}`",
-            kernel.of,
-            *(measure_generated(kernel) if has_triton else ("-", "-")),
-        ]
-        cells += [
-            f"{1e6 * measure_host_seconds(kernel, device):.0f}",
-            f"{difference:.1e}",
-            *measure_times(kernel, device),
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
-        print(rows[-1], flush=True)
-    table = ["| " + " | ".join(HEAD) + " |", "|---|---|" + "---:|" * (len(HEAD) - 2), *rows]
-    note = "" if on_gpu else "Nothing here was measured on a GPU: times of kernels are missing."
+        if difference > LARGEST_DIFFERENCE:
+            all_equal = False
+        cells = [f"`{kernel.name}`", kernel.shapes]
+        cells += measure_generated(kernel) if has_triton else ("-", "-")
+        cells += [f"{1e6 * measure_host_seconds(kernel, device):.0f}", f"{difference:.1e}"]
+        cells += measure_times(kernel, device)
+        table.append(f"| {' | '.join(cells)} |")
+        print(table[-1], flush=True)
     text = TEXT.format(
-        torch=torch.__version__, device=torch.cuda.get_device_name() if on_gpu else "a CPU, one thread", note=note,
-        table="\n".join(table), calls=CALLS, triton=_describe_versions(has_triton),
-    )  # fmt: skip
+        torch=torch.__version__,
+        device=torch.cuda.get_device_name() if on_gpu else "a CPU, one thread",
+        note="" if on_gpu else "Nothing here was measured on a GPU: times of kernels are missing.",
+        table="\n".join(table),
+        calls=CALLS,
+        triton=_describe_triton(has_triton),
+    )
     (output / "fused_kernels.md").write_text(text)
-    return 1 if faults else 0
+    return 0 if all_equal else 1
 
 
-def _describe_versions(has_triton: bool) -> str:
+def _describe_triton(has_triton: bool) -> str:
     if not has_triton:
         return "(triton is not installed)"
     import triton
@@ -250,46 +247,55 @@ def _describe_versions(has_triton: bool) -> str:
 
 
 def measure_generated(kernel: Kernel) -> tuple[str, str]:
-    """Triton kernels, and MiB of memory besides the results."""
-    arguments = kernel.make(torch.device("cpu"), False)
+    """Return how many Triton kernels are generated, and MiB of memory besides the results."""
+    arguments = kernel.build_arguments(torch.device("cpu"), False)
     code = generate_triton_code(kernel.function.__wrapped__, *arguments)
-    shapes = getattr(torch.ops.tune_recipes, kernel.name)
-    results = shapes(*(one.to("meta") if isinstance(one, Tensor) else one for one in arguments))
-    own = sum(one.nbytes for one in ([results] if isinstance(results, Tensor) else results))
-    return str(count_kernels(code)), f"{(count_bytes(code) - own) / 2**20:.2f}"
+    operator = getattr(torch.ops.tune_recipes, kernel.name)
+    # On the meta device the operator computes nothing and returns results of the right shapes.
+    meta_arguments = [
+        argument.to("meta") if isinstance(argument, Tensor) else argument for argument in arguments
+    ]
+    result_bytes = sum(result.nbytes for result in _list_results(operator(*meta_arguments)))
+    return str(count_kernels(code)), f"{(count_bytes(code) - result_bytes) / MIB:.2f}"
+
+
+def _list_results(results: Any) -> list[Tensor]:
+    """Return the results of an operator as a list, also of one that has a single result."""
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def find_largest_difference(kernel: Kernel, device: torch.device) -> float:
-    """Of all results, over the largest number of each."""
-    arguments, function = kernel.make(device, False), kernel.function.__wrapped__
-    pairs = [(fused_kernels.call_compiled(function, *arguments), function(*arguments))]
-    if not isinstance(pairs[0][0], Tensor):
-        pairs = list(zip(*pairs[0], strict=True))
-    return max(
-        float((one.float() - other.float()).abs().max() / other.float().abs().max())
-        for one, other in pairs
-    )
+    """Return the largest difference of all results, over the largest number of each."""
+    arguments = kernel.build_arguments(device, False)
+    function = kernel.function.__wrapped__
+    fused_results = _list_results(fused_kernels.call_compiled(function, *arguments))
+    chain_results = _list_results(function(*arguments))
+    differences = []
+    for fused, chain in zip(fused_results, chain_results, strict=True):
+        largest = (fused.float() - chain.float()).abs().max()
+        differences.append(float(largest / chain.float().abs().max()))
+    return max(differences)
 
 
 def measure_host_seconds(kernel: Kernel, device: torch.device) -> float:
-    """Median seconds of a call of the compiled operator with a few numbers, until the host goes
-    on.
-    """
-    arguments, found = kernel.make(device, True), []
-    for _ in range(CALLS + 20):
+    """Return median seconds of a compiled call with a few numbers, until the host goes on."""
+    arguments = kernel.build_arguments(device, True)
+    seconds = []
+    for _ in range(WARM_UP_CALLS + CALLS):
         started = time.perf_counter()
         fused_kernels.call_compiled(kernel.function.__wrapped__, *arguments)
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[20:])
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[WARM_UP_CALLS:])
 
 
 def measure_times(kernel: Kernel, device: torch.device) -> tuple[str, str, str]:
-    """Microseconds on a GPU, fused and one by one, and their ratio."""
+    """Return microseconds on a GPU, fused and one by one, and their ratio."""
     if device.type != "cuda":
         return "-", "-", "-"
     from triton.testing import do_bench
 
-    arguments, function = kernel.make(device, False), kernel.function.__wrapped__
-    fused = do_bench(lambda: fused_kernels.call_compiled(function, *arguments))
-    chain = do_bench(lambda: function(*arguments))
-    return f"{1e3 * fused:.0f}", f"{1e3 * chain:.0f}", f"{chain / fused:.2f}"
+    arguments = kernel.build_arguments(device, False)
+    function = kernel.function.__wrapped__
+    fused_ms = do_bench(lambda: fused_kernels.call_compiled(function, *arguments))
+    chain_ms = do_bench(lambda: function(*arguments))
+    return f"{1e3 * fused_ms:.0f}", f"{1e3 * chain_ms:.0f}", f"{chain_ms / fused_ms:.2f}"

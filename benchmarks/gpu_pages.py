@@ -1,6 +1,6 @@
-"""Pages of what was measured on a GPU, made from the files that lie beside them.
+"""Write the pages of what was measured on a GPU again, from the files that lie beside them.
 
-    python -m benchmarks.gpu_pages        writes docs/measurements/*-nvidia-h200.md and on_a_gpu.md again
+    python -m benchmarks.gpu_pages    docs/measurements/*-nvidia-h200.md and on_a_gpu.md
 
 The files are what the parts of `gpu_check.py` wrote there; nothing is measured.
 """
@@ -50,15 +50,24 @@ on CPUs, and says which.
 
 def make_pages(folder: Path = FOLDER) -> dict[str, str]:
     """Return every page's text by its file's name."""
-    reports = {
-        stem: json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")) for stem in PAGES
-    }
-    pages = {f"{stem}.md": PAGES[stem](report) for stem, report in reports.items()}
-    return pages | {f"{SUMMARY}.md": _summarize(*reports.values())}
+    reports = {}
+    pages = {}
+    for stem, format_page in PAGES.items():
+        report = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+        reports[stem] = report
+        pages[f"{stem}.md"] = format_page(report)
+    pages[f"{SUMMARY}.md"] = _summarize(
+        plan=reports[f"gpu-plan-{CARD}"],
+        times=reports[f"gpu-times-{CARD}"],
+        peers=reports[f"peers-{CARD}"],
+        values=reports[f"cpu-and-cuda-{CARD}"],
+    )
+    return pages
 
 
-def _summarize(plan: Any, times: Any, peers: Any, values: Any) -> str:
-    lines = gpu_plan_report.summarize(plan)
+def _summarize(*, plan: Any, times: Any, peers: Any, values: Any) -> str:
+    """Return the page that has a line of each report's results."""
+    lines = gpu_plan_report.summarize(plan)  # a line for each of four metrics, thresholds, replays
     rows = [
         ("planned and measured peaks", "; ".join(lines[:4]), f"gpu-plan-{CARD}"),
         (
@@ -80,9 +89,12 @@ def _summarize(plan: Any, times: Any, peers: Any, values: Any) -> str:
             f"gpu-times-{CARD}",
         ),
     ]
-    compiled = " Steps of two configs were timed."
-    table = "\n".join(f"| {what} | {result} | [{page}]({page}.md) |" for what, result, page in rows)
-    return TEXT.format(commit=plan["commit"], rows=table, compiled=compiled)
+    table = "\n".join(
+        f"| {subject} | {result} | [{page}]({page}.md) |" for subject, result, page in rows
+    )
+    return TEXT.format(
+        commit=plan["commit"], rows=table, compiled=" Steps of two configs were timed."
+    )
 
 
 def main() -> None:

@@ -1,15 +1,14 @@
-"""Streams and waits of every lever that copies: our check on the simulated device, and torch's own
-on a GPU.
+"""Check streams and waits of every lever that copies: by our checker, and by torch's on a GPU.
 
-    python benchmarks/gpu_check.py streams                    a dry run without a GPU: the simulated device alone
-    python benchmarks/gpu_check.py streams --output FOLDER    where the report goes (default docs/measurements)
+    python benchmarks/gpu_check.py streams                    without a GPU our checker alone
+    python benchmarks/gpu_check.py streams --output FOLDER    default docs/measurements
 
 Each run of `tests/plan/streams/mutations.py` is followed by the checker of `tune plan
 --check-streams`. On a GPU it then runs as rank 0 through torch's fake process group, three steps:
 with `torch.cuda._sanitizer`, which reports uses of the same memory on two streams without a wait,
 and with `torch.cuda.set_sync_debug_mode`, which warns where the host waits. Both sides of both
 checks are in the report. Collectives of a fake group move nothing and use no stream of their own.
-And it counts the kernels that a host can be ahead of a stream, which the planner takes for
+It also counts the kernels that a host can be ahead of a stream, for which the planner takes
 `LAUNCH_QUEUE`.
 """
 
@@ -27,6 +26,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.gpu_cases import Case as MeasuredCase
+from benchmarks.gpu_check import (
+    REPOSITORY,
+    describe_device,
+    fill_weights,
+    make_random_batches,
+    run_apart,
+)
 from recipe_lib.cli.plan_request import find_recipe_class
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
@@ -35,7 +42,6 @@ from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from tests.plan.streams.mutations import CASES, Case, follow
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DRY_CASES = ("activation offload", "optimizer offload")
 STEPS = 3
 BUSY_CYCLES = 4 * 10**9  # of the device, two seconds or three
@@ -44,9 +50,7 @@ WAITED = 0.1  # seconds by which a launch has waited for the device
 
 
 def main(words: list[str]) -> int:
-    """Runs all cases and writes the report; exit code 1 if a check found something."""
-    from benchmarks.gpu_check import describe_device, run_apart
-
+    """Run all cases and write the report; exit code 1 if a check found something."""
     parser = argparse.ArgumentParser(prog="gpu_check.py streams", description=__doc__)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(words)
@@ -54,109 +58,112 @@ def main(words: list[str]) -> int:
     on_gpu = device.get("type") == "cuda"
     rows: list[dict[str, Any]] = []
     for name in CASES if on_gpu else DRY_CASES:
-        row: dict[str, Any] = {
-            "case": name,
-            "ours": run_apart(functools.partial(simulate_case, name), 90),
-        }
+        row: dict[str, Any] = {"case": name}
+        row["ours"] = run_apart(functools.partial(simulate_case, name), 90)
         if on_gpu:
             row["sanitizer"] = run_apart(functools.partial(run_sanitizer, name), 120)
             row["host"] = run_apart(functools.partial(count_waits, name), 120)
         rows.append(row)
         print(format_line(row), flush=True)
     queue = run_apart(count_queued_launches, 60) if on_gpu else {}
-    write(rows, device, options.output, queue)
+    write_report(rows, device=device, folder=options.output, queue=queue)
     return 1 if "failed" in queue or any(has_failed(row) for row in rows) else 0
 
 
 def simulate_case(name: str) -> dict[str, Any]:
-    """What our checker finds, and the host's waits in a step."""
+    """Return what our checker finds, and the host's waits in a step."""
     checker = follow(CASES[name])
     return {"faults": checker.list_faults(), "waits": len(checker.waits)}
 
 
 def run_sanitizer(name: str) -> dict[str, Any]:
-    """What torch's sanitizer reports of the same steps on the GPU."""
+    """Return what torch's sanitizer reports of the same steps on the GPU."""
     from torch.cuda import _sanitizer
 
-    reported: list[str] = []
-    handle = _sanitizer.EventHandler._handle_kernel_launch
+    messages: list[str] = []
+    handle_kernel_launch = _sanitizer.EventHandler._handle_kernel_launch
 
-    def kept(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        found = handle(self, *args, **kwargs)
-        reported.extend(str(error) for error in found)
+    def keep_errors(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        errors = handle_kernel_launch(self, *args, **kwargs)
+        messages.extend(str(error) for error in errors)
         return []  # else it would end the run at the first
 
-    _sanitizer.EventHandler._handle_kernel_launch = kept  # type: ignore[method-assign]
+    _sanitizer.EventHandler._handle_kernel_launch = keep_errors  # type: ignore[method-assign]
     sanitizer = _sanitizer.CUDASanitizer()
     sanitizer.enable()
     run(CASES[name])
-    return {"faults": reported[:20], "count": len(reported)}
+    return {"faults": messages[:20], "count": len(messages)}
 
 
 def count_waits(name: str) -> dict[str, Any]:
-    """How often torch sees the host wait in the last step, the numbers that are logged among it."""
-    counts: list[int] = []
-    run(CASES[name], counts)
-    return {"waits": counts[-1]}
+    """Count how often torch sees the host wait in the last step.
 
-
-def run(case: Case, counts: list[int] | None = None) -> None:
-    """Steps of a run's first rank on the GPU, with random weights. counts: of warnings that the
-    host waits, by step.
+    The waits for the numbers that are logged are among them.
     """
-    from benchmarks.gpu_cases import Case as Measured
-    from benchmarks.gpu_check import fill_weights, make_random_batches
+    wait_counts: list[int] = []
+    run(CASES[name], wait_counts)
+    return {"waits": wait_counts[-1]}
 
+
+def run(case: Case, wait_counts: list[int] | None = None) -> None:
+    """Run steps of a run's first rank on the GPU, with random weights.
+
+    wait_counts: to which each step's warnings are added that the host waits; None: not counted.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     recipe_file = find_config_recipe(case.config)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        own = (*case.overrides, "device=auto", "max_seq_len=128", f"output_dir={folder}/out")
-        cfg, _ = make_plannable(load_config(case.config, own, recipe_file.schema()))
+        overrides = (*case.overrides, "device=auto", "max_seq_len=128", f"output_dir={folder}/out")
+        cfg, _ = make_plannable(load_config(case.config, overrides, recipe_file.schema()))
         with start_world(cfg) as world:
             recipe = case.recipe(find_recipe_class(recipe_file))(cfg, world)
             recipe.setup_model()
             fill_weights(recipe.model)
             recipe.setup_optimizer()
-            batches = make_random_batches(
-                Measured("speed", "", 128, batch_size=cfg.batch_size), recipe
-            )
+            measured_case = MeasuredCase("speed", "", sequence=128, batch_size=cfg.batch_size)
+            batches = make_random_batches(measured_case, recipe)
             for _ in range(STEPS):
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    if counts is not None:
+                    if wait_counts is not None:
                         torch.cuda.set_sync_debug_mode("warn")
                     recipe.train_step(batches).read_numbers()
-                    if counts is not None:
+                    if wait_counts is not None:
                         torch.cuda.set_sync_debug_mode("default")
-                if counts is not None:
-                    counts.append(sum("synchronizing" in str(one.message) for one in caught))
+                if wait_counts is not None:
+                    wait_counts.append(
+                        sum("synchronizing" in str(warning.message) for warning in caught)
+                    )
 
 
 def count_queued_launches() -> dict[str, Any]:
-    """How many kernels a host issues on a busy stream before a launch waits, counted to
-    MOST_LAUNCHES.
+    """Count the kernels that a host issues on a busy stream before a launch waits.
+
+    At most MOST_LAUNCHES.
     """
     tensor = torch.zeros(1, device="cuda")
-    tensor.add_(1)
+    tensor.add_(1)  # loads the kernel, which takes time of its own
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
-    for number in range(MOST_LAUNCHES):
-        begin = time.perf_counter()
+    for num_launches in range(MOST_LAUNCHES):
+        began = time.perf_counter()
         tensor.add_(1)
-        if time.perf_counter() - begin > WAITED:
-            return {"launches": number}
+        if time.perf_counter() - began > WAITED:
+            return {"launches": num_launches}
     return {"launches": MOST_LAUNCHES}
 
 
 def has_failed(row: dict[str, Any]) -> bool:
-    """Whether a check failed to run or found something."""
-    parts = [row[name] for name in ("ours", "sanitizer") if name in row]
-    return any("failed" in part or part["faults"] for part in parts)
+    """Return True if a check failed to run or found something."""
+    checks = [row[name] for name in ("ours", "sanitizer") if name in row]
+    return any("failed" in check or check["faults"] for check in checks)
 
 
 def format_line(row: dict[str, Any]) -> str:
-    """A case in a line of a table."""
-    ours, sanitizer, host = row["ours"], row.get("sanitizer", {}), row.get("host", {})
+    """Format a case as a line of a table."""
+    ours = row["ours"]
+    sanitizer = row.get("sanitizer", {})
+    host = row.get("host", {})
     cells = [
         row["case"],
         ours.get("failed") or len(ours["faults"]),
@@ -167,25 +174,25 @@ def format_line(row: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def write(
-    rows: list[dict[str, Any]], device: dict[str, Any], folder: Path, queue: dict[str, Any]
+def write_report(
+    rows: list[dict[str, Any]], *, device: dict[str, Any], folder: Path, queue: dict[str, Any]
 ) -> None:
-    """A table, and all that was said as JSON. queue: of `count_queued_launches`; empty without a GPU."""
+    """Write a table, and all that was found as JSON.
+
+    queue: of `count_queued_launches`; empty without a GPU.
+    """
     name = "-".join(device["name"].lower().split()) if queue else "dry-run-cpu"
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"gpu-streams-{name}"
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    note = (
-        ""
-        if queue
-        else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
-    )
-    launches = queue.get("failed") or queue.get("launches", "not measured")
     head = (
         f"# Streams and waits\n\n`python benchmarks/gpu_check.py streams`, {date},"
-        f" {device['name']}\n{note}\n"
+        f" {device['name']}\n"
     )
-    table = [
+    if not queue:
+        head += "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    launches = queue.get("failed") or queue.get("launches", "not measured")
+    lines = [
         (
             "| run | ours: faults | ours: waits a step | torch's sanitizer: faults | torch's"
             " warnings of waits a step |"
@@ -198,7 +205,8 @@ def write(
             f" takes {LAUNCH_QUEUE}."
         ),
     ]
-    found = {"date": date, "device": device, "rows": rows, "queue": queue}
-    base.with_suffix(".md").write_text(head + "\n".join(table) + "\n", encoding="utf-8")
-    base.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
+    page = head + "\n" + "\n".join(lines) + "\n"
+    report = {"date": date, "device": device, "rows": rows, "queue": queue}
+    base.with_suffix(".md").write_text(page, encoding="utf-8")
+    base.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
     print(base.with_suffix(".md"))

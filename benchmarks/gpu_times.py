@@ -1,7 +1,7 @@
-"""`gpu_check.py times`: planned and measured seconds of a step, alone on this machine's GPU.
+"""Measure and plan the seconds of a step, alone on this machine's GPU.
 
-    python benchmarks/gpu_check.py times        measures the rates and the cases, and plans each; ten minutes at most
-    python -m benchmarks.gpu_times --plan       plans the rows of the committed report again, and writes its page
+    python benchmarks/gpu_check.py times     measures rates and cases, plans each; ten minutes
+    python -m benchmarks.gpu_times --plan    plans the committed report's rows again, and its page
 
 A case is run as `gpu_plan.py` runs it, one after the other, with nothing beside it. It is planned
 twice: by the data sheet, and by the rates that were measured on the same machine. Without a GPU
@@ -33,10 +33,12 @@ from tests.plan.apart import call_in_fork
 
 FOLDER = REPOSITORY / "docs" / "measurements"
 COMMITTED = FOLDER / "gpu-times-nvidia-h200.json"
-MINUTES = 9.0
-STEADY_STEPS = 5
-SHEET, CALIBRATED = "data sheet", "calibration"
-NOW = "now"
+MINUTES = 9.0  # default limit of all cases together
+STEADY_STEPS = 5  # after the first one
+# What a step is planned by, as the report calls it.
+SHEET = "data sheet"
+CALIBRATED = "calibration"
+NOW = "now"  # default label of plans
 HOW = """The recipe's model, optimizer and training step on one process, random weights and random \
 tokens, alone on the GPU. Measured: the median of the steps after the first. Planned: by the data \
 sheet, and by the rates that `tune doctor` measured on the same GPU ([{rates}]({rates})). Error: \
@@ -100,23 +102,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--label", default=NOW, help="what the plans are called in the report")
     options = parser.parse_args(argv)
     if options.plan:
-        report = json.loads(options.plan.read_text(encoding="utf-8"))
-        rates = options.plan.with_name(report["rates"])
-        for row in report["rows"]:
-            if "seconds" in row:
-                row.setdefault("planned", {})[options.label] = call_in_fork(
-                    plan_row, row, report, rates
-                )
-        print(
-            "\n".join(
-                map(str, write_pair(options.plan.with_suffix(""), report, format_page(report)))
-            )
-        )
+        _plan_again(options.plan, options.label)
         return 0
     return _measure_all(options, argv)
 
 
+def _plan_again(file: Path, label: str) -> None:
+    """Plan the measured rows of a report, add the plans under this label, and write its page."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    rates = file.with_name(report["rates"])
+    for row in report["rows"]:
+        if "seconds" in row:
+            plans = row.setdefault("planned", {})
+            plans[label] = call_in_fork(plan_row, row, report, rates)
+    paths = write_pair(file.with_suffix(""), report, format_page(report))
+    print("\n".join(map(str, paths)))
+
+
 def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
+    """Measure rates and cases and write the report after each case; 1 if one failed."""
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
@@ -124,18 +128,21 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     stem = options.output / f"gpu-times-{name_device(device)}"
     rates = stem.with_name(f"{stem.name}-rates.json")
     options.output.mkdir(parents=True, exist_ok=True)
-    measured = run_apart(functools.partial(calibrate, "cuda" if gpu else "cpu"), CASE_SECONDS)
-    rates.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    measured_rates = run_apart(functools.partial(calibrate, "cuda" if gpu else "cpu"), CASE_SECONDS)
+    rates.write_text(json.dumps(measured_rates, indent=2) + "\n", encoding="utf-8")
     report["rates"] = rates.name
     for case in list_cases(gpu):
         row: dict[str, Any] = {"case": vars(case) | {"levers": list(case.levers)}}
-        left = options.minutes * 60 - (time.monotonic() - started)
-        work = (
+        seconds_left = options.minutes * 60 - (time.monotonic() - started)
+        measure_case = (
             functools.partial(measure, case, steady=STEADY_STEPS)
             if gpu
             else functools.partial(run_on_cpu, case)
         )
-        row |= run_apart(work, min(CASE_SECONDS, left)) if left > 0 else {"skipped": "no time left"}
+        if seconds_left > 0:
+            row |= run_apart(measure_case, min(CASE_SECONDS, seconds_left))
+        else:
+            row["skipped"] = "no time left"
         if "seconds" in row:
             row["planned"] = {NOW: call_in_fork(plan_row, row, report, rates)}
         report["rows"].append(row)
@@ -167,8 +174,9 @@ def run_on_cpu(case: PlanCase) -> dict[str, Any]:
 def plan_row(
     row: Mapping[str, Any], report: Mapping[str, Any], rates: Path
 ) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step by what it is planned with: `seconds` as scheduled, and of each
-    kind alone.
+    """Return a step's seconds by what it is planned with: SHEET and CALIBRATED.
+
+    `seconds` as scheduled, and those of each kind alone.
     """
     case = find_case(row)
     hardware = look_up_hardware(report["device"])
@@ -178,10 +186,12 @@ def plan_row(
         hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False
     )
     _, trace = make_plan(recipe_class, cfg, settings)
+    calibrations = {SHEET: None, CALIBRATED: read_calibration(rates, hardware)}
     planned = {}
-    for name, calibration in ((SHEET, None), (CALIBRATED, read_calibration(rates, hardware))):
-        kinds = sum_time_by_kind(trace, STEADY, hardware, calibration)
-        planned[name] = {"seconds": schedule(trace, STEADY, hardware, calibration).step, **kinds}
+    for source, calibration in calibrations.items():
+        step_seconds = schedule(trace, STEADY, hardware, calibration).step
+        kind_seconds = sum_time_by_kind(trace, STEADY, hardware, calibration)
+        planned[source] = {"seconds": step_seconds, **kind_seconds}
     return planned
 
 
@@ -198,14 +208,19 @@ def compute_measured_seconds(row: Mapping[str, Any]) -> float:
 def summarize(report: Mapping[str, Any]) -> str:
     """Return how far the newest plans are off, in a line."""
     rows = [row for row in report["rows"] if row.get("planned")]
-    told = []
-    for way in (SHEET, CALIBRATED):
-        errors = [
-            list(row["planned"].values())[-1][way]["seconds"] / compute_measured_seconds(row) - 1
-            for row in rows
-        ]
-        told.append(f"by {way} {min(errors):+.1%} to {max(errors):+.1%}")
-    return f"{len(rows)} steps, planned {', '.join(told)}"
+    ranges = []
+    for source in (SHEET, CALIBRATED):
+        errors = []
+        for row in rows:
+            newest_plan = list(row["planned"].values())[-1]
+            errors.append(_compute_error(row, newest_plan, source))
+        ranges.append(f"by {source} {min(errors):+.1%} to {max(errors):+.1%}")
+    return f"{len(rows)} steps, planned {', '.join(ranges)}"
+
+
+def _compute_error(row: Mapping[str, Any], plan: Mapping[str, Any], source: str) -> float:
+    """Return planned seconds of a step over measured ones, less one."""
+    return plan[source]["seconds"] / compute_measured_seconds(row) - 1
 
 
 def describe_rates(report: Mapping[str, Any], folder: Path) -> str:
@@ -228,7 +243,7 @@ def format_page(report: Mapping[str, Any]) -> str:
     timed = [row for row in report["rows"] if row.get("planned")]
     lines = [f"# Seconds of a step: {report['kind']}", "", *format_head(dict(report)), ""]
     lines += [HOW.format(rates=report["rates"]) if gpu else DRY_HOW, ""]
-    for label in dict.fromkeys(label for row in timed for label in row["planned"]):
+    for label in _list_labels(timed):
         lines += [f"## Planned {label}", "", *_format_planned(timed, label), ""]
     missing = [row for row in report["rows"] if not row.get("planned")]
     if missing:
@@ -241,58 +256,73 @@ def format_page(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *_describe_causes(report, timed)]).rstrip() + "\n"
 
 
+def _list_labels(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the labels under which rows are planned, the oldest first."""
+    labels: dict[str, None] = {}
+    for row in rows:
+        labels |= dict.fromkeys(row["planned"])
+    return list(labels)
+
+
 def _describe_causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return what a report that was planned before and after a change says of its causes; nothing
-    of another one.
+    """Return what a report that was planned before and after a change says of its causes.
+
+    Nothing of another one.
     """
-    labels = list(dict.fromkeys(label for row in rows for label in row["planned"]))
+    labels = _list_labels(rows)
     if len(labels) < 2 or "doctor_cold_matmul" not in report:
         return []
-    long, short = (next(row for row in rows if (row["case"]["batch_size"], row["case"]["levers"]) == (batch, []))
-                   for batch in (2, 4))  # fmt: skip
-    less = {
-        "measured": compute_measured_seconds(long) - compute_measured_seconds(short),
-        **{label: long["planned"][label][SHEET][ATTENTION] - short["planned"][label][SHEET][ATTENTION]
-           for label in labels},
-    }  # fmt: skip
-    slower = [median(row["seconds"][2:]) / row["seconds"][1] - 1 for row in rows]
+    # The same tokens in rows of 4096 and of 2048, so that attention alone differs.
+    long = _find_row(rows, batch_size=2)
+    short = _find_row(rows, batch_size=4)
+    attention_saved = {}
+    for label in labels:
+        long_plan = long["planned"][label][SHEET]
+        short_plan = short["planned"][label][SHEET]
+        attention_saved[label] = long_plan[ATTENTION] - short_plan[ATTENTION]
+    slowdowns = [median(row["seconds"][2:]) / row["seconds"][1] - 1 for row in rows]
     text = WHY.format(
-        measured=less["measured"], flash=less[labels[0]], cudnn=less[labels[-1]], least=min(slower), most=max(slower),
-        cold=report["doctor_cold_matmul"] / 1e12, cube=report["matmul"]["flop_per_second"] / 1e12,
-    )  # fmt: skip
+        measured=compute_measured_seconds(long) - compute_measured_seconds(short),
+        flash=attention_saved[labels[0]],
+        cudnn=attention_saved[labels[-1]],
+        least=min(slowdowns),
+        most=max(slowdowns),
+        cold=report["doctor_cold_matmul"] / 1e12,
+        cube=report["matmul"]["flop_per_second"] / 1e12,
+    )
     return [text]
 
 
+def _find_row(rows: list[dict[str, Any]], batch_size: int) -> dict[str, Any]:
+    """Return the first row of this batch size without levers."""
+    return next(
+        row for row in rows if row["case"]["batch_size"] == batch_size and not row["case"]["levers"]
+    )
+
+
 def _format_planned(rows: list[dict[str, Any]], label: str) -> list[str]:
+    """Return the table of the plans under a label, and the worst error of each source."""
     kinds = [
         kind for kind in KINDS if any(row["planned"][label][CALIBRATED].get(kind) for row in rows)
     ]
-    names = [
-        "step",
-        "measured, s",
-        *(f"{way}{what}" for way in (SHEET, CALIBRATED) for what in (", s", ": error")),
-    ]
-    names += [f"{kind}, {SHEET} / {CALIBRATED}, s" for kind in kinds]
-    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
+    heads = ["step", "measured, s"]
+    for source in (SHEET, CALIBRATED):
+        heads += [f"{source}, s", f"{source}: error"]
+    heads += [f"{kind}, {SHEET} / {CALIBRATED}, s" for kind in kinds]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
-        seconds = compute_measured_seconds(row)
-        planned = row["planned"][label]
-        cells = [describe(find_case(row)), f"{seconds:.3f}"]
-        for way in (SHEET, CALIBRATED):
-            cells += [
-                f"{planned[way]['seconds']:.3f}",
-                f"{planned[way]['seconds'] / seconds - 1:+.1%}",
-            ]
-        cells += [f"{planned[SHEET][kind]:.3f} / {planned[CALIBRATED][kind]:.3f}" for kind in kinds]
+        plan = row["planned"][label]
+        cells = [describe(find_case(row)), f"{compute_measured_seconds(row):.3f}"]
+        for source in (SHEET, CALIBRATED):
+            error = _compute_error(row, plan, source)
+            cells += [f"{plan[source]['seconds']:.3f}", f"{error:+.1%}"]
+        cells += [f"{plan[SHEET][kind]:.3f} / {plan[CALIBRATED][kind]:.3f}" for kind in kinds]
         lines.append(f"| {' | '.join(cells)} |")
-    worst = {}
-    for way in (SHEET, CALIBRATED):
-        errors = [
-            row["planned"][label][way]["seconds"] / compute_measured_seconds(row) - 1
-            for row in rows
-        ]
-        worst[way] = max(errors, key=abs)
-    return [*lines, "", *(f"- {way}: worst {error:+.1%}" for way, error in worst.items())]
+    lines.append("")
+    for source in (SHEET, CALIBRATED):
+        errors = [_compute_error(row, row["planned"][label], source) for row in rows]
+        lines.append(f"- {source}: worst {max(errors, key=abs):+.1%}")
+    return lines
 
 
 if __name__ == "__main__":

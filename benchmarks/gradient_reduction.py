@@ -1,5 +1,4 @@
-"""What reducing gradients once a step saves and takes, planned: traffic, step and peak of each way
-to share a model.
+"""Plan what reducing gradients once a step saves and takes: traffic, step and peak.
 
     python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md
 
@@ -31,11 +30,11 @@ DDP = {"whole models (`ddp`)": ("parallel.strategy=ddp",)}
 
 @dataclass(frozen=True)
 class Case:
-    """A run to plan in every way. command: of `tune plan`, without what the ways add."""
+    """A run that is planned with the settings of every variant."""
 
     title: str
-    command: tuple[str, ...]
-    ways: dict[str, tuple[str, ...]]
+    command: tuple[str, ...]  # of `tune plan`, without what the variants add
+    variants: dict[str, tuple[str, ...]]  # name -> overrides
 
 
 CASES = (
@@ -62,64 +61,58 @@ CASES = (
 
 
 def main() -> None:
-    """Plans every case in every way and writes the page."""
+    """Plan every variant of every case and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    replace_text(
-        parser.parse_args().output, build_page([(case, build_rows(case)) for case in CASES])
-    )
+    output = parser.parse_args().output
+    tables = [(case, build_rows(case)) for case in CASES]
+    replace_text(output, build_page(tables))
 
 
 def build_rows(case: Case) -> list[list[str]]:
-    """Cells of a case's table."""
-    found = []
-    first: float | None = None
-    for name, overrides in case.ways.items():
+    """Plan a case's variants and return the cells of its table."""
+    rows = []
+    first_step: float | None = None
+    for name, overrides in case.variants.items():
         plan = plan_case(case, overrides)
-        heaviest = max(
-            plan["rank_plans"], key=lambda rank: max(peak["active"] for peak in rank["peaks"])
-        )
-        active = max(peak["active"] for peak in heaviest["peaks"])
-        data = [one for one in plan["communication"] if one["dim"].startswith("data_")]
-        sent, calls = (
-            sum(one["count"] * one["wire_bytes"] for one in data),
-            sum(one["count"] for one in data),
+        rank_peaks = [max(peak["active"] for peak in rank["peaks"]) for rank in plan["rank_plans"]]
+        data_collectives = [
+            collective
+            for collective in plan["communication"]
+            if collective["dim"].startswith("data_")
+        ]
+        calls = sum(collective["count"] for collective in data_collectives)
+        sent = sum(
+            collective["count"] * collective["wire_bytes"] for collective in data_collectives
         )
         step = plan["time"]["step"]
-        first = first or step
-        cells = [
-            f"{convert_to_gib(active):.2f}",
+        first_step = first_step or step
+        row = [
+            name,
+            f"{convert_to_gib(max(rank_peaks)):.2f}",
             plan["verdict"],
             f"{calls:,}",
             f"{convert_to_gib(sent):.2f}",
             f"{step:.2f}",
+            f"{first_step / step:.2f}",
         ]
-        found.append([name, *cells, f"{first / step:.2f}"])
-    return found
+        rows.append(row)
+    return rows
 
 
 def plan_case(case: Case, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """The plan, as JSON has it."""
-    command = [
-        sys.executable,
-        "-m",
-        "recipe_lib",
-        "plan",
-        *case.command,
-        *overrides,
-        "--json",
-        "-",
-        "--quiet",
-    ]
+    """Return the plan of a case with overrides, as `tune plan --json` prints it."""
+    command = [sys.executable, "-m", "recipe_lib", "plan", *case.command, *overrides]
+    command += ["--json", "-", "--quiet"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    if done.returncode not in (0, 3):
+    if done.returncode not in (0, 3):  # 3: it does not fit
         raise SystemExit(f"{' '.join(command)}: {done.stderr}")
     plan: dict[str, Any] = json.loads(done.stdout)
     return plan
 
 
-def build_page(found: list[tuple[Case, list[list[str]]]]) -> str:
-    """The document."""
+def build_page(tables: list[tuple[Case, list[list[str]]]]) -> str:
+    """Return the page. tables: each case with its rows."""
     lines = [
         "# Gradients reduced once a step",
         "",
@@ -132,27 +125,19 @@ def build_page(found: list[tuple[Case, list[list[str]]]]) -> str:
             " column is the first row's over this one's."
         ),
     ]
-    keys = ", ".join(
-        f"{name}: `{' '.join(overrides)}`"
-        for name, overrides in (VARIANTS | DDP).items()
-        if overrides
-    )
-    lines += ["", f"What the rows add: {keys}."]
-    for case, cells in found:
-        lines += [
-            "",
-            f"## {case.title}",
-            "",
-            "```bash",
-            f"tune plan {' '.join(case.command)}",
-            "```",
-            "",
-        ]
+    settings = []
+    for name, overrides in (VARIANTS | DDP).items():
+        if overrides:
+            settings.append(f"{name}: `{' '.join(overrides)}`")
+    lines += ["", f"What the rows add: {', '.join(settings)}."]
+    for case, rows in tables:
+        lines += ["", f"## {case.title}", ""]
+        lines += ["```bash", f"tune plan {' '.join(case.command)}", "```", ""]
         lines += [
             "| way | peak, GiB | verdict | collectives | sent, GiB | step, s | times faster |"
         ]
         lines += ["| --- | --: | --- | --: | --: | --: | --: |"]
-        lines += [f"| {' | '.join(row)} |" for row in cells]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

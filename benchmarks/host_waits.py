@@ -1,7 +1,9 @@
-"""How often the host waits for the device in a step of each recipe, with each value of each lever.
+"""Count how often the host waits for the device in a step, of each recipe with each lever.
 
-python -m benchmarks.host_waits --output docs/host_waits.json
-python -m benchmarks.levers --output docs/measurements/levers.md
+    python -m benchmarks.host_waits --output docs/host_waits.json
+    python -m benchmarks.levers --output docs/measurements/levers.md
+
+The waits are counted on the simulated device; the second command writes them into its page.
 """
 
 import argparse
@@ -29,6 +31,7 @@ RECIPES = {
     ),
 }
 SMALL = ("device=auto", "max_seq_len=64", "batch_size=4")
+# Settings of a loss of the tests' own, or of a run's own files, are not counted.
 COUNTED = [
     setting for setting in LEVERS if LOSS not in str(setting) and "{folder}" not in str(setting)
 ]
@@ -36,18 +39,21 @@ NOT_RUN = "-"  # refused, or of a key that the recipe has not
 
 
 def count_waits(recipe: str, setting: Setting | None) -> dict[str, int]:
-    """By line, of the first rank's second step. Raises UserErrors where the two do not go
-    together.
+    """Count the waits of the first rank's second step, by the line that waits.
+
+    UserError where recipe and setting do not go together.
     """
-    config, own = RECIPES[recipe]
+    config, recipe_overrides = RECIPES[recipe]
     overrides = () if setting is None else setting.overrides
     ranks = 1 if setting is None else setting.ranks
-    cls, cfg, wanted = build_settings(config, ranks, *own, *SMALL, *overrides)
-    return check_streams(cls, cfg, wanted, compares=False).ranks[0].waits
+    recipe_class, cfg, plan_settings = build_settings(
+        config, ranks, *recipe_overrides, *SMALL, *overrides
+    )
+    return check_streams(recipe_class, cfg, plan_settings, compares=False).ranks[0].waits
 
 
 def count(recipe: str, setting: Setting | None) -> int | str:
-    """The same as one number."""
+    """Count the waits of all lines together; NOT_RUN where the two do not go together."""
     try:
         return sum(count_waits(recipe, setting).values())
     except UserError:
@@ -55,23 +61,22 @@ def count(recipe: str, setting: Setting | None) -> int | str:
 
 
 def count_by_recipe(setting: Setting | None) -> dict[str, int | str]:
-    """By recipe."""
+    """Count the waits of each recipe with a setting."""
     return {recipe: count(recipe, setting) for recipe in RECIPES}
 
 
 def build_rows() -> dict[str, dict[str, int | str]]:
-    """By setting, "" for none, and recipe."""
-    found = {}
+    """Count the waits by setting, "" for none, and recipe."""
+    rows = {}
     for setting in [None, *COUNTED]:
-        found["" if setting is None else str(setting)] = row = call_in_fork(
-            count_by_recipe, setting
-        )
+        row = call_in_fork(count_by_recipe, setting)
+        rows["" if setting is None else str(setting)] = row
         print(setting, row, flush=True)
-    return found
+    return rows
 
 
 def main() -> None:
-    """Writes the file."""
+    """Write the file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,6 @@
-"""What `tune import` makes of other tools' configs: `python -m benchmarks.imported_configs FOLDER
-... [--counts]`.
+"""Show what `tune import` makes of other tools' configs.
+
+    python -m benchmarks.imported_configs FOLDER ... [--counts]
 
 Prints a Markdown table with a row for each YAML file under the folders: the recipe, and how many of
 its keys were carried, carried with another effect, or dropped; or the line that refuses it.
@@ -19,23 +20,27 @@ from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import KeyFate
 from recipe_lib.errors import ConfigError
 
-KINDS = ("carried", "other effect", "dropped")
-# Words of refusals -> what the table of counts calls them.
-REASONS = ("there are no images here", "it measures a model", "it generates", "it quantizes a model",
-           "reinforcement learning")  # fmt: skip
+KINDS = ("carried", "other effect", "dropped")  # what becomes of a key
+# Words of refusals, by which the table of counts groups them.
+REASONS = (
+    "there are no images here",
+    "it measures a model",
+    "it generates",
+    "it quantizes a model",
+    "reinforcement learning",
+)
 
 
 def find_torchtune_configs() -> Path | None:
-    """The folder of torchtune's configs, named by TORCHTUNE_CONFIGS or of the installed wheel; None
-    if it is not here.
+    """Return the folder of torchtune's configs, or None if there is none.
 
-    The wheel puts them into a folder `recipes` at the top, which is not imported: that would be
-    another one's here.
+    It is the one that TORCHTUNE_CONFIGS names, or that of the installed wheel.
     """
     named = os.environ.get("TORCHTUNE_CONFIGS")
     if named:
         return Path(named) if Path(named).is_dir() else None
     try:
+        # Not by importing `recipes`, where the wheel puts them: here that is another package.
         folder = Path(str(distribution("torchtune").locate_file("recipes/configs")))
     except PackageNotFoundError:
         return None
@@ -43,7 +48,7 @@ def find_torchtune_configs() -> Path | None:
 
 
 def import_all(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
-    """(name, what was imported, or why it was refused) of every config in a folder."""
+    """Yield the name of every config in a folder, and what was imported, or why it was refused."""
     for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
         name = path.relative_to(folder).as_posix()
         try:
@@ -52,26 +57,28 @@ def import_all(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
             yield name, str(error).replace(f"{path}: ", "").replace(f"{path}:", "line ")
 
 
-def format_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
-    """A row a file. found: what `import_all` gives."""
+def format_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> str:
+    """Return a table with a row for each file. outcomes: what `import_all` yields."""
     lines = ["| config | recipe | carried | other effect | dropped |", "|---|---|---|---|---|"]
-    for name, outcome in found:
+    for name, outcome in outcomes:
         if isinstance(outcome, str):
             lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
         else:
             counts = Counter(fate.kind for fate in outcome.fates.values())
-            lines.append(
-                f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |"
-            )
+            cells = [name, outcome.recipe, *(str(counts[kind]) for kind in KINDS)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def format_count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
-    """A row a recipe, then one a reason of refusal. found: what `import_all` gives."""
+def format_count_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> str:
+    """Return a table with a row for each recipe, then one for each reason of refusal.
+
+    outcomes: what `import_all` yields.
+    """
     files: Counter[str] = Counter()
     keys: dict[str, Counter[str]] = {}
     refused: Counter[str] = Counter()
-    for _, outcome in found:
+    for _, outcome in outcomes:
         if isinstance(outcome, str):
             refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
             continue
@@ -86,36 +93,38 @@ def format_count_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str
     return "\n".join(lines) + "\n"
 
 
-def format_key_table(found: Iterable[tuple[str, ImportedConfig | str]]) -> str:
-    """A row a key of the files that are imported: in how many it was carried or dropped, and the
-    line that is said of it most often. found: what `import_all` gives.
+def format_key_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> str:
+    """Return a table with a row for each key of the imported files.
+
+    It says in how many files the key was carried or dropped, and what became of it most often.
+    outcomes: what `import_all` yields.
     """
     kinds: dict[str, Counter[str]] = {}
-    said: dict[str, Counter[str]] = {}
-    for _, outcome in found:
+    descriptions: dict[str, Counter[str]] = {}
+    for _, outcome in outcomes:
         if isinstance(outcome, str):
             continue
         for key, fate in outcome.fates.items():
             if fate.kind in KINDS:
                 kinds.setdefault(key, Counter())[fate.kind] += 1
-                said.setdefault(key, Counter())[_describe_fate(fate)] += 1
+                descriptions.setdefault(key, Counter())[_describe_fate(fate)] += 1
     lines = ["| key | carried | other effect | dropped | ours, or why |", "|---|---|---|---|---|"]
     for key in sorted(kinds):
-        words = max(said[key].items(), key=lambda pair: (pair[1], pair[0]))[0]
-        lines.append(
-            f"| `{key}` | {' | '.join(str(kinds[key][kind]) for kind in KINDS)} | {words} |"
-        )
+        # The most frequent; of equally frequent ones the last in alphabetical order.
+        description = max(descriptions[key].items(), key=lambda pair: (pair[1], pair[0]))[0]
+        cells = [f"`{key}`", *(str(kinds[key][kind]) for kind in KINDS), description]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _describe_fate(fate: KeyFate) -> str:
-    """Our keys, without the values that each file has, and why."""
+    """Return our keys, without the values that each file has, and why they differ."""
     ours = ", ".join(f"`{name}`" for name in sorted(fate.ours))
     return "; ".join(part for part in (ours, fate.why) if part).replace("|", "\\|")
 
 
 def main() -> None:
-    """The command line."""
+    """Import the configs that the command line names, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,18 +132,21 @@ def main() -> None:
     parser.add_argument("--counts", action="store_true", help="a row for each recipe")
     parser.add_argument("--keys", action="store_true", help="a row for each key")
     arguments = parser.parse_args()
-    folders = arguments.folders or [folder for folder in [find_torchtune_configs()] if folder]
+    folders = arguments.folders
+    if not folders and (torchtune_configs := find_torchtune_configs()):
+        folders = [torchtune_configs]
     if not folders:
         parser.error("torchtune's configs are not here: name a folder, or set TORCHTUNE_CONFIGS")
-    found = [pair for folder in folders for pair in import_all(folder)]
-    shown = (
-        format_key_table
-        if arguments.keys
-        else format_count_table
-        if arguments.counts
-        else format_table
-    )
-    print(shown(found), end="")
+    outcomes: list[tuple[str, ImportedConfig | str]] = []
+    for folder in folders:
+        outcomes += import_all(folder)
+    if arguments.keys:
+        table = format_key_table(outcomes)
+    elif arguments.counts:
+        table = format_count_table(outcomes)
+    else:
+        table = format_table(outcomes)
+    print(table, end="")
 
 
 if __name__ == "__main__":

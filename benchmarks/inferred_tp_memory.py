@@ -1,11 +1,11 @@
-"""What a layer keeps for backward by an inferred plan, in transformers' own class, beside the
-library's decoder.
+"""Measure what a layer keeps for backward by an inferred plan, beside the library's decoder.
 
     python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md
 
-Models of real widths run forward as rank 0 of t on the simulated device: the code is the same,
-tensors have sizes and no bytes. What is alive when backward would begin is counted, with {more}
-layers and with {fewer}; the difference, a layer each, is what layers keep.
+Models of transformers' own classes and real widths run forward as rank 0 of t on the simulated
+device: the code is the same, tensors have sizes and no bytes. What is alive when backward would
+begin is counted, with four layers and with two; the difference, a layer each, is what layers
+keep.
 """
 
 import argparse
@@ -29,23 +29,26 @@ from recipe_lib.units import MIB
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "phi3/mini", "gemma2/27B")
 SIZES = (2, 4, 8)
-MORE, FEWER = 4, 2
+MORE, FEWER = 4, 2  # layers
 TOKENS = 8192
-__doc__ = __doc__.format(more=MORE, fewer=FEWER)
 
 
 def measure_alive(
     name: str, layers: int, size: int, implementation: str, regather: str = "true", rows: int = 1
 ) -> int:
-    """Bytes that a forward with its loss leaves alive on rank 0, besides parameters."""
+    """Return the bytes that a forward with its loss leaves alive on rank 0, besides parameters.
+
+    size: tensor-parallel ranks. implementation: `native` or `transformers`. rows: sequences
+    that the tokens are divided into.
+    """
     config = read_preset_config(name) | {"num_hidden_layers": layers}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
-    spec: Any = (
-        read_spec(config, name, implementation)
-        if implementation == "transformers"
-        else build_spec_of_layers(name, layers)
-    )
+    spec: Any
+    if implementation == "transformers":
+        spec = read_spec(config, name, implementation)
+    else:
+        spec = build_spec_of_layers(name, layers)
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
     with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors():
         model: Any = build_meta(spec, torch.bfloat16)
@@ -56,34 +59,35 @@ def measure_alive(
         with tracker:
             loss = model(tokens, labels=tokens, head_loss=CrossEntropy(8))
             gc.collect()
-            found = tracker.measure_alive()
+            alive = tracker.measure_alive()  # while the loss holds its graph
         del loss
-    return found
+    return alive
 
 
 def measure_kept(name: str, size: int, implementation: str, regather: str = "true") -> int:
-    """Bytes that a layer keeps for backward."""
-    more, fewer = (
-        measure_alive(name, layers, size, implementation, regather) for layers in (MORE, FEWER)
-    )
-    return (more - fewer) // (MORE - FEWER)
+    """Return the bytes that a layer keeps for backward: by how much more of them leave alive."""
+    alive = {
+        layers: measure_alive(
+            name, layers=layers, size=size, implementation=implementation, regather=regather
+        )
+        for layers in (MORE, FEWER)
+    }
+    return (alive[MORE] - alive[FEWER]) // (MORE - FEWER)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Of one model and size: bytes of a layer in the decoder, by the inferred plan, and with all
-    kept.
-    """
+    """Bytes that a layer of a model keeps for backward."""
 
-    name: str
-    size: int
-    native: int
-    inferred: int
-    whole: int
+    name: str  # of the model's preset
+    size: int  # tensor-parallel ranks
+    native: int  # in the library's decoder
+    inferred: int  # by the inferred plan
+    whole: int  # by the inferred plan, with all that autograd asks for
 
 
 def build_page(rows: list[Row]) -> str:
-    """The table as Markdown."""
+    """Return the page."""
     lines = [
         "# What a layer keeps by an inferred tensor-parallel plan",
         "",
@@ -109,7 +113,7 @@ def build_page(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Writes the page, or prints it."""
+    """Write the page, or print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,10 +123,15 @@ def main() -> None:
     rows = []
     for name in arguments.models:
         for size in SIZES:
-            native = measure_kept(name, size, "native")
-            whole = measure_kept(name, size, "transformers", "false")
-            rows.append(Row(name, size, native, measure_kept(name, size, "transformers"), whole))
-            print(rows[-1], f"{rows[-1].inferred / native:.3f}", flush=True)
+            row = Row(
+                name=name,
+                size=size,
+                native=measure_kept(name, size, "native"),
+                inferred=measure_kept(name, size, "transformers"),
+                whole=measure_kept(name, size, "transformers", regather="false"),
+            )
+            rows.append(row)
+            print(row, f"{row.inferred / row.native:.3f}", flush=True)
     if arguments.output:
         arguments.output.write_text(build_page(rows), encoding="utf-8")
     else:

@@ -1,12 +1,13 @@
-"""The matrix of levers: which can be combined, to which tolerance, and which are refused; from the
-tests' table.
+"""Write which memory levers can be combined, to which tolerance, and which pairs are refused.
 
-python -m benchmarks.levers --output docs/measurements/levers.md
+    python -m benchmarks.levers --output docs/measurements/levers.md
+
+The values are those of tests/recipes/levers.py, which tests/recipes/test_levers.py runs.
 """
 
 import argparse
 import json
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 from recipe_lib.config.compatibility.table import list_rules
@@ -55,31 +56,26 @@ values, for the reason below. The values of one lever are alternatives, not pair
 
 
 def build_page() -> str:
-    """The page."""
+    """Return the page."""
     names = list(dict.fromkeys(setting.lever for setting in LEVERS))
-    reasons: list[str] = []
+    reasons: list[str] = []  # in the order of their numbers
     cells = {}
     for a, b in combinations(names, 2):
-        cells[a, b] = _format_cell(
-            [(one, other) for one in _list_settings(a) for other in _list_settings(b)], reasons
-        )
+        cells[a, b] = _format_cell(list(product(_list_settings(a), _list_settings(b))), reasons)
+        cells[b, a] = cells[a, b]
     lines = ["| | " + " | ".join(names) + " |", "|---|" + ":-:|" * len(names)]
     for row in names:
-        marks = [
-            "" if row == column else cells.get((row, column)) or cells[column, row]
-            for column in names
-        ]
+        marks = ["" if row == column else cells[row, column] for column in names]
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
-    refused = [
-        f"{number}. {_find_sentence(words)}: "
-        + "; ".join(f"{_format_pair(pair)}" for pair in REFUSED if find_refusal(pair) == words)
-        for number, words in enumerate(reasons, 1)
-    ]
+    refused = []
+    for number, words in enumerate(reasons, 1):
+        pairs = [_format_pair(pair) for pair in REFUSED if find_refusal(pair) == words]
+        refused.append(f"{number}. {_find_sentence(words)}: {'; '.join(pairs)}")
     return TEXT.format(
         steps=STEPS,
         rows=len(TOGETHER),
         values="\n".join(map(_format_value, LEVERS)),
-        waits=_count_waits(),
+        waits=_format_waits(),
         fine=FINE,
         matrix="\n".join(lines),
         refused="\n".join(refused),
@@ -87,9 +83,11 @@ def build_page() -> str:
 
 
 def _find_sentence(words: str) -> str:
-    """The reason in the table of combinations that has these words, or what only a run can tell."""
-    told = f"reported at the start of a run: {words}"
-    return next((entry.reason for entry in list_rules() if words in entry.reason), told)
+    """Return the reason with these words of the table of combinations, or that a run reports it."""
+    for rule in list_rules():
+        if words in rule.reason:
+            return rule.reason
+    return f"reported at the start of a run: {words}"
 
 
 def _list_settings(lever: str) -> list[Setting]:
@@ -97,32 +95,40 @@ def _list_settings(lever: str) -> list[Setting]:
 
 
 def _format_cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> str:
-    words = list(dict.fromkeys(find_refusal(pair) for pair in pairs if find_refusal(pair)))
-    reasons += [word for word in words if word and word not in reasons]
-    numbers = [str(reasons.index(word) + 1) for word in words if word]
-    if len(numbers) and all(find_refusal(pair) for pair in pairs):
+    """Return a cell of the matrix; reasons that are new in it are appended to `reasons`."""
+    refusals = [find_refusal(pair) for pair in pairs]
+    numbers = []
+    for words in dict.fromkeys(refusals):
+        if not words:
+            continue
+        if words not in reasons:
+            reasons.append(words)
+        numbers.append(str(reasons.index(words) + 1))
+    if numbers and all(refusals):
         return ", ".join(numbers)
-    mark = "=" if any(max(one.tolerance, other.tolerance) == FINE for one, other in pairs) else "~"
-    return " ".join([mark, *(f"({', '.join(numbers)})" for _ in numbers[:1])])
+    is_fine = any(max(a.tolerance, b.tolerance) == FINE for a, b in pairs)
+    mark = "=" if is_fine else "~"
+    return f"{mark} ({', '.join(numbers)})" if numbers else mark
 
 
 def _format_value(setting: Setting) -> str:
     basis = " ".join(setting.basis)
-    other = (
-        "the plain run"
-        if not basis
-        else "one process, the same"
-        if basis == str(setting)
-        else f"`{basis}`"
-    )
-    shown = "a loss of the user's own" if LOSS in str(setting) else f"`{setting}`"
-    return f"| {setting.lever} | {shown} | {other} | {setting.tolerance:g} |".replace(
-        "{folder}/", ""
-    )
+    if not basis:
+        compared_with = "the plain run"
+    elif basis == str(setting):
+        compared_with = "one process, the same"
+    else:
+        compared_with = f"`{basis}`"
+    cells = [setting.lever, _format_setting(setting), compared_with, f"{setting.tolerance:g}"]
+    return f"| {' | '.join(cells)} |".replace("{folder}/", "")
 
 
-def _count_waits() -> str:
-    """A row for the plain run, and one for each setting."""
+def _format_setting(setting: Setting) -> str:
+    return "a loss of the user's own" if LOSS in str(setting) else f"`{setting}`"
+
+
+def _format_waits() -> str:
+    """Return the table of waits: a row for the plain run, and one for each setting."""
     counts: dict[str, dict[str, int | str]] = json.loads(WAITS.read_text(encoding="utf-8"))
     plain = counts.pop("")
     lines = ["| setting | " + " | ".join(plain) + " |", "|---|" + "---:|" * len(plain)]
@@ -135,14 +141,11 @@ def _count_waits() -> str:
 
 
 def _format_pair(pair: tuple[Setting, ...]) -> str:
-    shown = (
-        "a loss of the user's own" if LOSS in str(setting) else f"`{setting}`" for setting in pair
-    )
-    return " with ".join(shown)
+    return " with ".join(map(_format_setting, pair))
 
 
 def main() -> None:
-    """Writes the page."""
+    """Write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,7 @@
-"""Lines as an SVG file that stands for itself, for pages of docs/measurements."""
+"""Draw lines as an SVG file that stands for itself, for pages of docs/measurements.
+
+A `Picture` of up to five `Line`s is written by `write_picture`. Used by tp_trace.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,56 +22,62 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """name: said beside the picture, with `note` under it. mark: a point that is shown as a dot,
-    and what it says.
-    """
+    """A line of a picture."""
 
-    name: str
+    name: str  # beside the picture
     points: Sequence[Point]
-    note: str = ""
-    mark: tuple[Point, str] | None = None
+    note: str = ""  # under the name
+    mark: tuple[Point, str] | None = None  # a point that is shown as a dot, and what it says
 
 
 @dataclass(frozen=True)
 class Picture:
-    """x, y: names of the axes. marks: (place, name) along x. limit: a number of y, its name. low:
-    where y begins.
-    """
+    """A picture of lines over two axes."""
 
-    label: str
-    x: str
-    y: str
+    label: str  # what the picture shows
+    x: str  # name of the axis
+    y: str  # name of the axis
     lines: Sequence[Line]
-    marks: Sequence[tuple[float, str]] = field(default=())
-    limit: tuple[float, str] | None = None
-    low: float | None = None
-    height: int = 420
+    marks: Sequence[tuple[float, str]] = field(default=())  # (place, name) along x
+    limit: tuple[float, str] | None = None  # a value of y that gets a dashed line, and its name
+    low: float | None = None  # where y begins; None: at the lowest point
+    height: int = 420  # in pixels
 
 
 def write_picture(picture: Picture, path: Path) -> None:
-    """Draws the lines; at most five, told apart by color."""
+    """Draw the lines, at most five, and write the file."""
     path.write_text(draw_picture(picture), encoding="utf-8")
 
 
 def draw_picture(picture: Picture) -> str:
-    """The file's text."""
-    points = [point for line in picture.lines for point in line.points]
+    """Return the file's text."""
+    points: list[Point] = []
+    for line in picture.lines:
+        points += line.points
     values = [value for _, value in points] + ([picture.limit[0]] if picture.limit else [])
     low = min(values) if picture.low is None else picture.low
     high = max(values) + 0.05 * (max(values) - low)
-    chart = Chart(_WIDTH, picture.height, picture.label, _LEFT, _RIGHT, _TOP, _BOTTOM)
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    shown = picture.marks or [(value, f"{value:g}") for value in compute_ticks(left, right, 8)]
-    chart.x = Scale(picture.x, left, right, shown)
-    chart.y = Scale(
-        picture.y, low, high, [(value, f"{value:g}") for value in compute_ticks(low, high, 8)]
+    chart = Chart(
+        width=_WIDTH,
+        height=picture.height,
+        label=picture.label,
+        left=_LEFT,
+        right=_RIGHT,
+        top=_TOP,
+        bottom=_BOTTOM,
     )
+    left = min(x for x, _ in points)
+    right = max(x for x, _ in points)
+    x_ticks = picture.marks or [(value, f"{value:g}") for value in compute_ticks(left, right, 8)]
+    y_ticks = [(value, f"{value:g}") for value in compute_ticks(low, high, 8)]
+    chart.x = Scale(picture.x, left, right, x_ticks)
+    chart.y = Scale(picture.y, low, high, y_ticks)
     if picture.limit is not None:
         y = chart.compute_y(picture.limit[0])
         chart.put("line", "limit", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
         chart.put("text", text=picture.limit[1], x=_WIDTH - _RIGHT - 8, y=y - 6, text_anchor="end")
     for at, line in enumerate(picture.lines):
-        _draw(chart, line, at)
+        _draw_line(chart, line, at)
     text = render_svg(chart)
     start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{picture.height}" '
     begin, _, rest = text.partition(">")
@@ -77,13 +86,14 @@ def draw_picture(picture: Picture) -> str:
     return "\n".join(lines).replace("<svg ", start, 1) + "\n"
 
 
-def _draw(chart: Chart, line: Line, at: int) -> None:
+def _draw_line(chart: Chart, line: Line, at: int) -> None:
+    """Draw a line, and its name beside the picture. at: its number, which decides its color."""
     path = " ".join(f"{chart.compute_x(x):.1f},{chart.compute_y(y):.1f}" for x, y in line.points)
     chart.put("polyline", f"s{at}", points=path)
     if line.mark is not None:
-        (x, y), said = line.mark
+        (x, y), text = line.mark
         chart.put("circle", f"f{at}", cx=chart.compute_x(x), cy=chart.compute_y(y), r=4)
-        chart.put("text", f"f{at}", said, x=chart.compute_x(x) + 7, y=chart.compute_y(y) - 3)
+        chart.put("text", f"f{at}", text, x=chart.compute_x(x) + 7, y=chart.compute_y(y) - 3)
     y = _TOP + 16 + 40 * at
     chart.put("rect", f"f{at}", x=_WIDTH - _RIGHT + 16, y=y - 10, width=12, height=12)
     chart.put("text", text=line.name, x=_WIDTH - _RIGHT + 34, y=y)

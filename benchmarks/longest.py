@@ -1,5 +1,4 @@
-"""The longest sequences that 1, 2, 4 and 8 cards of 24 GB and of 80 GB have room for:
-docs/fit_longest.md.
+"""The longest sequences on 1, 2, 4 and 8 cards of 24 GB and of 80 GB: docs/fit_longest.md.
 
     python -m benchmarks.longest --output docs/longest.json [--only '70B.* 8x80GB'] [--processes 2]
     python -m benchmarks.fit --output docs/fit.md --only none          writes the page from it
@@ -39,7 +38,8 @@ MODELS = {
     "gpt-oss-20b": "gpt_oss/20B",
 }
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
-CARDS, SIZES = (1, 2, 4, 8), (24, 80)
+CARDS = (1, 2, 4, 8)
+SIZES = (24, 80)  # GB of a card
 # Tokens of a sequence: powers of two, and quarters between them, to 4 Mi.
 LENGTHS = [quarters * 2**power for power in range(11, 20) for quarters in (4, 5, 6, 7)] + [2**22]
 # What is weighed, least time first: a later one is taken that has room for half as much more. None
@@ -53,26 +53,23 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass
 class Longest:
-    """A line: the longest sequence of a model, a method and so many cards of so many GB; 0: not
-    even the shortest fits. active, reserved: bytes of the heaviest rank; host: of all ranks
-    together; sent: by a rank in a step; seconds: of a step.
-    """
+    """A line: the longest sequence of a model and a method on cards of one size."""
 
-    model: str
-    method: str
+    model: str  # of MODELS
+    method: str  # of METHODS
     cards: int
-    size: int
-    tokens: int = 0
-    settings: tuple[str, ...] = ()
-    active: int = 0
-    reserved: int = 0
-    host: int = 0
-    sent: int = 0
-    seconds: float = 0.0
+    size: int  # GB of a card
+    tokens: int = 0  # of the sequence; 0: not even the shortest fits
+    settings: tuple[str, ...] = ()  # overrides
+    active: int = 0  # bytes of the heaviest rank
+    reserved: int = 0  # bytes of the heaviest rank
+    host: int = 0  # bytes of all ranks together
+    sent: int = 0  # bytes, by a rank in a step
+    seconds: float = 0.0  # of a step
 
 
 def main() -> None:
-    """Plans line by line."""
+    """Plan line by line, and write each into the file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,26 +79,23 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    known = (
-        {build_cell(line): line for line in read_longest_sequences(arguments.output)}
-        if arguments.output.exists()
-        else {}
-    )
-    cells = [
-        (*of, cards, size) for of in list_models_and_methods() for size in SIZES for cards in CARDS
-    ]
-    wanted = [
-        cell
-        for cell in cells
-        if re.search(arguments.only, "{} {}".format(*name_config_and_cards(cell)))
+    lines = {}
+    if arguments.output.exists():
+        lines = {build_cell(line): line for line in read_longest_sequences(arguments.output)}
+    cells = []
+    for model, method in list_models_and_methods():
+        for size in SIZES:
+            cells += [(model, method, cards, size) for cards in CARDS]
+    chosen_cells = [
+        cell for cell in cells if re.search(arguments.only, " ".join(name_config_and_cards(cell)))
     ]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
-        for future in as_completed([pool.submit(plan_line, cell) for cell in wanted]):
+        for future in as_completed([pool.submit(plan_line, cell) for cell in chosen_cells]):
             line = future.result()
-            known[build_cell(line)] = line
-            found = [asdict(known[cell]) for cell in cells if cell in known]
-            arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            lines[build_cell(line)] = line
+            entries = [asdict(lines[cell]) for cell in cells if cell in lines]
+            arguments.output.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
             print(line, file=sys.stderr, flush=True)
 
 
@@ -109,23 +103,23 @@ Cell = tuple[str, str, int, int]
 
 
 def list_models_and_methods() -> Iterator[tuple[str, str]]:
-    """Every model with every method that has a config."""
+    """Yield every model with every method that has a config."""
     yield from ((model, method) for model in MODELS for method in METHODS)
 
 
 def name_config_and_cards(cell: Cell) -> tuple[str, str]:
-    """Its config and its cards: `llama3/8B_full`, `8x24GB`."""
+    """Return the config and the cards of a line, such as `llama3/8B_full`, `8x24GB`."""
     model, method, cards, size = cell
     return f"{MODELS[model]}_{method}", f"{cards}x{size}GB"
 
 
 def build_cell(line: Longest) -> Cell:
-    """What a line is of."""
+    """Return the model, method, cards and size of a line."""
     return line.model, line.method, line.cards, line.size
 
 
 def read_longest_sequences(path: Path) -> list[Longest]:
-    """The lines of a file."""
+    """Read the lines of a file."""
     return [
         Longest(**line | {"settings": tuple(line["settings"])})
         for line in json.loads(path.read_text("utf-8"))
@@ -133,80 +127,95 @@ def read_longest_sequences(path: Path) -> list[Longest]:
 
 
 def plan_line(cell: Cell) -> Longest:
-    """The longest sequence, by the variant that estimates say to have room for it; by others where
-    it has not.
+    """Find the longest sequence, by the variant that estimates say to have room for it.
+
+    Other variants are tried where it has not.
     """
-    method, cards = cell[1], cell[2]
-    config, on = name_config_and_cards(cell)
-    likely = {variant: _guess_longest(config, on, variant, cards) for variant in VARIANTS[method]}
-    best = VARIANTS[method][0]
-    for variant in VARIANTS[method]:
-        if (
-            likely[variant] > likely[best] + 1
-        ):  # places among LENGTHS, of which three or four make twice as much
+    _, method, cards, _ = cell
+    variants = VARIANTS[method]
+    config, cards_of_size = name_config_and_cards(cell)
+    guesses = {
+        variant: _guess_longest(config, cards_of_size, variant, cards) for variant in variants
+    }
+    best = variants[0]
+    for variant in variants:
+        # Indices of LENGTHS: two more are half as much again, or nearly.
+        if guesses[variant] > guesses[best] + 1:
             best = variant
-    for variant in (best, *reversed(VARIANTS[method])):
-        if (
-            likely[variant] >= 0
-            and (line := _find_longest(Longest(*cell), config, on, variant, likely[variant])).tokens
-        ):
+    for variant in (best, *reversed(variants)):
+        if guesses[variant] < 0:
+            continue
+        line = _find_longest(
+            Longest(*cell),
+            config=config,
+            cards_of_size=cards_of_size,
+            variant=variant,
+            last_index=guesses[variant],
+        )
+        if line.tokens:
             return line
     return Longest(*cell)
 
 
 def build_settings(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str, ...]:
-    """One sequence at a time, shared by all cards, of which each computes the logits of 1,024
-    tokens at a time, and the MLPs of 8,192; of more from 131,072 tokens on a card on.
-    """
-    own = tokens // cards
+    """Return the overrides of a line: one sequence at a time, shared by all cards."""
+    local_tokens = tokens // cards
     words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}"]
     words += ["memory.activation_checkpointing=full", "memory.activation_offload=true"]
+    # A card computes the logits of 1,024 tokens at a time, and the MLPs of 8,192; of more from
+    # 131,072 tokens on a card on.
     words += [
-        f"memory.loss_chunks={min(128, max(1, own // 1024))}",
-        f"memory.mlp_tiles={min(16, max(1, own // 8192))}",
+        f"memory.loss_chunks={min(128, max(1, local_tokens // 1024))}",
+        f"memory.mlp_tiles={min(16, max(1, local_tokens // 8192))}",
     ]
-    shared = (f"parallel.context={cards}", "parallel.strategy=fsdp") if cards > 1 else ()
-    return (*words, *shared, *variant)
+    if cards > 1:
+        words += [f"parallel.context={cards}", "parallel.strategy=fsdp"]
+    return (*words, *variant)
 
 
 def _find_longest(
-    line: Longest, config: str, on: str, variant: tuple[str, ...], at: int
+    line: Longest, config: str, cards_of_size: str, variant: tuple[str, ...], last_index: int
 ) -> Longest:
-    """The first whole plan that fits, of the length at this place and of shorter ones."""
-    plans = (
-        _plan_length(line, config, on, variant, tokens) for tokens in reversed(LENGTHS[: at + 1])
-    )
-    return next((found for found in plans if found is not None), line)
+    """Return the first whole plan that fits, of the length at this index and of shorter ones."""
+    for tokens in reversed(LENGTHS[: last_index + 1]):
+        planned_line = _plan_length(
+            line, config=config, cards_of_size=cards_of_size, variant=variant, tokens=tokens
+        )
+        if planned_line is not None:
+            return planned_line
+    return line
 
 
-def _guess_longest(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
-    """The place among LENGTHS of the longest that the straight line through two estimates has room
-    for; -1: none.
+def _guess_longest(config: str, cards_of_size: str, variant: tuple[str, ...], cards: int) -> int:
+    """Guess the index in LENGTHS of the longest that there is room for; -1: none.
+
+    The guess is by the straight line through two estimates.
     """
-    kind, points = find_recipe_class(find_config_recipe(config)), []
+    recipe_class = find_recipe_class(find_config_recipe(config))
+    points = []
     for tokens in (cards * 2**14, cards * 2**16):
+        words = build_settings(variant, tokens, cards)
         try:
-            cfg, settings = prepare_request(config, on, build_settings(variant, tokens, cards))
-            points.append((tokens, estimate_run(kind, cfg, replace(settings, timed=False)).active))
+            cfg, settings = prepare_request(config, cards_of_size, words)
+            estimate = estimate_run(recipe_class, cfg, replace(settings, timed=False))
         except UserError:
             return -1  # such as heads that so many cards cannot share
-    (low, first), (high, second) = points
-    room = (compute_usable_bytes(cfg, settings) - first) * (high - low) / max(
-        1, second - first
-    ) + low
-    return bisect.bisect_right(LENGTHS, room) - 1
+        points.append((tokens, estimate.active))
+    (low_tokens, low_bytes), (high_tokens, high_bytes) = points
+    free_bytes = compute_usable_bytes(cfg, settings) - low_bytes
+    tokens = free_bytes * (high_tokens - low_tokens) / max(1, high_bytes - low_bytes) + low_tokens
+    return bisect.bisect_right(LENGTHS, tokens) - 1
 
 
 def _plan_length(
-    line: Longest, config: str, on: str, variant: tuple[str, ...], tokens: int
+    line: Longest, config: str, cards_of_size: str, variant: tuple[str, ...], tokens: int
 ) -> Longest | None:
-    """The whole plan of a length; None where it does not fit."""
+    """Return the whole plan of a length as a line; None where it does not fit."""
     words = build_settings(variant, tokens, line.cards)
-    cfg, settings = prepare_request(config, on, words)
+    cfg, settings = prepare_request(config, cards_of_size, words)
     plan, trace = make_plan(find_recipe_class(find_config_recipe(config)), cfg, settings)
-    if (
-        plan.verdict != FITS or plan.time is None or plan.notes
-    ):  # of tensors that kernels cannot count
+    # Notes are of tensors that kernels cannot count.
+    if plan.verdict != FITS or plan.time is None or plan.notes:
         return None
     heaviest = plan.heaviest
     return replace(
@@ -254,11 +263,11 @@ def write_page(lines: list[Longest]) -> str:
     settings = " ".join(build_settings((), 2**16, 4))
     parts = [TITLE.format(shortest=LENGTHS[0], longest=LENGTHS[-1], settings=settings)]
     for model, method in list_models_and_methods():
-        of_method = [line for line in lines if (line.model, line.method) == (model, method)]
-        if of_method:
+        method_lines = [line for line in lines if (line.model, line.method) == (model, method)]
+        if method_lines:
             parts += [
                 f"## {model}, {METHODS[method]}: `{MODELS[model]}_{method}`",
-                _format_table(of_method),
+                _format_table(method_lines),
             ]
     return "\n\n".join(parts)
 

@@ -1,7 +1,7 @@
-"""One rank of Megatron-LM's GPT training, as it was in September 2023, for the planner: what it
-holds, part by part.
+"""One rank of Megatron-LM's GPT training, as it was in September 2023, for the planner.
 
-Tensor parallelism without shared tokens, 1F1B, the distributed optimizer (ZeRO-1), flash attention,
+It holds part by part what theirs does: tensor parallelism without shared tokens, 1F1B, the
+distributed optimizer (ZeRO-1), flash attention,
 swiglu. Written from what its modules allocate and keep: bf16 weights of the rank's part; one
 contiguous fp32 gradient buffer, into which linears accumulate their weight gradients at once; fp32
 master weights and Adam's two moments, divided over data ranks; activations are `[sequence, batch,
@@ -35,55 +35,55 @@ _known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is divided: sequences of a micro-batch, ranks of each kind."""
+    """How a run is divided."""
 
-    micro_batch: int
-    data: int
+    micro_batch: int  # sequences
+    data: int  # ranks, as all that follow
     pipeline: int
     tensor: int
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Return the number of all ranks."""
         return self.data * self.pipeline * self.tensor
 
 
 @dataclass(frozen=True)
 class Gpt:
-    """Sizes, and what their command line leaves open.
-
-    feed_forward: width behind the gate; theirs is 8/3 of `hidden`, down to a multiple of 64.
-    vocabulary: rows before they are padded to a multiple of 128 on each tensor rank. biases: of
-    linears. positions: learned ones. tied: the output projection is the embedding. dropout: of
-    embedding, attention and residual. fused_weight_gradients: a linear's weight gradient is added
-    to the fp32 buffer by its matmul; else there is a bf16 one in between. architecture: of the GPU.
-    """
+    """Sizes of a GPT, and what their command line leaves open."""
 
     layers: int = 32
     hidden: int = 4096
     heads: int = 32
+    # Width behind the gate; theirs is 8/3 of `hidden`, down to a multiple of 64.
     feed_forward: int = 10880
-    vocabulary: int = 50257
-    sequence: int = 2048
-    biases: bool = True
-    positions: bool = True
-    tied: bool = True
-    dropout: float = 0.1
+    vocabulary: int = 50257  # rows before they are padded to a multiple of 128 on each tensor rank
+    sequence: int = 2048  # tokens
+    biases: bool = True  # of linears
+    positions: bool = True  # learned ones
+    tied: bool = True  # the output projection is the embedding
+    dropout: float = 0.1  # of embedding, attention and residual
+    # A linear's weight gradient is added to the fp32 buffer by its matmul; else there is a bf16
+    # one in between.
     fused_weight_gradients: bool = True
-    architecture: str = "sm90"
+    architecture: str = "sm90"  # of the GPU
 
-    def stage(self, layout: Layout, place: int, group: Any, device: Any) -> "Stage":
-        """The layers of one place in the pipeline. group: of tensor ranks."""
-        return Stage(self, layout, place, group, device)
+    def build_stage(self, layout: Layout, place: int, group: Any, device: Any) -> "Stage":
+        """Build the layers of one place in the pipeline. group: of tensor ranks."""
+        return Stage(self, layout=layout, place=place, group=group, device=device)
 
 
 def _compute_linear(
     hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any
 ) -> Tensor:
-    """fused: autograd does not hear of the weight's gradient, which goes to the fp32 buffer at
+    """Return `hidden @ weight.T`.
+
+    reduced: parts of the output are summed. fused: the weight's gradient goes to the fp32 buffer at
     once.
     """
-    return _Linear.apply(hidden, weight.detach() if fused else weight, reduced, fused, group)
+    if fused:
+        weight = weight.detach()  # autograd does not hear of its gradient
+    return _Linear.apply(hidden, weight, reduced, fused, group)
 
 
 class _Linear(torch.autograd.Function):
@@ -107,17 +107,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
-        of_hidden = gradient @ weight
+        hidden_gradient = gradient @ weight
         if not ctx.reduced:
-            _all_reduce(of_hidden, ctx.group)
-        of_weight = None if ctx.fused else gradient.flatten(0, 1).t() @ hidden.flatten(0, 1)
-        return of_hidden, of_weight, None, None, None
+            _all_reduce(hidden_gradient, ctx.group)
+        weight_gradient = None
+        if not ctx.fused:
+            weight_gradient = gradient.flatten(0, 1).t() @ hidden.flatten(0, 1)
+        return hidden_gradient, weight_gradient, None, None, None
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """residual + dropout(hidden + bias) as one kernel, which keeps a mask of one byte for each
-    element.
-    """
+    """residual + dropout(hidden + bias) as one kernel, which keeps a mask, a byte an element."""
 
     @staticmethod
     def forward(
@@ -129,14 +129,16 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        of_hidden = torch.empty_like(gradient) if ctx.mask is not None else gradient
+        hidden_gradient = torch.empty_like(gradient) if ctx.mask is not None else gradient
         ctx.mask = None
-        return of_hidden, of_hidden.sum((0, 1)) if ctx.biased else None, gradient, None
+        bias_gradient = hidden_gradient.sum((0, 1)) if ctx.biased else None
+        return hidden_gradient, bias_gradient, gradient, None
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Losses from a rank's part of fp32 logits; keeps their softmax, which backward turns into the
-    gradient.
+    """Losses from a rank's part of fp32 logits.
+
+    It keeps their softmax, which backward turns into the gradient.
     """
 
     @staticmethod
@@ -144,22 +146,22 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         largest = logits.max(dim=-1)[0]
         _all_reduce(largest, group)
         logits = logits - largest.unsqueeze(-1)
-        wrong = labels >= logits.shape[-1]
-        flat = labels.masked_fill(wrong, 0).flatten()
-        picked = logits.flatten(0, 1).gather(1, flat[:, None]).view_as(labels)
-        _all_reduce(picked, group)
+        is_elsewhere = labels >= logits.shape[-1]
+        flat_labels = labels.masked_fill(is_elsewhere, 0).flatten()
+        label_logits = logits.flatten(0, 1).gather(1, flat_labels[:, None]).view_as(labels)
+        _all_reduce(label_logits, group)
         logits.exp_()
         total = logits.sum(-1)
         _all_reduce(total, group)
-        losses = total.log() - picked
+        losses = total.log() - label_logits
         logits.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(logits, wrong, flat)
+        ctx.save_for_backward(logits, is_elsewhere, flat_labels)
         return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        softmax, _, flat = ctx.saved_tensors
-        softmax.flatten(0, 1).scatter_(1, flat[:, None], 0.0)
+        softmax, _, flat_labels = ctx.saved_tensors
+        softmax.flatten(0, 1).scatter_(1, flat_labels[:, None], 0.0)
         return softmax.mul_(gradient.unsqueeze(-1)), None, None
 
 
@@ -169,9 +171,7 @@ def _all_reduce(tensor: Tensor, group: Any) -> None:
 
 
 class _Weight(nn.Module):
-    """A linear's parameters on this rank: `[outputs, inputs]` and, if there are biases,
-    `[outputs]`.
-    """
+    """A linear's parameters on this rank: `[outputs, inputs]`, and a bias `[outputs]` or none."""
 
     def __init__(self, outputs: int, inputs: int, biased: bool, device: Any):
         super().__init__()
@@ -190,21 +190,29 @@ class _Attention(nn.Module):
 
     def __init__(self, gpt: Gpt, group: Any, device: Any):
         super().__init__()
-        self.gpt, self.group, part = gpt, group, gpt.hidden // group.size()
-        self.qkv = _Weight(3 * part, gpt.hidden, gpt.biases, device)
-        self.dense = _Weight(gpt.hidden, part, gpt.biases, device)
+        self.gpt = gpt
+        self.group = group
+        local_width = gpt.hidden // group.size()
+        self.qkv = _Weight(3 * local_width, gpt.hidden, gpt.biases, device)
+        self.dense = _Weight(gpt.hidden, local_width, gpt.biases, device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gpt, fused = self.gpt, self.gpt.fused_weight_gradients
-        mixed = _compute_linear(hidden, self.qkv.weight, False, fused, self.group)
+        gpt = self.gpt
+        fused = gpt.fused_weight_gradients
+        mixed = _compute_linear(
+            hidden, self.qkv.weight, reduced=False, fused=fused, group=self.group
+        )
         if self.qkv.bias is not None:
             mixed = mixed + self.qkv.bias
-        heads, width = gpt.heads // self.group.size(), gpt.hidden // gpt.heads
-        parts = mixed.view(*mixed.shape[:2], heads, 3 * width).split(width, dim=-1)
+        num_heads = gpt.heads // self.group.size()
+        head_width = gpt.hidden // gpt.heads
+        parts = mixed.view(*mixed.shape[:2], num_heads, 3 * head_width).split(head_width, dim=-1)
         q, k, v = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts)
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, gpt.dropout, True)[0]
-        context = found.permute(2, 0, 1, 3).flatten(2).contiguous()
-        return _compute_linear(context, self.dense.weight, True, fused, self.group)
+        output = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, gpt.dropout, True)[0]
+        context = output.permute(2, 0, 1, 3).flatten(2).contiguous()
+        return _compute_linear(
+            context, self.dense.weight, reduced=True, fused=fused, group=self.group
+        )
 
 
 class _Mlp(nn.Module):
@@ -212,27 +220,35 @@ class _Mlp(nn.Module):
 
     def __init__(self, gpt: Gpt, group: Any, device: Any):
         super().__init__()
-        self.gpt, self.group, part = gpt, group, gpt.feed_forward // group.size()
-        self.up = _Weight(2 * part, gpt.hidden, gpt.biases, device)
-        self.down = _Weight(gpt.hidden, part, gpt.biases, device)
+        self.gpt = gpt
+        self.group = group
+        local_width = gpt.feed_forward // group.size()
+        self.up = _Weight(2 * local_width, gpt.hidden, gpt.biases, device)
+        self.down = _Weight(gpt.hidden, local_width, gpt.biases, device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         fused = self.gpt.fused_weight_gradients
-        wide = _compute_linear(hidden, self.up.weight, False, fused, self.group)
+        gate_and_up = _compute_linear(
+            hidden, self.up.weight, reduced=False, fused=fused, group=self.group
+        )
         if self.up.bias is not None:
-            wide = wide + self.up.bias
-        gate, up = wide.chunk(2, dim=-1)
-        return _compute_linear(F.silu(gate) * up, self.down.weight, True, fused, self.group)
+            gate_and_up = gate_and_up + self.up.bias
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return _compute_linear(
+            F.silu(gate) * up, self.down.weight, reduced=True, fused=fused, group=self.group
+        )
 
 
 class _Layer(nn.Module):
+    """A layer of the decoder."""
+
     def __init__(self, gpt: Gpt, group: Any, device: Any):
         super().__init__()
         self.rate = gpt.dropout
-        self.input_norm, self.post_norm = (
-            nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16) for _ in range(2)
-        )
-        self.attention, self.mlp = _Attention(gpt, group, device), _Mlp(gpt, group, device)
+        self.input_norm = nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16)
+        self.post_norm = nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16)
+        self.attention = _Attention(gpt, group, device)
+        self.mlp = _Mlp(gpt, group, device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         attended = self.attention(self.input_norm(hidden))
@@ -247,8 +263,12 @@ class Stage(nn.Module):
 
     def __init__(self, gpt: Gpt, layout: Layout, place: int, group: Any, device: Any):
         super().__init__()
-        self.gpt, self.group, self.device, self.rows = gpt, group, device, layout.micro_batch
-        self.first, self.last = place == 0, place == layout.pipeline - 1
+        self.gpt = gpt
+        self.group = group
+        self.device = device
+        self.rows = layout.micro_batch
+        self.first = place == 0
+        self.last = place == layout.pipeline - 1
         multiple = 128 * layout.tensor
         rows = -(-gpt.vocabulary // multiple) * multiple // layout.tensor
         if self.first:
@@ -272,16 +292,23 @@ class Stage(nn.Module):
         weights: Tensor,
         mask: Tensor,
     ) -> Tensor:
-        """`[sequence, batch, hidden]` of a stage that is not the last, the loss of one that is.
-        received: what the stage before made; the others as `batch` gives them.
+        """Return `[sequence, batch, hidden]`; of the last stage, the loss.
+
+        received: what the stage before made; the others as `make_batch` gives them.
         """
         hidden = self._embed(tokens[:, :-1].contiguous(), positions) if self.first else received
         for layer in self.layers:
             hidden = layer(hidden)
         if not self.last:
             return hidden
-        fused, labels = self.gpt.fused_weight_gradients, tokens[:, 1:].t().contiguous()
-        logits = _compute_linear(self.norm(hidden), self.output.weight, False, fused, self.group)
+        labels = tokens[:, 1:].t().contiguous()
+        logits = _compute_linear(
+            self.norm(hidden),
+            self.output.weight,
+            reduced=False,
+            fused=self.gpt.fused_weight_gradients,
+            group=self.group,
+        )
         losses = _VocabularyCrossEntropy.apply(logits.float(), labels, self.group)
         return (losses.t() * weights).sum() / weights.sum()
 
@@ -292,9 +319,10 @@ class Stage(nn.Module):
             words = words + F.embedding(positions, self.positions.weight)
         return F.dropout(words.transpose(0, 1).contiguous(), self.gpt.dropout)
 
-    def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s,
-        s]` nobody reads.
+    def make_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Make a micro-batch, of which nobody reads the mask.
+
+        Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, mask `[1, 1, s, s]`.
         """
         rows, length = self.rows, self.gpt.sequence
         tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
@@ -303,24 +331,29 @@ class Stage(nn.Module):
         mask = torch.ones(1, 1, length, length, device=self.device).tril() < 0.5
         return tokens, positions, weights, mask
 
-    def message(self) -> Tensor:
-        """What stages send to each other, `[sequence, batch, hidden]`."""
+    def make_message(self) -> Tensor:
+        """Make room for what stages send to each other, `[sequence, batch, hidden]`."""
         return torch.empty(
             self.gpt.sequence, self.rows, self.gpt.hidden, dtype=torch.bfloat16, device=self.device
         )
 
 
 class Training:
-    """A rank's model, gradient buffer and optimizer. place: in the pipeline. sizes: make the
-    model's stage.
+    """A rank's model, gradient buffer and optimizer.
+
+    sizes: make the model's stage. place: in the pipeline.
     """
 
     def __init__(self, sizes: Any, layout: Layout, place: int, world: Any):
-        self.layout, self.place, self.device = layout, place, world.device
+        self.layout = layout
+        self.place = place
+        self.device = world.device
         self.groups = {
             dim: world.mesh.get_group(dim) for dim in ("tensor", "pipeline", "data_shard")
         }
-        self.model = sizes.stage(layout, place, self.groups["tensor"], self.device)
+        self.model = sizes.build_stage(
+            layout, place=place, group=self.groups["tensor"], device=self.device
+        )
         parameters = list(self.model.parameters())
         count = sum(parameter.numel() for parameter in parameters)
         count += -count % layout.data
@@ -337,7 +370,7 @@ class Training:
         ]
 
     def label(self, tracer: Tracer) -> None:
-        """Tells what is what."""
+        """Tell the tracer what the parameters, gradients and states are."""
         for name, parameter in self.model.named_parameters():
             tracer.label(parameter, "parameters", name)
         tracer.label(self.gradients, "gradients", "gradients")
@@ -346,49 +379,49 @@ class Training:
         if self.model.last:
             tracer.vocabulary.add(self.model.output.weight.shape[0])
 
-    def step(self) -> None:
-        """1F1B over some micro-batches, gradients reduced, weights updated and gathered inside the
-        gradient buffer.
-        """
+    def run_step(self) -> None:
+        """Run 1F1B over some micro-batches, reduce gradients, update and gather weights."""
         self.gradients.zero_()
-        waiting: list[tuple[Tensor | None, Tensor]] = []
+        forwarded: list[tuple[Tensor | None, Tensor]] = []
         warm_up = self.layout.pipeline - 1 - self.place
-        # Back, by the micro-batch before: a variable of their loop, which holds it until the next
-        # one
-        sent = None
+        # The gradient that the micro-batch before has sent back: a variable of their loop, which
+        # holds it until the next one.
+        sent_gradient = None
         for number in range(MICRO_BATCHES + warm_up):
             if number < MICRO_BATCHES:
-                waiting.append(self._forward())
+                forwarded.append(self._forward())
             if number >= warm_up:
-                sent = self._backward(*waiting.pop(0))
-        del sent
+                sent_gradient = self._backward(*forwarded.pop(0))
+        del sent_gradient
         shard = self.gradients.chunk(self.layout.data)[0]
         if self.layout.data > 1:
             dist.reduce_scatter_tensor(shard, self.gradients, group=self.groups["data_shard"])
-            whole = self.gradients.view(torch.bfloat16)[: len(self.gradients)]
+            # Updated weights are gathered inside the gradient buffer.
+            gathered = self.gradients.view(torch.bfloat16)[: len(self.gradients)]
             dist.all_gather_into_tensor(
-                whole, whole.chunk(self.layout.data)[0], group=self.groups["data_shard"]
+                gathered, gathered.chunk(self.layout.data)[0], group=self.groups["data_shard"]
             )
 
     def _forward(self) -> tuple[Tensor | None, Tensor]:
-        """(what came from the stage before, what this one made); what was sent is given up, its
-        graph is kept.
+        """Return (what came from the stage before, what this one made).
+
+        What was sent is given up, its graph is kept.
         """
         received = None
         if not self.model.first:
-            received = self.model.message().requires_grad_()
+            received = self.model.make_message().requires_grad_()
             dist.recv(received.detach(), group=self.groups["pipeline"], group_src=self.place - 1)
-        output = self.model(received, *self.model.batch())
+        output = self.model(received, *self.model.make_batch())
         if not self.model.last:
             dist.send(output.detach(), group=self.groups["pipeline"], group_dst=self.place + 1)
             output.untyped_storage().resize_(0)
         return received, output
 
     def _backward(self, received: Tensor | None, output: Tensor) -> Tensor | None:
-        """The gradient of what came from the stage before."""
+        """Go backward, and return the gradient of what came from the stage before."""
         gradient = None
         if not self.model.last:
-            gradient = self.model.message()
+            gradient = self.model.make_message()
             dist.recv(gradient, group=self.groups["pipeline"], group_src=self.place + 1)
         torch.autograd.backward(output, gradient)
         if received is None:
@@ -403,10 +436,10 @@ def _accumulate_into_main_grad(parameter: Any) -> None:
 
 
 def trace_stages(sizes: Any, layout: Layout) -> list[Trace]:
-    """Set-up and two steps of the first rank of each place in the pipeline.
+    """Trace the set-up and two steps of the first rank of each place in the pipeline.
 
-    sizes: such as `Gpt`, whose `stage` makes the model and whose `architecture` says how large
-    torch's workspaces are.
+    sizes: such as `Gpt`, whose `build_stage` makes the model and whose `architecture` says how
+    large torch's workspaces are.
     """
     return [_trace(sizes, layout, place) for place in range(layout.pipeline)]
 
@@ -426,6 +459,6 @@ def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
             training.label(tracer)
             for name in (f"first {STEP}", STEP):
                 tracer.begin_phase(name)
-                training.step()
+                training.run_step()
     classify_activations(tracer.trace)
     return tracer.trace

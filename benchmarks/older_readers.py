@@ -1,5 +1,6 @@
-"""What earlier releases of transformers compute from what is exported here: `python -m
-benchmarks.older_readers`.
+"""Compare what earlier releases of transformers compute from our exports with the model itself.
+
+    python -m benchmarks.older_readers --output docs/measurements/older_readers.md
 
 Makes an environment of its own for each release (pip, some 3 GB in all; --environments keeps them),
 exports a small random model of every family, has the release read it, and writes a page with the
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,35 @@ from recipe_lib.models.spec import ModelSpec
 from tests.models.reference import CASES, build_reference_model
 
 COMMAND = "python -m benchmarks.older_readers --output docs/measurements/older_readers.md"
-RELEASES = {"4.57.6": "torch==2.13.0", "4.46.3": "torch==2.13.0"}
+RELEASES = {  # of transformers -> the torch that it is installed with
+    "4.57.6": "torch==2.13.0",
+    "4.46.3": "torch==2.13.0",
+}
 # Families that are exported in transformers' own class, and whose rotary embedding has keys of its
 # own.
-EXTERNAL = ("cohere", "cohere2", "ernie4_5", "exaone4", "glm", "gpt_neox", "granite", "olmo2", "persimmon", "phi",
-            "qwen2_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2")  # fmt: skip
-CHANGED: dict[str, dict[str, Any]] = {
-    "gpt-oss": {"swiglu_limit": 7.0}
-}  # the only one that transformers 4 has
+EXTERNAL = (
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "glm",
+    "gpt_neox",
+    "granite",
+    "olmo2",
+    "persimmon",
+    "phi",
+    "qwen2_moe",
+    "qwen3_next",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+# Settings of a case: the only limit that transformers 4 has.
+CHANGED: dict[str, dict[str, Any]] = {"gpt-oss": {"swiglu_limit": 7.0}}
 BASE = 777.0  # of the rotary embedding, which is no family's default
 LENGTH = 48  # tokens of the prompt
+# Run by each environment's Python: writes the difference of logits, or the error, of each folder.
 READER = """
 import json, sys, warnings
 from pathlib import Path
@@ -72,19 +93,21 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         environments = arguments.environments or Path(folder) / "environments"
         models = Path(folder) / "models"
-        rows = [*(write_native(models / case, case) for case in CASES),
-                *(write_external(models / name, name) for name in EXTERNAL)]  # fmt: skip
-        read = {release: measure_release(environments, release, rows) for release in RELEASES}
-        arguments.output.write_text(write_page(rows, read), encoding="utf-8")
+        folders = [write_native(models / case, case) for case in CASES]
+        folders += [write_external(models / name, name) for name in EXTERNAL]
+        measured = {
+            release: measure_release(environments, release, folders) for release in RELEASES
+        }
+        arguments.output.write_text(write_page(folders, measured), encoding="utf-8")
 
 
 def write_native(folder: Path, case: str) -> Path:
-    """A folder with a model of a case as transformers writes it, and as we export it."""
+    """Write a case's model into a folder, as transformers does and as we export it."""
     return write_both(folder, build_reference_model(case, **CHANGED.get(case, {})), external=False)
 
 
 def write_external(folder: Path, family: str) -> Path:
-    """The same for a family that is trained in transformers' own class."""
+    """Write the model of a family that is trained in transformers' own class, likewise."""
     config = shrink(transformers.AutoConfig.for_model(family))
     config.rope_parameters["rope_theta"] = BASE
     model = transformers.AutoModelForCausalLM.from_config(
@@ -96,14 +119,16 @@ def write_external(folder: Path, family: str) -> Path:
 
 @torch.no_grad()
 def write_both(folder: Path, model: Any, *, external: bool) -> Path:
-    """transformers' own folder, our export of it, and the logits that both stand for."""
+    """Write transformers' own folder, our export of it, and the logits that both stand for."""
     model.save_pretrained(folder / "theirs")
     tokens = torch.arange(LENGTH)[None] * 37 % 91 + 3
     save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / "expected.safetensors")
     config = read_config(folder / "theirs")
-    spec: ModelSpec = (
-        read_spec(config, folder.name) if external else build_spec(config, folder.name)
-    )
+    spec: ModelSpec
+    if external:
+        spec = read_spec(config, folder.name)
+    else:
+        spec = build_spec(config, folder.name)
     ours = build_meta(spec, torch.float32)
     allocate(ours, torch.device("cpu"))
     load_weights(ours, spec, folder / "theirs")
@@ -119,9 +144,13 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
     return folder
 
 
-def measure_release(environments: Path, release: str, rows: list[Path]) -> dict[str, float | str]:
-    """What a release computes of each folder: the difference of logits as a share of the largest,
-    or its error.
+def measure_release(
+    environments: Path, release: str, folders: list[Path]
+) -> dict[str, float | str]:
+    """Have a release read each folder; return by path how far its logits are off, or its error.
+
+    The difference is a share of the largest logit. environments: the folder of the environments,
+    where one that is missing is made.
     """
     environment = environments / release
     python = environment / "bin" / "python"
@@ -132,16 +161,21 @@ def measure_release(environments: Path, release: str, rows: list[Path]) -> dict[
                 [python, "-m", "pip", "install", "--quiet", package, "numpy"], check=True
             )
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        folders = [str(row / whose) for row in rows for whose in ("theirs", "ours")]
-        subprocess.run([python, "-c", READER, found, *folders], check=True)
-        read: dict[str, float | str] = json.loads(found.read_text())
-        return read
+        output = Path(folder) / "found.json"
+        paths = []
+        for model_folder in folders:
+            paths += [model_folder / "theirs", model_folder / "ours"]
+        subprocess.run([python, "-c", READER, output, *map(str, paths)], check=True)
+        measured: dict[str, float | str] = json.loads(output.read_text())
+        return measured
 
 
-def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str:
-    """The page: a row a model, two columns a release."""
-    columns = [(release, whose) for release in RELEASES for whose in ("theirs", "ours")]
+def write_page(folders: list[Path], measured: dict[str, dict[str, float | str]]) -> str:
+    """Return the page: a row for each model, two columns for each release.
+
+    measured: by release, what `measure_release` returned.
+    """
+    columns = list(product(RELEASES, ("theirs", "ours")))
     title = {"theirs": f"file of {transformers.__version__}", "ours": "our export"}
     lines = [
         "# Exports in earlier releases of transformers\n",
@@ -164,13 +198,15 @@ def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str
         + " |",
         "|---|" + "---|" * len(columns),
     ]
-    for row in rows:
-        cells = [format_cell(read[release][str(row / whose)]) for release, whose in columns]
-        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    for folder in folders:
+        cells = [format_cell(measured[release][str(folder / whose)]) for release, whose in columns]
+        lines.append(f"| {folder.name} | {' | '.join(cells)} |")
     for whose in ("theirs", "ours"):
-        known = [read["4.57.6"][str(row / whose)] for row in rows]
-        same = sum(isinstance(value, float) and value < 1e-5 for value in known)
-        lines.append(f"\n4.57.6 computes the model from {same} of {len(known)}: {title[whose]}.")
+        values = [measured["4.57.6"][str(folder / whose)] for folder in folders]
+        num_same = sum(isinstance(value, float) and value < 1e-5 for value in values)
+        lines.append(
+            f"\n4.57.6 computes the model from {num_same} of {len(values)}: {title[whose]}."
+        )
     versions = (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python"
         f" {platform.python_version()}"
@@ -182,7 +218,7 @@ def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str
 
 
 def format_cell(value: float | str) -> str:
-    """A cell: a difference, bold where it is another model."""
+    """Return a cell: a difference or an error, bold where the release computes another model."""
     if isinstance(value, str):
         return "unknown" if "does not recognize" in value else f"**{value.partition(':')[0]}**"
     return f"{value:.1g}" if value < 1e-5 else f"**{value:.2g}**"

@@ -1,5 +1,4 @@
-"""What AdamW's states lose in each of their kinds, against torch's AdamW in fp64, next to the bytes
-that they take.
+"""Measure what each kind of AdamW's states loses against torch's AdamW in fp64, and its bytes.
 
     python -m benchmarks.optimizer_states --output docs/measurements/optimizer_states.md
 
@@ -28,7 +27,8 @@ from recipe_lib.optim.optimizers import build_optimizer
 
 COLUMNS = 128  # the longest block of 4 bits
 ROWS = 8  # of a pattern
-STEPS, EVERY = 3000, 100
+STEPS = 3000
+EVERY = 100  # steps, of which the last is looked at
 BASE = OptimizerConfig(lr=2.0**-6, weight_decay=0.0, eps=1e-12)
 BETAS = ([0.9, 0.95], [0.9, 0.999])
 OUTLIERS = (1e-2, 1e-3, 3e-4, 1e-4)
@@ -40,17 +40,20 @@ BLOCK = 0.9 / 128  # half the distance of two levels of 8 bits, of half of a blo
 
 
 def compute_resting_range(decay: float, half_distance: float = BF16) -> tuple[float, float]:
-    """Return between which multiples of a mean what it averages may be while the mean stays."""
-    off = half_distance / (1 - decay)
-    return max(0.0, 1 - off), 1 + off
+    """Return between which multiples of a mean what it averages may be while the mean stays.
+
+    half_distance: of two neighboring numbers, as a share of the mean.
+    """
+    tolerance = half_distance / (1 - decay)
+    return max(0.0, 1 - tolerance), 1 + tolerance
 
 
 @dataclass(frozen=True)
 class StateKind:
-    """A way to keep states. dtype: of the weights. settings: of the section `optimizer`."""
+    """A kind of optimizer states."""
 
-    dtype: str
-    settings: dict[str, Any]
+    dtype: str  # of the weights
+    settings: dict[str, Any]  # of the config's section `optimizer`
 
     def format_label(self) -> str:
         """Return the settings as they are typed."""
@@ -83,12 +86,12 @@ Pattern = Callable[[int, Tensor], Tensor]  # of a step's number and normal numbe
 def put_outlier(small: float) -> Pattern:
     """Return the pattern of one gradient of 1 among others of `small` in each row."""
 
-    def make(step: int, drawn: Tensor) -> Tensor:
+    def make_gradient(step: int, drawn: Tensor) -> Tensor:
         gradient = torch.full_like(drawn, small)
         gradient[:, 0] = 1.0
         return gradient
 
-    return make
+    return make_gradient
 
 
 def spread_decades(step: int, drawn: Tensor) -> Tensor:
@@ -109,11 +112,12 @@ def change_apart(step: int, drawn: Tensor) -> Tensor:
 
 
 def change_in_turn(step: int, drawn: Tensor) -> Tensor:
-    """Return the same for each number of a row, 16 steps after its neighbor, so that the largest is
-    always 1.
+    """Return the same for each number of a row, 16 steps after its neighbor.
+
+    So some number of a row is always 1.
     """
-    begins = 16 * torch.arange(drawn.shape[-1])
-    changed = (step + begins) // 1000 % 2 == 1
+    leads = 16 * torch.arange(drawn.shape[-1])  # steps
+    changed = (step + leads) // 1000 % 2 == 1
     return torch.where(changed, 0.01, 1.0).expand_as(drawn)
 
 
@@ -130,11 +134,13 @@ PATTERNS: dict[str, Pattern] = {
 
 @cache
 def make_gradients(step: int) -> Tensor:
-    """Return the gradients of a step, a band of rows for each pattern, in bf16; all of a run take
-    55 MB.
+    """Return the gradients of a step in bf16, a band of rows for each pattern.
+
+    All of a run take 55 MB, and are made once for all kinds.
     """
     drawn = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(step))
-    return torch.cat([make(step, drawn) for make in PATTERNS.values()]).bfloat16()
+    bands = [make_gradient(step, drawn) for make_gradient in PATTERNS.values()]
+    return torch.cat(bands).bfloat16()
 
 
 def read_state(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> Tensor:
@@ -144,30 +150,29 @@ def read_state(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> Tens
         return state[name].double().clone()  # the next step changes it
     codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
     bits = 8 * codes.shape[-1] // parameter.shape[-1]
-    return (
-        make_code(bits, signed=name == "exp_avg", device=codes.device)
-        .decode(codes, scales)
-        .double()
-    )
+    code = make_code(bits, signed=name == "exp_avg", device=codes.device)
+    return code.decode(codes, scales).double()
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What is there after a step, fp64 `[r, c]`: the step itself in units of the rate, and both
-    states.
-    """
+    """The weights' change and the states after a step."""
 
     step: int
-    update: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    update: Tensor  # the change of the weights in units of the learning rate, fp64 `[r, c]`
+    exp_avg: Tensor  # fp64 `[r, c]`
+    exp_avg_sq: Tensor  # fp64 `[r, c]`
 
     def select_band(self, pattern: str) -> "Observed":
         """Return the part of a pattern; of those with an outlier the others."""
         start = list(PATTERNS).index(pattern) * ROWS
-        places = slice(start, start + ROWS), slice(1 if pattern.startswith("outlier") else 0, None)
+        first_column = 1 if pattern.startswith("outlier") else 0
+        band = slice(start, start + ROWS), slice(first_column, None)
         return Observed(
-            self.step, self.update[places], self.exp_avg[places], self.exp_avg_sq[places]
+            step=self.step,
+            update=self.update[band],
+            exp_avg=self.exp_avg[band],
+            exp_avg_sq=self.exp_avg_sq[band],
         )
 
 
@@ -189,42 +194,51 @@ def run_steps(
             cfg, [("layers.0.weight", parameter)], torch.device("cpu"), seed=1
         )
     for step in range(steps):
-        parameter.data.zero_()
+        parameter.data.zero_()  # afterwards it is the step itself
         if MASTER in optimizer.state.get(parameter, {}):
             optimizer.state[parameter][MASTER].zero_()
         parameter.grad = make_gradients(step).to(dtype)
         optimizer.step()
         if (step + 1) % every == 0:
-            states = [read_state(optimizer, parameter, name) for name in ("exp_avg", "exp_avg_sq")]
-            yield Observed(step, parameter.detach().double() / -cfg.lr, *states)
+            yield Observed(
+                step=step,
+                update=parameter.detach().double() / -cfg.lr,
+                exp_avg=read_state(optimizer, parameter, "exp_avg"),
+                exp_avg_sq=read_state(optimizer, parameter, "exp_avg_sq"),
+            )
 
 
-def describe_ratios(found: Tensor, exact: Tensor) -> str:
+def describe_ratios(rounded: Tensor, exact: Tensor) -> str:
     """Return `median (worst)` of what each number is in multiples of the exact one."""
-    ratios = (found / exact).flatten()
+    ratios = (rounded / exact).flatten()
     worst = ratios[ratios.abs().clamp(min=1e-30).log().abs().argmax()]
     return f"{float(ratios.median()):.3g} ({float(worst):.3g})"
 
 
 def build_tables(betas: list[float], steps: int, every: int) -> list[list[str]]:
-    """Return the rows of both tables for a pair of betas: kinds, then cells of steps and of second
-    moments.
+    """Return the rows of both tables for a pair of betas, one for each kind.
+
+    A row has the kind and its bytes, then a cell for the steps of each pattern, then one for its
+    second moments.
     """
     exact = list(run_steps(replace(BASE, betas=betas), torch.float64, steps, every))
     rows = []
     for kind in KINDS:
         cfg = replace(BASE, betas=betas, **kind.settings)
-        found = list(run_steps(cfg, DTYPES[kind.dtype], steps, every))
+        observed = list(run_steps(cfg, DTYPES[kind.dtype], steps, every))
         cells = [kind.format_label(), f"{kind.count_bytes_per_parameter():.3g}"]
-        for what in ("update", "exp_avg_sq"):
+        for name in ("update", "exp_avg_sq"):
             for pattern in PATTERNS:
-                pair = [
-                    torch.stack([getattr(one.select_band(pattern), what) for one in run])
-                    for run in (found, exact)
-                ]
-                cells.append(describe_ratios(*pair))
+                rounded_values = _stack_band(observed, pattern, name)
+                exact_values = _stack_band(exact, pattern, name)
+                cells.append(describe_ratios(rounded_values, exact_values))
         rows.append(cells)
     return rows
+
+
+def _stack_band(run: list[Observed], pattern: str, name: str) -> Tensor:
+    """Return a field of a pattern's band over the observed steps of a run."""
+    return torch.stack([getattr(observed.select_band(pattern), name) for observed in run])
 
 
 PAGE = """# What optimizer states lose
@@ -275,9 +289,12 @@ def make_page(steps: int, every: int) -> str:
     header = f"| states | bytes | {' | '.join(PATTERNS)} |\n|---|---:|{'---|' * len(PATTERNS)}"
     for betas in BETAS:
         rows = build_tables(betas, steps, every)
-        for first, what in ((2, "Steps"), (2 + len(PATTERNS), "Second moments")):
-            body = [" | ".join([*row[:2], *row[first : first + len(PATTERNS)]]) for row in rows]
-            parts += [f"## {what}, betas {betas}\n", header, *(f"| {line} |" for line in body), ""]
+        for first, title in ((2, "Steps"), (2 + len(PATTERNS), "Second moments")):
+            parts += [f"## {title}, betas {betas}\n", header]
+            for row in rows:
+                cells = row[:2] + row[first : first + len(PATTERNS)]
+                parts.append(f"| {' | '.join(cells)} |")
+            parts.append("")
     low_95, high_95 = compute_resting_range(0.95)
     high_999 = compute_resting_range(0.999)[1]
     low_block_95, high_block_95 = compute_resting_range(0.95, BLOCK)

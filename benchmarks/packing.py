@@ -1,5 +1,6 @@
-"""How long packing takes and how full the packs are, for typical mixes of lengths: `python -m
-benchmarks.packing`.
+"""Measure how long packing takes and how full the packs are, for typical mixes of lengths.
+
+    python -m benchmarks.packing
 
 The lower bound says how many packs any way of packing needs at least; bounds of bin packing are due
 to Martello and Toth (1990). One core; the order of the items is drawn at random.
@@ -26,45 +27,51 @@ MIXES = {
 
 
 def draw_lengths(name: str, number: int, seed: int = 0) -> tuple[np.ndarray, int]:
-    """Lengths int64 `[number]` of one of the mixes, and the capacity that goes with it."""
-    capacity, kind = MIXES[name]
-    word, *numbers = kind.split()
-    first, second = (*map(float, numbers), 0.0)[:2]
-    draw = np.random.default_rng(seed)
+    """Return lengths int64 `[number]` of one of the mixes, and the capacity that goes with it."""
+    capacity, description = MIXES[name]
+    distribution, *words = description.split()
+    parameters = [float(word) for word in words]
+    generator = np.random.default_rng(seed)
     lengths: np.ndarray
-    if word == "lognormal":
-        lengths = draw.lognormal(first, second, number)
-    elif word == "exponential":
-        lengths = draw.exponential(first, number)
-    elif word == "uniform":
-        lengths = draw.integers(int(first), int(second) + 1, number)
+    if distribution == "lognormal":
+        mean, deviation = parameters
+        lengths = generator.lognormal(mean, deviation, number)
+    elif distribution == "exponential":
+        lengths = generator.exponential(parameters[0], number)
+    elif distribution == "uniform":
+        lowest, highest = parameters
+        lengths = generator.integers(int(lowest), int(highest) + 1, number)
     else:
-        middles = np.where(draw.random(number) < 0.9, first, second)
-        lengths = draw.normal(middles, middles / 5)
+        short, long = parameters
+        means = np.where(generator.random(number) < 0.9, short, long)
+        lengths = generator.normal(means, means / 5)
     return np.clip(lengths, 1, capacity).astype(np.int64), capacity
 
 
 def compute_lower_bound(lengths: np.ndarray, capacity: int) -> int:
-    """Packs that are needed at least: by the sum of the lengths, or by the long items that no two
-    fit together.
+    """Return how many packs are needed at least.
 
-    For a limit k: items over capacity - k share a pack with nothing that is k or longer, other
-    items over half of the capacity with none of their kind; what is between k and the half fills
-    what these leave, then packs of its own.
+    Either the sum of the lengths needs them, or long items of which no two fit together. For a
+    limit k: items over capacity - k share a pack with nothing that is k or longer, other items over
+    half of the capacity with none of their kind; what is between k and the half fills what these
+    leave, then packs of its own.
     """
     rising = np.sort(lengths)
     sums = np.concatenate([[0], np.cumsum(rising)])
-    half = np.searchsorted(rising, capacity // 2, side="right")
+    half = np.searchsorted(rising, capacity // 2, side="right")  # items up to half the capacity
     limits = np.unique(np.concatenate([[0], rising[:half]]))
-    alone = np.searchsorted(rising, capacity - limits, side="right")
-    large = np.maximum(alone - half, 0)
-    small = sums[half] - sums[np.searchsorted(rising, limits, side="left")]
-    left = large * capacity - (sums[np.maximum(alone, half)] - sums[half])
-    return int((len(rising) - alone + large + np.maximum(0, -(-(small - left) // capacity))).max())
+    # From this place on, for each limit, items have a pack of their own.
+    first_alone = np.searchsorted(rising, capacity - limits, side="right")
+    num_alone = len(rising) - first_alone
+    num_large = np.maximum(first_alone - half, 0)
+    small_tokens = sums[half] - sums[np.searchsorted(rising, limits, side="left")]
+    room = num_large * capacity - (sums[np.maximum(first_alone, half)] - sums[half])
+    num_small_packs = np.maximum(0, -(-(small_tokens - room) // capacity))
+    return int((num_alone + num_large + num_small_packs).max())
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints a line for each mix."""
+    """Print a line for each mix."""
     parser = argparse.ArgumentParser(
         description="Packs synthetic lengths; prints seconds and how full the packs are."
     )

@@ -23,54 +23,52 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that sha
 
 @dataclass(frozen=True)
 class PeerRun:
-    """A run of that stack.
+    """A run of that stack."""
 
-    nf4, double_quant: weights of the decoder's linears in 4 bits, their scales in 8. prepared:
-    PEFT's `prepare_model_for_kbit_training` made the rest fp32. targets: of LoRA. attention:
-    `eager`; `sdpa`, torch's choice on that GPU; `efficient` or `math`, that kernel of torch's, keys
-    and values copied for each query head. loss_chunk: tokens of a piece of the loss, each
-    checkpointed; 0: transformers' own. keeps_logits: a variable holds the model's output to the
-    step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host: `all`,
-    of two layers at a time on the device; or of NF4 the `codes` alone, copied ahead on a stream of
-    their own. shared_ends: embedding and output projection take turns in one buffer. capability: of
-    the GPU. loader: `device_map`, transformers' order of names after one block for all of them;
-    `linears first`; else the model's order. workspace: architecture whose workspace of matmuls
-    torch takes, if not that of `capability`. expandable: segments. phase: `step`, a steady one, or
-    `first step`, which makes AdamW's states.
-    """
-
-    model: str
-    batch: int
-    tokens: int
-    rank: int
-    targets: tuple[str, ...]
+    model: str  # its name among the `models` of peer_rows.json
+    batch: int  # sequences of a step
+    tokens: int  # of a sequence
+    rank: int  # of LoRA
+    targets: tuple[str, ...]  # of LoRA
     dtype: str = "bfloat16"
-    nf4: bool = False
-    double_quant: bool = False
-    prepared: bool = False
+    nf4: bool = False  # weights of the decoder's linears in 4 bits
+    double_quant: bool = False  # their scales in 8 bits
+    prepared: bool = False  # PEFT's `prepare_model_for_kbit_training` made the rest fp32
+    # `eager`; `sdpa`, torch's choice on that GPU; `efficient` or `math`, that kernel of torch's,
+    # keys and values copied for each query head.
     attention: str = "sdpa"
+    # Tokens of a piece of the loss, each checkpointed; 0: transformers' own loss.
     loss_chunk: int = 0
-    keeps_logits: bool = False
-    clipped: bool = False
+    keeps_logits: bool = False  # a variable holds the model's output to the step's end
+    clipped: bool = False  # by `clip_grad_norm_`
+    # Weights of layers that lie on the host: `all`, of two layers at a time on the device; or of
+    # NF4 the `codes` alone, copied ahead on a stream of their own.
     streamed: str = ""
-    shared_ends: bool = False
-    capability: tuple[int, int] = (8, 0)
+    shared_ends: bool = False  # embedding and output projection take turns in one buffer
+    capability: tuple[int, int] = (8, 0)  # of the GPU
+    # `device_map`, transformers' order of names after one block for all of them;
+    # `linears first`; else the model's order.
     loader: str = ""
+    # Architecture whose workspace of matmuls torch takes, if not that of `capability`.
     workspace: str = ""
-    expandable: bool = False
-    phase: str = "step"
+    expandable: bool = False  # segments of the allocator
+    phase: str = "step"  # a steady one, or `first step`, which makes AdamW's states
 
 
 class Nf4Linear(nn.Module):
-    """A frozen linear of bitsandbytes: two numbers a byte, and a scale for 64 of them, in fp32 or
-    in 8 bits.
+    """A frozen linear of bitsandbytes: two numbers a byte, and a scale for 64 of them.
+
+    Scales are in fp32, or in 8 bits.
     """
 
     def __init__(self, linear: nn.Linear, double_quant: bool) -> None:
-        """Of one with its weight on the device, where it is quantized."""
+        """Quantize a linear whose weight is on the device, there."""
         super().__init__()
-        weight, device = linear.weight, linear.weight.device
-        self.shape, self.dtype, self.bias = weight.shape, weight.dtype, linear.bias
+        weight = linear.weight
+        device = weight.device
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self.bias = linear.bias
         blocks = -(-weight.numel() // NF4_BLOCK)
         scales = torch.empty(blocks, device=device)
         self.codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=device)
@@ -83,10 +81,8 @@ class Nf4Linear(nn.Module):
             self.nested = torch.empty(-(-blocks // NESTED_BLOCK), device=device)
             self.nested_levels = torch.empty(256, device=device)
 
-    def dequantized(self) -> Tensor:
-        """The weight in its compute type; before it, its scales in fp32, if they were quantized
-        too.
-        """
+    def dequantize(self) -> Tensor:
+        """Return the weight in its compute type."""
         scales = self.scales
         if scales.dtype == torch.uint8:
             scales = torch.empty_like(scales, dtype=torch.float32)
@@ -94,32 +90,27 @@ class Nf4Linear(nn.Module):
         return torch.empty(self.shape, dtype=self.dtype, device=scales.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Computed in the compute type, which its bias has from then on, returned in the
-        input's.
-        """
+        """Compute in the compute type, which the bias has from then on; return the input's type."""
         if self.bias is not None:
             self.bias.data = self.bias.data.to(self.dtype)
         return _Nf4Matmul.apply(hidden.to(self.dtype), self).to(hidden.dtype)
 
 
 class _Nf4Matmul(torch.autograd.Function):
-    """Keeps the codes alone: the weight is dequantized once more in backward."""
+    """A product of which the codes alone are kept: the weight is dequantized again in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, linear: Nf4Linear) -> Tensor:
         ctx.linear = linear
-        return F.linear(hidden, linear.dequantized(), linear.bias)
+        return F.linear(hidden, linear.dequantize(), linear.bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return torch.matmul(gradient, ctx.linear.dequantized()), None
+        return torch.matmul(gradient, ctx.linear.dequantize()), None
 
 
 class LoraLinear(nn.Module):
-    """As PEFT wraps a linear: two fp32 matrices, to whose type the input is cast. Of a 4-bit linear
-    the output is cloned, and the adapter's cast to its type before they are added; of another one
-    the sum is cast.
-    """
+    """A linear as PEFT wraps it: two fp32 matrices, to whose type the input is cast."""
 
     def __init__(self, base: nn.Module, outputs: int, inputs: int, rank: int, device: Any) -> None:
         super().__init__()
@@ -128,23 +119,23 @@ class LoraLinear(nn.Module):
         self.up = nn.Linear(rank, outputs, bias=False, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The linear's output and the adapter's."""
+        """Return the sum of the linear's output and the adapter's."""
         output = self.base(hidden)
         dtype = output.dtype
         if isinstance(self.base, Nf4Linear):
+            # PEFT clones a 4-bit linear's output, and casts the adapter's before both are added.
             output = output.clone()
             hidden = hidden.to(torch.float32)
-            added = self.up(self.down(hidden)) * 2.0
-            added = added.to(dtype)
-            return output + added
+            adapter_output = self.up(self.down(hidden)) * 2.0
+            adapter_output = adapter_output.to(dtype)
+            return output + adapter_output
         hidden = hidden.to(torch.float32)
         output = output + self.up(self.down(hidden)) * 2.0
         return output.to(dtype)
 
 
 def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
-    """transformers' model on the device: loaded weight by weight, quantized, prepared by PEFT,
-    given its adapters.
+    """Load transformers' model weight by weight, quantized, prepared by PEFT, with adapters.
 
     sizes: `model_type` and the rest as transformers' config has them.
     """
@@ -168,17 +159,19 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
         _add_adapters(layer, run, device)
     if run.streamed == "codes":
         layers = list(model.model.layers)
-        StreamedCodes(
-            layers,
-            [[one for one in each.modules() if isinstance(one, Nf4Linear)] for each in layers],
-        )
+        quantized_linears = []  # of each layer
+        for layer in layers:
+            quantized_linears.append(
+                [module for module in layer.modules() if isinstance(module, Nf4Linear)]
+            )
+        StreamedCodes(layers, quantized_linears)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model.train()
 
 
 def _load(model: Any, run: PeerRun, device: Any) -> None:
-    """Gives weights their memory, one after the other, and quantizes a linear's at once."""
+    """Give weights their memory, one after the other, and quantize a linear's at once."""
     linears = {
         f"{path}.weight"
         for path, module in model.named_modules()
@@ -200,33 +193,33 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         if name in linears:
-            number, place = int(path.split(".")[2]), path.split(".", 3)[3]
-            base = _load_linear(module, run, device, loaded.get((number - 2, place)))
+            layer_number = int(path.split(".")[2])
+            path_in_layer = path.split(".", 3)[3]
+            base = _load_linear(module, run, device, loaded.get((layer_number - 2, path_in_layer)))
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, base)
-            loaded[number, place] = base
+            loaded[layer_number, path_in_layer] = base
         elif getattr(module, attribute).device.type == "meta":
-            setattr(
-                module,
-                attribute,
-                nn.Parameter(torch.empty_like(getattr(module, attribute), device=device), False),
-            )
+            values = torch.empty_like(getattr(module, attribute), device=device)
+            setattr(module, attribute, nn.Parameter(values, False))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _split_numbers(name: str) -> list[tuple[bool, int, str]]:
-    """By which transformers sorts names: numbers between dots as numbers."""
+    """Return the key by which transformers sorts names: numbers between dots as numbers."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
-def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, before: Any) -> Any:
-    """A linear as the run has it. before: two layers before, whose memory this one uses if weights
-    are streamed.
+def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, two_layers_before: Any) -> Any:
+    """Return a linear as the run has it.
+
+    two_layers_before: the same linear of that layer, whose memory this one uses if weights are
+    streamed.
     """
-    if before is not None and run.streamed == "all":
-        return before
+    if two_layers_before is not None and run.streamed == "all":
+        return two_layers_before
     linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device), False)
     if not run.nf4:
         return linear
@@ -237,13 +230,10 @@ def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, before: Any) -> A
 
 
 def _add_adapters(layer: nn.Module, run: PeerRun, device: Any) -> None:
-    """Wraps a layer's targets."""
+    """Wrap a layer's targets."""
     for name, base in list(layer.named_modules()):
         path, _, child = name.rpartition(".")
         if child in run.targets:
             outputs, inputs = base.shape if isinstance(base, Nf4Linear) else base.weight.shape
-            setattr(
-                layer.get_submodule(path),
-                child,
-                LoraLinear(base, outputs, inputs, run.rank, device),
-            )
+            adapted = LoraLinear(base, outputs=outputs, inputs=inputs, rank=run.rank, device=device)
+            setattr(layer.get_submodule(path), child, adapted)

@@ -1,5 +1,6 @@
-"""Steps of the imitated stack of `peer_stacks`, traced on the simulated device and replayed through
-the allocator.
+"""Steps of the imitated stack of `peer_stacks`, traced on the simulated device.
+
+`trace_run` gives `planner_peers.py` the trace that it replays through the allocator.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,8 +34,9 @@ _known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
 
 
 def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
-    """Set-up and two steps, the first of which makes AdamW's states. sizes: as transformers' config
-    has them.
+    """Trace the set-up and two steps, the first of which makes AdamW's states.
+
+    sizes: as transformers' config has them.
     """
     architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
     world = enter_simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
@@ -60,7 +62,7 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
 def train_step(
     run: PeerRun, model: Any, optimizer: Any, trained: list[Tensor], batch: Tensor
 ) -> None:
-    """Gradients away, forward, backward, AdamW."""
+    """Run a step: drop gradients, forward, backward, AdamW."""
     optimizer.zero_grad(set_to_none=True)
     if run.loss_chunk:
         hidden = model.model(input_ids=batch).last_hidden_state
@@ -78,21 +80,25 @@ def train_step(
 
 
 def compute_chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Mean cross-entropy of `[b, s, d]`, some tokens at a time, whose logits are made once more in
-    backward.
+    """Return the mean cross-entropy of `[b, s, d]`, some tokens at a time.
+
+    Their logits are made once more in backward.
     """
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    shifted_labels = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
     rows = hidden.flatten(0, 1)
-    kept = shifted != -100
-    rows, shifted = rows[:-1].clone(), shifted[:-1].clone()
+    is_label = shifted_labels != -100
+    rows = rows[:-1].clone()
+    shifted_labels = shifted_labels[:-1].clone()
     total: Any = None
     for begin in range(0, len(rows), chunk):
-        piece = partial(_sum_losses, head)
-        part = checkpoint(
-            piece, rows[begin : begin + chunk], shifted[begin : begin + chunk], use_reentrant=False
+        chunk_loss = checkpoint(
+            partial(_sum_losses, head),
+            rows[begin : begin + chunk],
+            shifted_labels[begin : begin + chunk],
+            use_reentrant=False,
         )
-        total = part if total is None else total + part
-    return total / kept.sum()
+        total = chunk_loss if total is None else total + chunk_loss
+    return total / is_label.sum()
 
 
 def _sum_losses(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -101,10 +107,9 @@ def _sum_losses(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
 
 @contextmanager
 def _choose_attention(run: PeerRun) -> Iterator[None]:
-    """Attention by a kernel that the run was held to. And no mask is made where transformers makes
-    none after a look at positions, which have no values here.
-    """
+    """Hold attention to the run's kernel, and let transformers make no mask."""
     with ExitStack() as stack:
+        # It makes none either after a look at positions, which have no values here.
         stack.enter_context(
             mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None)
         )

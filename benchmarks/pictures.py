@@ -1,4 +1,4 @@
-"""The pictures of the README: a plan's memory timeline and a run's report, as the pages show them.
+"""Make the pictures of the README: a plan's memory timeline and a run's report.
 
     python -m benchmarks.pictures --output docs/pictures
 
@@ -17,44 +17,50 @@ from pathlib import Path
 
 PLAN = "plan llama3/8B_full --nproc_per_node 4 --device rtx4090 batch_size=1"
 RUN = "run demo/full"
-PARTS = {"plan": 1, "run": 4}  # of each page its first figures
-SIZES = {"plan": (1100, 660), "run": (1100, 940)}
+PARTS = {"plan": 1, "run": 4}  # how many of each page's first figures are shown
+SIZES = {"plan": (1100, 660), "run": (1100, 940)}  # width and height of the window
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def run_tune(words: str, *more: str) -> None:
-    """Runs a verb; its output is this program's."""
-    subprocess.run([sys.executable, "-m", "recipe_lib", *shlex.split(words), *more], check=True)
+def run_tune(command: str, *words: str) -> None:
+    """Run a command of `tune`; its output is this program's."""
+    subprocess.run([sys.executable, "-m", "recipe_lib", *shlex.split(command), *words], check=True)
 
 
 def cut_page(page: str, figures: int) -> str:
-    """The page with its title and its first figures alone."""
+    """Return the page with its title and its first figures alone."""
     head, _, body = page.partition("<body>")
     title = re.search(r"<h1>.*?</p>", body, re.DOTALL)
-    found = re.findall(r"<figure>.*?</figure>", body, re.DOTALL)[:figures]
-    if title is None or len(found) < figures:
-        raise SystemExit(f"error: found {len(found)} figures, expected {figures}")
+    first_figures = re.findall(r"<figure>.*?</figure>", body, re.DOTALL)[:figures]
+    if title is None or len(first_figures) < figures:
+        raise SystemExit(f"error: found {len(first_figures)} figures, expected {figures}")
     style = "<style>body { padding: 1.5rem; } .charts { margin-top: 1rem; }</style>"
-    kind = "charts" if figures > 1 else ""
-    shown = "".join(found)
+    css_class = "charts" if figures > 1 else ""
     return (
-        f'{head}{style}<body>{title[0]}<div class="{kind}" style="margin-top:'
-        f' 1rem">{shown}</div></body></html>'
+        f'{head}{style}<body>{title[0]}<div class="{css_class}" style="margin-top:'
+        f' 1rem">{"".join(first_figures)}</div></body></html>'
     )
 
 
 def photograph(browser: str, page: Path, to: Path, size: tuple[int, int]) -> None:
-    """Writes a PNG with three pixels for two of the page's."""
+    """Write a PNG with three pixels for two of the page's."""
     width, height = size
     command = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1.5",
-        f"--window-size={width},{height}", f"--screenshot={to}", page.as_uri(),
-    ]  # fmt: skip
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--force-device-scale-factor=1.5",
+        f"--window-size={width},{height}",
+        f"--screenshot={to}",
+        page.as_uri(),
+    ]
     subprocess.run(command, check=True, capture_output=True)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Makes both pages and writes both pictures."""
+    """Make both pages and write both pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,11 +84,11 @@ def main(argv: list[str] | None = None) -> None:
         run_tune(PLAN, "--html", str(pages["plan"]))
         run_tune(RUN, f"output_dir={pages['run'].parent}")
         for kind, page in pages.items():
-            part = folder / f"{kind}_part.html"
-            part.write_text(
-                cut_page(page.read_text(encoding="utf-8"), PARTS[kind]), encoding="utf-8"
-            )
-            photograph(browser, part, arguments.output.resolve() / f"{kind}.png", SIZES[kind])
+            cut = folder / f"{kind}_part.html"
+            text = cut_page(page.read_text(encoding="utf-8"), PARTS[kind])
+            cut.write_text(text, encoding="utf-8")
+            picture = arguments.output.resolve() / f"{kind}.png"
+            photograph(browser, page=cut, to=picture, size=SIZES[kind])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from recipe_lib.memory.budget import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
 from recipe_lib.parallel import DTYPES, Parallel, materialize
+from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
 RECIPE = "full_finetune_distributed"
 FSDP1, FSDP2, OURS = "FSDP1", "FSDP2", "ours"
@@ -85,7 +86,6 @@ class _Imitated:
         ):
             super().setup_model()  # type: ignore[misc]
             return
-        self.parallel = Parallel()  # nothing that the recipe's own calls decide
         self.model = build_meta(self.spec, torch.float32 if stack.mixed else DTYPES[cfg.dtype])
         if hasattr(cfg, "lora"):
             add_adapters(self.model, cfg.lora, DTYPES[cfg.dtype])
@@ -115,14 +115,16 @@ class _Imitated:
         else:
             _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
+        # Nothing of what the recipe's own calls decide, but for how gradients are added up.
+        self.parallel = Parallel(accumulation=GradientAccumulation(self.model, cfg.parallel))
 
     def train_step(self, batches: StepBatches) -> Any:
         """Run the recipe's step."""
-        clip = training.clip_grad_norm
+        clip_grad_norm: Any = training.clip_grad_norm
         if self.stack.sharding == FSDP1:
             # Its flat shards are no DTensors to take a norm of.
-            clip = lambda *_, **__: torch.zeros(())  # noqa: E731
-        with mock.patch.object(training, "clip_grad_norm", clip):
+            clip_grad_norm = _skip_clipping
+        with mock.patch.object(training, "clip_grad_norm", clip_grad_norm):
             return super().train_step(batches)  # type: ignore[misc]
 
     def compute_loss(self, batch: Batch) -> Tensor:
@@ -149,6 +151,11 @@ class _Imitated:
         labels = batch.labels.tensor_split(8, dim=1)
         sum_losses = _compiled_cross_entropy if self.cfg.compile else _cross_entropy
         return torch.stack([sum_losses(*pair) for pair in zip(logits, labels, strict=True)]).sum()
+
+
+def _skip_clipping(*_: Any, **__: Any) -> Tensor:
+    """Return a norm of zero in place of clipping."""
+    return torch.zeros(())
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ or a warning.
 
 @dataclass(frozen=True)
 class Situation:
-    """What is done to the layers."""
+    """A case of the table: how the layers are trained."""
 
     name: str  # in the table
     frozen: bool = False  # the embedding and the first half of the layers

@@ -172,7 +172,7 @@ def list_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 @dataclass
 class TracedStep:
-    """What was alive in one step of one rank, in bytes, and how often its layers ran."""
+    """Bytes that were alive in one step of one rank, and how often its layers ran."""
 
     held: list[tuple[str, int]] = field(default_factory=list)
     """Of each action, its name and what is alive when the next one begins."""
@@ -306,7 +306,7 @@ def _list_deferred(module: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 class _StageWork:
-    """What the actions of one stage at a time take, of a decoder without a pipeline."""
+    """A decoder without a pipeline, of which one stage at a time is run and measured."""
 
     def __init__(self, model: Decoder, chunks: int) -> None:
         self._model = model

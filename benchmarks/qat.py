@@ -1,5 +1,4 @@
-"""What INT4 costs: held-out losses of small models, rounded after training and with rounding
-trained in.
+"""Measure what INT4 costs: held-out losses of models rounded after training and during it.
 
     python -m benchmarks.qat --output docs/measurements/qat.md       about ten minutes of CPU time
 
@@ -35,20 +34,19 @@ from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training.records import read_metrics
 
-KIND, HELD_OUT = "int4", "examples/demo/heldout.jsonl"
+KIND = "int4"
+HELD_OUT = "examples/demo/heldout.jsonl"
 NAMES = ("without qat", "without qat, int4 after it", "with qat", "with qat, int4 after it")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, the weights that share a scale, how long it is trained, and what its runs set
-    besides.
-    """
+    """A model and how its runs train it."""
 
-    model: str
-    group: int
+    model: str  # as the page names it
+    group: int  # weights that share a scale
     steps: int
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()  # of configs/demo/full.yaml
 
 
 # Of real weights; with the demo's model, but that 128 divides its rows.
@@ -95,7 +93,7 @@ In training, the last validations of the runs with `qat` gave what transformers 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the page, or prints it."""
+    """Write the page, or print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -127,91 +125,102 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_page(setups: Sequence[Setup], seeds: int) -> str:
-    """Trains and scores everything."""
-    return PAGE.format(
+    """Train and score everything, and return the page."""
+    head = PAGE.format(
         torch=torch.__version__,
         torchao=version("torchao"),
         transformers=version("transformers"),
         rows=len(tokenize_held_out(setups[0])),
         held_out=HELD_OUT,
-    ) + "".join(format_section(setup, seeds) for setup in setups)
+    )
+    return head + "".join(format_section(setup, seeds) for setup in setups)
 
 
 def format_section(setup: Setup, seeds: int) -> str:
-    """One setup's table, and what it comes to."""
-    found = [run_losses(setup, seed) for seed in range(seeds)]
-    losses = [one for one, _ in found]
+    """Train and score a setup with every seed, and return its table and what it comes to."""
+    runs = [run_losses(setup, seed) for seed in range(seeds)]
+    columns = [losses for losses, _ in runs]  # of each seed: a loss for each of NAMES
     rows = []
     for number, name in enumerate(NAMES):
-        column = [one[number] for one in losses]
-        mean = statistics.fmean(column)
-        rows.append(
-            f"| {name} | {' | '.join(f'{loss:.4f}' for loss in column)} | {mean:.4f} |"
-            f" {math.exp(mean):.4f} |"
-        )
-    after, trained = ([one[number] - one[0] for one in losses] for number in (1, 3))
+        losses = [column[number] for column in columns]
+        mean = statistics.fmean(losses)
+        cells = [name, *(f"{loss:.4f}" for loss in losses), f"{mean:.4f}", f"{math.exp(mean):.4f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    rounded_after = []
+    trained_with_rounding = []
+    apart = []
+    num_better = 0
+    for plain, plain_int4, qat, qat_int4 in columns:
+        rounded_after.append(plain_int4 - plain)
+        trained_with_rounding.append(qat_int4 - plain)
+        apart.append(qat - plain)
+        num_better += qat_int4 < plain_int4
+    command = " ".join(
+        ["tune run demo/full", *build_overrides(setup, 0), *list_qat_overrides(setup)]
+    )
     return SECTION.format(
         model=setup.model,
         group=setup.group,
-        command=" ".join(["tune run demo/full", *build_words(setup, 0), *add_qat(setup)]).replace(
-            STORIES, "stories260K-hf"
-        ),
+        command=command.replace(STORIES, "stories260K-hf"),
         seeds=" | ".join(f"seed {seed}" for seed in range(seeds)),
-        dashes=" | ".join("---:" for _ in range(seeds)),
+        dashes=" | ".join(["---:"] * seeds),
         table="\n".join(rows),
-        after=statistics.fmean(after),
-        all_after=", ".join(f"{one:+.4f}" for one in after),
-        trained=statistics.fmean(trained),
-        all_trained=", ".join(f"{one:+.4f}" for one in trained),
-        apart=", ".join(f"{one[2] - one[0]:+.4f}" for one in losses),
-        better=sum(one[3] < one[1] for one in losses),
+        after=statistics.fmean(rounded_after),
+        all_after=", ".join(f"{difference:+.4f}" for difference in rounded_after),
+        trained=statistics.fmean(trained_with_rounding),
+        all_trained=", ".join(f"{difference:+.4f}" for difference in trained_with_rounding),
+        apart=", ".join(f"{difference:+.4f}" for difference in apart),
+        better=num_better,
         count=seeds,
-        off=max(off for _, off in found),
+        off=max(difference for _, difference in runs),
     )
 
 
-def build_words(setup: Setup, seed: int) -> list[str]:
-    """What all runs set."""
-    steps = setup.steps
+def build_overrides(setup: Setup, seed: int) -> list[str]:
+    """Return the overrides of all runs."""
     return [
         *setup.overrides,
-        f"max_steps={steps}",
+        f"max_steps={setup.steps}",
         f"seed={seed}",
-        f"validation.every_n_steps={steps}",
+        f"validation.every_n_steps={setup.steps}",
         "log.every_n_steps=1000",
     ]
 
 
-def add_qat(setup: Setup) -> list[str]:
-    """What a run with rounding sets besides."""
+def list_qat_overrides(setup: Setup) -> list[str]:
+    """Return the overrides that a run with rounding has besides."""
     return [f"qat={KIND}", f"qat_group_size={setup.group}", f"qat_start_step={setup.steps // 2}"]
 
 
 def load_run_config(setup: Setup, seed: int) -> FullFinetuneConfig:
-    """Of the runs without rounding."""
-    return load_config(
-        get_configs_folder() / "demo" / "full.yaml", build_words(setup, seed), FullFinetuneConfig
-    )
+    """Return the config of the runs without rounding."""
+    path = get_configs_folder() / "demo" / "full.yaml"
+    return load_config(path, build_overrides(setup, seed), FullFinetuneConfig)
 
 
 def run_losses(setup: Setup, seed: int) -> tuple[list[float], float]:
-    """Losses as in NAMES, and by how much a run's own last validation is off the last of them."""
-    found, own = [], 0.0
-    for rounding in ([], add_qat(setup)):
+    """Train without and with rounding; return losses as in NAMES, and how far validation is off.
+
+    The latter is the distance of the last validation of the run with rounding to the last loss.
+    """
+    losses = []
+    validation_losses = []
+    for qat_overrides in ([], list_qat_overrides(setup)):
         with tempfile.TemporaryDirectory() as folder:
-            output = [*build_words(setup, seed), *rounding, f"output_dir={folder}/run"]
-            if code := tune(["run", "--no-plan", "demo/full", *output]):
-                raise SystemExit(f"a run ended with exit code {code}")
             run = Path(folder) / "run"
-            found += [score(run / "model", setup, quantized) for quantized in (False, True)]
-            own = [
-                line["validation_loss"] for line in read_metrics(run) if "validation_loss" in line
-            ][-1]
-    return found, abs(own - found[-1])
+            overrides = [*build_overrides(setup, seed), *qat_overrides, f"output_dir={run}"]
+            if code := tune(["run", "--no-plan", "demo/full", *overrides]):
+                raise SystemExit(f"a run ended with exit code {code}")
+            losses.append(score(run / "model", setup, quantized=False))
+            losses.append(score(run / "model", setup, quantized=True))
+            for line in read_metrics(run):
+                if "validation_loss" in line:
+                    validation_losses.append(line["validation_loss"])
+    return losses, abs(validation_losses[-1] - losses[-1])
 
 
 def tokenize_held_out(setup: Setup) -> Any:
-    """The rows that no run has trained on, tokenized as in validation."""
+    """Return the rows that no run has trained on, tokenized as in validation."""
     cfg = load_run_config(setup, 0)
     cfg.data.source = HELD_OUT
     return build_dataset(cfg.data, load_tokenizer(Path(str(cfg.tokenizer.path))), cfg.max_seq_len)
@@ -219,25 +228,29 @@ def tokenize_held_out(setup: Setup) -> Any:
 
 @torch.no_grad()
 def score(folder: Path, setup: Setup, quantized: bool) -> float:
-    """Mean loss of the held-out answers by transformers' model, which torchao quantizes while it is
-    loaded.
+    """Return the mean loss of the held-out answers by transformers' model.
+
+    quantized: torchao quantizes the model while it is loaded.
     """
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    rounding = (
-        TorchAoConfig(quant_type=build_torchao_config(KIND, setup.group)) if quantized else None
-    )
+    quantization = None
+    if quantized:
+        quantization = TorchAoConfig(quant_type=build_torchao_config(KIND, setup.group))
     model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=rounding, dtype=torch.float32
+        folder, quantization_config=quantization, dtype=torch.float32
     )
-    total, count = 0.0, 0
-    for batches in make_validation_steps(tokenize_held_out(setup), 0, 1, 50):
+    total = 0.0
+    count = 0
+    held_out = tokenize_held_out(setup)
+    for batches in make_validation_steps(held_out, data_rank=0, data_ranks=1, batch_size=50):
         (batch,) = batches.micro_batches
         logits = model(batch.tokens).logits.double()
         losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
         )
-        total, count = total + float(losses), count + int((batch.labels != -100).sum())
+        total += float(losses)
+        count += int((batch.labels != -100).sum())
     return total / count
 
 

@@ -23,35 +23,35 @@ _HEAD = """\
 |---|---:|---|---:|---:|---:|---:|---:|---:|---:|"""
 STREAM, WINDOW = "memory.stream_layers=true", "memory.activation_offload=true"
 STEPPING = (
-    "memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null",
+    "memory.optimizer_in_backward=true",
+    "memory.optimizer_offload=true",
+    "clip_grad_norm=null",
     "gradient_accumulation_steps=1",
-)  # fmt: skip
+)
 FOUR_BITS = ("optimizer.state_bits=4", "optimizer.stochastic_rounding=true")
 
 
 @dataclass(frozen=True)
 class SmallCard:
-    """A line. what: model and way to train it. card: as `--device` takes it. words: overrides of
-    the config.
-    """
+    """A line of the table."""
 
-    what: str
-    card: str
-    config: str
-    words: tuple[str, ...]
+    what: str  # model and way to train it
+    card: str  # as `--device` takes it
+    config: str  # a shipped one
+    words: tuple[str, ...]  # overrides of the config
 
     @property
     def recipe(self) -> str:
-        """Whose config it is."""
-        return (
-            "full_finetune_distributed"
-            if self.config.endswith("full")
-            else "lora_finetune_distributed"
-        )
+        """Return the recipe whose config it is."""
+        is_full = self.config.endswith("full")
+        return "full_finetune_distributed" if is_full else "lora_finetune_distributed"
 
     @property
     def command(self) -> str:
-        """What plans it; with `run` in place of `plan` and without `--device`, what trains it."""
+        """Return the command that plans it.
+
+        With `run` in place of `plan` and without `--device` it trains.
+        """
         words = [
             "tune",
             "plan",
@@ -87,8 +87,9 @@ LINES = (
 
 
 def plan_line(line: SmallCard) -> dict[str, Any]:
-    """The plan's figures: bytes of card and host, seconds of a step, of its copies, and of those
-    that show.
+    """Plan a line and return its figures.
+
+    These are bytes of card and host, seconds of a step, of its copies, and of those that show.
     """
     plan, _ = make_plan(*build_settings(line.config, 1, *line.words, device=line.card))
     rank, time = plan.heaviest, plan.time
@@ -106,21 +107,23 @@ def plan_line(line: SmallCard) -> dict[str, Any]:
     }
 
 
-def format_row(line: SmallCard, found: dict[str, Any]) -> str:
-    """A line of the page's table."""
-    sizes = [format_bytes(found[key]) for key in ("allocated", "reserved", "host")]
+def format_row(line: SmallCard, figures: dict[str, Any]) -> str:
+    """Return a line of the page's table. figures: as `plan_line` returns them."""
+    sizes = [format_bytes(figures[key]) for key in ("allocated", "reserved", "host")]
     return (
-        f"| {line.what} | {line.card.replace('GB', ' GB')} | {found['verdict']} |"
-        f" {' | '.join(sizes)} | {format_count(found['rate'])} | {found['step']:.1f} |"
-        f" {found['copies']:.1f} | {found['exposed']:.1f} |"
+        f"| {line.what} | {line.card.replace('GB', ' GB')} | {figures['verdict']} |"
+        f" {' | '.join(sizes)} | {format_count(figures['rate'])} | {figures['step']:.1f} |"
+        f" {figures['copies']:.1f} | {figures['exposed']:.1f} |"
     )
 
 
-def format_table(found: list[dict[str, Any]]) -> str:
-    """What the page has between its two marks."""
-    outside = {format_bytes(one["outside"]) for one in found}
+def format_table(planned: list[dict[str, Any]]) -> str:
+    """Return what the page has between its two marks. planned: figures of each line of LINES."""
+    outside = {format_bytes(figures["outside"]) for figures in planned}
     assert len(outside) == 1, outside
-    rows = "\n".join(format_row(line, one) for line, one in zip(LINES, found, strict=True))
+    rows = "\n".join(
+        format_row(line, figures) for line, figures in zip(LINES, planned, strict=True)
+    )
     commands = "\n".join(line.command for line in LINES)
     return (
         f"A card also has to hold what is outside of torch: {outside.pop()}.\n\n{_HEAD}\n{rows}\n\n"
@@ -129,17 +132,16 @@ def format_table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Plans every line and writes the page."""
+    """Plan every line and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="docs/small_cards.md")
     output = parser.parse_args().output
-    made = format_table([call_in_fork(plan_line, line) for line in LINES])
+    table = format_table([call_in_fork(plan_line, line) for line in LINES])
     text = output.read_text(encoding="utf-8")
-    output.write_text(
-        PLANS.sub(lambda found: f"{found[1]}{made}{found[3]}", text), encoding="utf-8"
-    )
+    text = PLANS.sub(lambda match: f"{match[1]}{table}{match[3]}", text)
+    output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""What a recipe's step costs beside the bare model: the same batches through both, step by step in
-turn.
+"""Measure what a recipe's step costs beside the bare model, on the same batches in turn.
 
     python -m benchmarks.step_overhead --output docs/measurements/step_overhead.md
 
@@ -16,7 +15,7 @@ import platform
 import statistics
 import tempfile
 import time
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,8 @@ MODEL = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-ROWS, WARM_UP = 8, 5
+ROWS = 8  # of a batch
+WARM_UP = 5  # steps that are not counted
 
 TEXT = """# What a recipe's step costs beside the bare model
 
@@ -66,7 +66,7 @@ middle and the last step.
 
 
 def main() -> None:
-    """Runs both sides and writes the page."""
+    """Run both sides and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,55 +76,61 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
-        lines, parameters = run_both(Path(folder), arguments.steps + WARM_UP)
-    timed = lines[WARM_UP:]
-    ratios = [own["seconds"] / bare["seconds"] for bare, own in timed]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    shown = [timed[0], timed[len(timed) // 2], timed[-1]]
-    sides = {
-        f"{side}_{name}": ", ".join(f"{pair[number][key]:.6f}" for pair in shown)
-        for number, side in enumerate(("bare", "own"))
-        for name, key in (("losses", "loss"), ("norms", "grad_norm"))
-    }
-    arguments.output.write_text(
-        TEXT.format(
-            command=(
-                "python -m benchmarks.step_overhead --output docs/measurements/step_overhead.md"
-            ),
-            torch=torch.__version__,
-            threads=torch.get_num_threads(),
-            machine=f"{platform.machine()}, tune-recipes {recipe_lib.__version__}",
-            steps=arguments.steps,
-            warm=WARM_UP,
-            rows=ROWS,
-            parameters=parameters / 1e6,
-            bare=statistics.median(bare["seconds"] for bare, _ in timed),
-            own=statistics.median(own["seconds"] for _, own in timed),
-            ratio=middle,
-            low=low,
-            high=high,
-            **sides,
-        )
+        steps, num_parameters = run_both(Path(folder), arguments.steps + WARM_UP)
+    bare_steps = [bare for bare, _ in steps[WARM_UP:]]
+    recipe_steps = [recipe for _, recipe in steps[WARM_UP:]]
+    ratios = [
+        recipe.seconds / bare.seconds for bare, recipe in zip(bare_steps, recipe_steps, strict=True)
+    ]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    text = TEXT.format(
+        command="python -m benchmarks.step_overhead --output docs/measurements/step_overhead.md",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        machine=f"{platform.machine()}, tune-recipes {recipe_lib.__version__}",
+        steps=arguments.steps,
+        warm=WARM_UP,
+        rows=ROWS,
+        parameters=num_parameters / 1e6,
+        bare=statistics.median(step.seconds for step in bare_steps),
+        bare_losses=format_first_middle_last([step.loss for step in bare_steps]),
+        bare_norms=format_first_middle_last([step.grad_norm for step in bare_steps]),
+        own=statistics.median(step.seconds for step in recipe_steps),
+        own_losses=format_first_middle_last([step.loss for step in recipe_steps]),
+        own_norms=format_first_middle_last([step.grad_norm for step in recipe_steps]),
+        ratio=median,
+        low=low,
+        high=high,
     )
-    print(f"{middle:.4f}")
+    arguments.output.write_text(text)
+    print(f"{median:.4f}")
 
 
-def run_both(
-    folder: Path, steps: int
-) -> tuple[list[tuple[dict[str, float], dict[str, float]]], int]:
-    """(bare, recipe) for each step, and the number of parameters."""
+def format_first_middle_last(values: list[float]) -> str:
+    """Return the first, the middle and the last value."""
+    return ", ".join(f"{values[at]:.6f}" for at in (0, len(values) // 2, -1))
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One optimizer step of a side."""
+
+    seconds: float
+    loss: float
+    grad_norm: float
+
+
+def run_both(folder: Path, steps: int) -> tuple[list[tuple[TimedStep, TimedStep]], int]:
+    """Run both sides; return (bare, recipe) for each step, and the number of parameters."""
     cfg = build_config(folder, steps)
     prepare_data(cfg)
-    found = []
+    timed = []
     with start_world(cfg) as world:
         recipe = get_recipe_class(import_recipe_module())(cfg, world)
-        for part in (
-            partial(recipe.setup_data, None),
-            recipe.setup_model,
-            recipe.load_weights,
-            recipe.setup_optimizer,
-        ):
-            part()
+        recipe.setup_data(None)
+        recipe.setup_model()
+        recipe.load_weights()
+        recipe.setup_optimizer()
         model = copy.deepcopy(recipe.model)
         optimizer = torch.optim.AdamW(
             model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -133,32 +139,28 @@ def run_both(
             cfg, world, recipe.model, recipe.optimizer, recipe.data, done=0
         )
         with loop:
-            batches_of = loop.steps()
+            data = loop.steps()
             schedule = training.build_lr_schedule(cfg, loop.total_steps)
             for _ in range(steps):
                 began = time.perf_counter()
-                batches = next(batches_of)
-                taking = time.perf_counter() - began
+                batches = next(data)
+                data_seconds = time.perf_counter() - began
                 lr = schedule(loop.step)
                 bare = run_bare_step(model, optimizer, batches, cfg, lr)
                 began = time.perf_counter()
                 training.set_learning_rate(recipe.optimizer, lr)
                 step = recipe.train_step(batches)
                 loop.finish(step, batches, learning_rate=lr, validate=recipe.validate)
-                seconds = time.perf_counter() - began + taking
-                own = {
-                    "seconds": seconds,
-                    "loss": float(step.loss),
-                    "grad_norm": float(step.grad_norm),
-                }
-                found.append((bare, own))
-    return found, sum(parameter.numel() for parameter in model.parameters())
+                seconds = time.perf_counter() - began + data_seconds
+                own = TimedStep(seconds, float(step.loss), float(step.grad_norm))
+                timed.append((bare, own))
+    return timed, sum(parameter.numel() for parameter in model.parameters())
 
 
 def run_bare_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: StepBatches, cfg: Any, lr: float
-) -> dict[str, float]:
-    """A step without anything of ours but the model."""
+) -> TimedStep:
+    """Run a step without anything of ours but the model."""
     began = time.perf_counter()
     optimizer.param_groups[0]["lr"] = lr
     (batch,) = batches.micro_batches
@@ -171,12 +173,13 @@ def run_bare_step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {"seconds": time.perf_counter() - began, "loss": loss.item(), "grad_norm": norm.item()}
+    return TimedStep(time.perf_counter() - began, loss.item(), norm.item())
 
 
 def build_config(folder: Path, steps: int) -> Any:
-    """The demo's rows, packed, for a model of 15 M parameters; everything is written into the
-    folder.
+    """Return the config of the demo's rows, packed, for a model of 15 M parameters.
+
+    Everything is written into the folder.
     """
     (folder / "model.json").write_text(json.dumps(MODEL))
     overrides = [

@@ -1,5 +1,4 @@
-"""Where a planned step's time goes, for 8B on four cards, with chains operator by operator and as
-fused kernels.
+"""Plan where a step's time goes, for 8B on four cards, with and without fused kernels.
 
 python -m benchmarks.step_time --output docs/measurements/step_time.md
 """
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.timing.cost import compute_op_seconds
 from recipe_lib.plan.timing.stream_schedule import (
     ATTENTION,
@@ -42,19 +41,25 @@ OVERRIDES = (
 )
 CARDS = ("rtx3090", "rtx4090", "a100-80gb", "h100")
 FUSED = {"one by one": "fused_kernels=false", "fused": "fused_kernels=true"}
-SHARE, AIM = (
-    0.03,
-    1.25,
-)  # of a step's kernels, from which a module's memory-bound ones are listed; of kernels / useful
+SHARE = 0.03  # of a step's kernels, from which a module's memory-bound ones are listed
+AIM = 1.25  # of the time of all kernels over that of matmuls and attention
 # Why what is left above SHARE is as it is: module, method ("": any), reason.
+_NF4_REASON = (
+    "the weight's numbers of 4 bits, forward, again and backward, a kernel each; the adapter's part"
+    " is added to each result"
+)
 REASONS = (
     ("model.layers.*.mlp", "", "one kernel forward, one backward"),
-    ("model.layers.*", "full", "FSDP's copies, a kernel each: shards into and out of the buffer of a gather, gradients "
-                               "into that of a reduction; every micro-batch makes them, however long"),
-    *((f"model.layers.*.mlp.{name}", "QLoRA", "the weight's numbers of 4 bits, forward, again and backward, a kernel "
-                                              "each; the adapter's part is added to each result")
-      for name in ("gate_proj", "up_proj", "down_proj")),
-)  # fmt: skip
+    (
+        "model.layers.*",
+        "full",
+        "FSDP's copies, a kernel each: shards into and out of the buffer of a gather, gradients"
+        " into that of a reduction; every micro-batch makes them, however long",
+    ),
+    ("model.layers.*.mlp.gate_proj", "QLoRA", _NF4_REASON),
+    ("model.layers.*.mlp.up_proj", "QLoRA", _NF4_REASON),
+    ("model.layers.*.mlp.down_proj", "QLoRA", _NF4_REASON),
+)
 TEXT = """# Where a planned step's time goes
 
 By `python -m benchmarks.step_time --output docs/measurements/step_time.md`, torch {torch}: the steady step of rank 0,
@@ -86,72 +91,111 @@ By module, with fused kernels, those of {share:.0%} of a card's kernels or more;
 
 
 def trace_method(method: str, *overrides: str, tokens: int = ROW) -> Trace:
-    """The trace of a method's first rank."""
+    """Return the trace of a method's first rank. tokens: of a micro-batch."""
     config, ranks = METHODS[method]
-    recipe, cfg, wanted = build_settings(
+    recipe, cfg, settings = build_settings(
         config, ranks, *OVERRIDES, f"batch_size={tokens // ROW}", *overrides
     )
-    return simulate(recipe, cfg, wanted.sequence, ranks=ranks, phases=()).trace
+    return simulate(recipe, cfg, settings.sequence, ranks=ranks, phases=()).trace
 
 
 def measure_rows(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
-    """Lines of the two tables, and the cases beyond the aim."""
+    """Plan a method; return the lines of both tables, and the cases beyond the aim."""
     traces = {
         name: trace_method(method, override, tokens=tokens) for name, override in FUSED.items()
     }
-    kinds, modules, beyond = [], [], []
+    kind_lines = []
+    module_lines = []
+    beyond = []
     for card in CARDS:
         hardware = find_hardware(card)
+        case = f"{method} | {tokens} | {card}"
         for name, trace in traces.items():
-            times, timing = (
-                sum_time_by_kind(trace, STEADY, hardware),
-                schedule(trace, STEADY, hardware),
+            kind_lines.append(f"| {case} | {name} | {' | '.join(_build_kinds(trace, hardware))} |")
+        fused = traces["fused"]
+        times = sum_time_by_kind(fused, STEADY, hardware)
+        ratio = _sum_kernels(times) / _sum_useful(times)
+        if ratio > AIM:
+            beyond.append(f"{method}, {tokens} tokens, {card}: {ratio:.2f}")
+        for cells in _build_modules(fused, hardware, method):
+            module_lines.append(f"| {case} | {' | '.join(cells)} |")
+    return kind_lines, module_lines, beyond
+
+
+def _sum_kernels(times: dict[str, float]) -> float:
+    return sum(times[kind] for kind in KINDS[:3])
+
+
+def _sum_useful(times: dict[str, float]) -> float:
+    return times[MATMULS] + times[ATTENTION]
+
+
+def _build_kinds(trace: Trace, hardware: Hardware) -> list[str]:
+    """Return the cells of the table by kind: seconds of each, and of the whole step."""
+    times = sum_time_by_kind(trace, STEADY, hardware)
+    timing = schedule(trace, STEADY, hardware)
+    exposed = timing.exposed + timing.copies_exposed
+    idle = timing.step - timing.compute - timing.exposed - timing.copies_exposed
+    return [
+        *(f"{times[kind]:.3f}" for kind in KINDS if kind != "copies"),
+        f"{exposed:.3f}",
+        f"{max(0.0, idle):.3f}",
+        f"{timing.step:.3f}",
+        f"{count_launched_operators(trace, STEADY):,}",
+        f"{_sum_kernels(times) / _sum_useful(times):.2f}",
+    ]
+
+
+def _build_modules(trace: Trace, hardware: Hardware, method: str) -> list[list[str]]:
+    """Return the rows of memory-bound kernels by module, the slowest first, then their sum."""
+    times = sum_time_by_kind(trace, STEADY, hardware)
+    kernels = _sum_kernels(times)
+    counts: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for op in trace.iterate_ops(STEADY):
+        if classify_op(op) == MEMORY_BOUND:
+            module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", op.module) or f"({op.part})"
+            counts[module] += op.repeats
+            seconds[module] += op.repeats * compute_op_seconds(op, hardware)
+    rows = []
+    for module, module_seconds in seconds.most_common():
+        if module_seconds >= SHARE * kernels:
+            share = f"{module_seconds / kernels:.1%}"
+            reason = _find_reason(module, method)
+            rows.append(
+                [f"`{module}`", f"{counts[module]:,}", f"{module_seconds:.3f}", share, reason]
             )
-            idle = timing.step - timing.compute - timing.exposed - timing.copies_exposed
-            cells = [f"{times[kind]:.3f}" for kind in KINDS if kind != "copies"]
-            cells += [
-                f"{timing.exposed + timing.copies_exposed:.3f}",
-                f"{max(0.0, idle):.3f}",
-                f"{timing.step:.3f}",
-            ]
-            kernels = sum(times[kind] for kind in KINDS[:3])
-            useful = times[MATMULS] + times[ATTENTION]
-            cells += [f"{count_launched_operators(trace, STEADY):,}", f"{kernels / useful:.2f}"]
-            kinds.append(f"| {method} | {tokens} | {card} | {name} | {' | '.join(cells)} |")
-        if kernels / useful > AIM:
-            beyond.append(f"{method}, {tokens} tokens, {card}: {kernels / useful:.2f}")
-        count: Counter[str] = Counter()
-        seconds: Counter[str] = Counter()
-        for op in trace.iterate_ops(STEADY):
-            if classify_op(op) == MEMORY_BOUND:
-                module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", op.module) or f"({op.part})"
-                count[module] += op.repeats
-                seconds[module] += op.repeats * compute_op_seconds(op, hardware)
-        for module, together in seconds.most_common():
-            if together >= SHARE * kernels:
-                cells = [f"{count[module]:,}", f"{together:.3f}", f"{together / kernels:.1%}"]
-                reason = next(
-                    (why for named, of, why in REASONS if module == named and of in ("", method)),
-                    "",
-                )
-                modules.append(
-                    f"| {method} | {tokens} | {card} | `{module}` |"
-                    f" {' | '.join([*cells, reason])} |"
-                )
-        cells = ["", f"{times[MEMORY_BOUND]:.3f}", f"{times[MEMORY_BOUND] / kernels:.1%}", ""]
-        modules.append(f"| {method} | {tokens} | {card} | all together | {' | '.join(cells)} |")
-    return kinds, modules, beyond
+    share = f"{times[MEMORY_BOUND] / kernels:.1%}"
+    rows.append(["all together", "", f"{times[MEMORY_BOUND]:.3f}", share, ""])
+    return rows
+
+
+def _find_reason(module: str, method: str) -> str:
+    for reason_module, reason_method, reason in REASONS:
+        if module == reason_module and reason_method in ("", method):
+            return reason
+    return ""
 
 
 def main() -> None:
-    """Prints, and writes the page."""
+    """Print the tables' lines as they come, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True)
     output = parser.parse_args().output
-    heads = ["method", "tokens", "card", "chains", *(kind for kind in KINDS if kind != "copies"), "exposed", "idle",
-             "step", "operators", "kernels / useful"]  # fmt: skip
+    heads = [
+        "method",
+        "tokens",
+        "card",
+        "chains",
+        *(kind for kind in KINDS if kind != "copies"),
+        "exposed",
+        "idle",
+        "step",
+        "operators",
+        "kernels / useful",
+    ]
     kinds = ["| " + " | ".join(heads) + " |", "|---|---:|---|---|" + "---:|" * (len(heads) - 4)]
     modules = [
         "| method | tokens | card | module | kernels | seconds | share | why |",
@@ -160,19 +204,24 @@ def main() -> None:
     missed: list[str] = []
     for method in METHODS:
         for tokens in TOKENS:
-            more, of_modules, beyond = call_in_fork(measure_rows, method, tokens)
-            kinds += more
-            modules += of_modules
+            kind_lines, module_lines, beyond = call_in_fork(measure_rows, method, tokens)
+            kinds += kind_lines
+            modules += module_lines
             missed += beyond
-            print("\n".join([*more, *of_modules]), flush=True)
-    cases = len(METHODS) * len(TOKENS) * len(CARDS)
-    verdict = f"so it is in {cases - len(missed)} of {cases} cases with fused kernels" + (
-        f", and not in {'; '.join(missed)}" if missed else ""
-    )
+            print("\n".join([*kind_lines, *module_lines]), flush=True)
+    num_cases = len(METHODS) * len(TOKENS) * len(CARDS)
+    verdict = f"so it is in {num_cases - len(missed)} of {num_cases} cases with fused kernels"
+    if missed:
+        verdict += f", and not in {'; '.join(missed)}"
     text = TEXT.format(
-        torch=torch.__version__, overrides=" ".join(OVERRIDES), share=SHARE, kinds="\n".join(kinds), aim=AIM,
-        modules="\n".join(modules), verdict=verdict,
-    )  # fmt: skip
+        torch=torch.__version__,
+        overrides=" ".join(OVERRIDES),
+        share=SHARE,
+        kinds="\n".join(kinds),
+        aim=AIM,
+        modules="\n".join(modules),
+        verdict=verdict,
+    )
     output.write_text(text)
 
 

@@ -1,5 +1,4 @@
-"""Every wait between streams taken out by its line, in runs of every lever that copies: what the
-check then says.
+"""Take out every wait between streams by its line, and show what `--check-streams` then says.
 
 python -m benchmarks.stream_mutations --output docs/measurements/stream_checks.md
 """
@@ -14,7 +13,7 @@ import torch
 from recipe_lib.plan.streams.stream_checker import Line, format_line
 from tests.plan.streams.mutations import CASES, check
 
-_MOST_WORDS = 230
+_MAX_CHARACTERS = 230  # of a message in the table
 TEXT = """# Waits between streams, taken out
 
 By `python -m benchmarks.stream_mutations --output docs/measurements/stream_checks.md`, torch {torch}, on a CPU: two
@@ -30,7 +29,7 @@ line that is found in none is needless there: what it waits for is waited for by
 
 {lines}
 """
-# Needless, and why.
+# Lines that wait needlessly, and why.
 REASONS = {
     "self._comm_ctx.all_gather_stream.wait_stream(current_stream)": (
         "each gather waits for its copy-in's stream"
@@ -50,7 +49,7 @@ REASONS = {
 
 
 def main() -> None:
-    """Prints, and writes the page."""
+    """Print the runs as they are checked, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,8 +59,8 @@ def main() -> None:
         "| run | command | ranks | reported as shipped | lines that wait |",
         "|---|---|---:|---:|---:|",
     ]
-    found: dict[Line, list[bool]] = defaultdict(list)
-    words: dict[Line, str] = {}
+    detected: dict[Line, list[bool]] = defaultdict(list)  # in each run that the line waits in
+    first_faults: dict[Line, str] = {}
     for name, case in CASES.items():
         checker, waits = check(name)
         command = " ".join((case.config, *case.overrides))
@@ -70,21 +69,26 @@ def main() -> None:
         )
         for line in waits:
             faults = check(name, line)[0].list_faults()
-            found[line].append(bool(faults))
+            detected[line].append(bool(faults))
             if faults:
-                words.setdefault(line, faults[0])
+                first_faults.setdefault(line, faults[0])
         print(runs[-1], flush=True)
     lines = ["| line | waits in | found in | what is said |", "|---|---:|---:|---|"]
-    for line in sorted(
-        found, key=lambda line: (not format_line(line).startswith("recipe_lib"), format_line(line))
-    ):
+    for line in sorted(detected, key=_order_lines):
         code = linecache.getline(*line).strip()
-        said = words.get(line) or f"needless: {REASONS.get(code, code)}"
-        short = said if len(said) <= _MOST_WORDS else f"{said[:_MOST_WORDS]}..."
-        lines.append(f"| {format_line(line)} | {len(found[line])} | {sum(found[line])} | {short} |")
-    output.write_text(
-        TEXT.format(torch=torch.__version__, runs="\n".join(runs), lines="\n".join(lines))
-    )
+        message = first_faults.get(line) or f"needless: {REASONS.get(code, code)}"
+        if len(message) > _MAX_CHARACTERS:
+            message = f"{message[:_MAX_CHARACTERS]}..."
+        cells = [format_line(line), str(len(detected[line])), str(sum(detected[line])), message]
+        lines.append(f"| {' | '.join(cells)} |")
+    text = TEXT.format(torch=torch.__version__, runs="\n".join(runs), lines="\n".join(lines))
+    output.write_text(text)
+
+
+def _order_lines(line: Line) -> tuple[bool, str]:
+    """Return the key by which lines are sorted: ours first, then by file and number."""
+    text = format_line(line)
+    return not text.startswith("recipe_lib"), text
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""NF4 codes that lie on the host and are copied to the device one layer ahead, as Loggetta's
-streamed runs have it.
+"""Stream NF4 codes from the host to the device one layer ahead, as Loggetta's runs do.
 
-From experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which Loggetta 0.7 builds: the layer in
-use is on the device, and the one after it, in backward the one before; the copy is on a stream of
-its own, and `record_stream` says of each tensor that layers compute with it, so that its memory is
-held until the device has come that far.
+Used by peer_stacks.py. From experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which Loggetta
+0.7 builds: the layer in use is on the device, and the one after it, in backward the one before; the
+copy is on a stream of its own, and `record_stream` says of each tensor that layers compute with it,
+so that its memory is held until the device has come that far.
 """
 
 from collections.abc import Sequence
@@ -18,33 +17,37 @@ class StreamedCodes:
     """The codes of layers, which are on the host from here on."""
 
     def __init__(self, layers: Sequence[nn.Module], modules: Sequence[Sequence[Any]]) -> None:
-        """modules: of each layer, those with `codes` for a weight of `shape`."""
+        """Begin to stream. modules: of each layer, those with `codes` for a weight of `shape`."""
         self._modules = modules
         self._device = torch.get_device_module(modules[0][0].codes.device.type)
         self._nothing = modules[0][0].codes.new_empty(0)
         self._copying = self._device.Stream()
-        self._in_use: set[int] = set()
-        self._ahead: dict[
-            int, tuple[list[Tensor], Any]
-        ] = {}  # by layer: its codes, and the event after their copies
+        self._in_use: set[int] = set()  # layers whose codes are on the device
+        # By layer: its codes, and the event after their copies.
+        self._ahead: dict[int, tuple[list[Tensor], Any]] = {}
         for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda *_, number=number: self._use(number))
-            layer.register_full_backward_pre_hook(lambda *_, number=number: self._use(number))
+            layer.register_forward_pre_hook(lambda *_, number=number: self._bring_layer(number))
+            layer.register_full_backward_pre_hook(
+                lambda *_, number=number: self._bring_layer(number)
+            )
 
-    def _use(self, number: int) -> None:
-        """Of forward, of what is computed again, and of backward."""
+    def _bring_layer(self, number: int) -> None:
+        """Bring a layer's codes to the device, and begin with the next one's.
+
+        Called before its forward, its recomputation and its backward.
+        """
         if number in self._ahead:
             codes, copied = self._ahead.pop(number)
             copied.wait()
             self._bind(number, codes)
         elif number not in self._in_use:
             self._bind(number, self._copy(number))
-        following = self._following(number)
-        for other in self._in_use - {number, following}:
-            for module in self._modules[other]:
+        following = self._find_following(number)
+        for past in self._in_use - {number, following}:
+            for module in self._modules[past]:
                 module.codes = self._nothing
         self._in_use &= {number, following}
-        self._ahead = {other: found for other, found in self._ahead.items() if other == following}
+        self._ahead = {layer: copy for layer, copy in self._ahead.items() if layer == following}
         if following not in self._in_use and following not in self._ahead:
             with self._device.stream(self._copying):
                 codes = self._copy(following)
@@ -52,9 +55,10 @@ class StreamedCodes:
             copied.record(self._copying)
             self._ahead[following] = codes, copied
 
-    def _following(self, number: int) -> int:
-        """The layer that is used after this one: forward turns around at the last layer, backward
-        at the first.
+    def _find_following(self, number: int) -> int:
+        """Return the layer that is used after this one.
+
+        Forward turns around at the last layer, backward at the first.
         """
         last = len(self._modules) - 1
         is_backward = torch._C._current_graph_task_id() != -1

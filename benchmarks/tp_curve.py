@@ -63,7 +63,7 @@ def split_into_rows(text: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """How a run keeps the tokens that tensor-parallel layers gather."""
+    """Settings of a run: where gathered tokens lie, and whether they are gathered again."""
 
     regather: str = "true"  # the value of `parallel.tensor_regather_in_backward`
     one_buffer: bool = False  # do all gathered tokens lie in the same memory, whoever needs them?

@@ -35,7 +35,7 @@ WRITTEN_OUT = "written out"
 
 @dataclass(frozen=True)
 class Variant:
-    """How a program keeps a layer's tensors."""
+    """A program's choice of the tensors that a layer keeps."""
 
     name: str  # of the line in the picture
     elements: str  # kept of a token, times the ranks of a group, as a formula for the page
@@ -108,7 +108,7 @@ def keep_sums_standing() -> Iterator[None]:
 
 
 class _StandingSums(GradientAccumulation):
-    """As ours, with one fp32 tensor for each trained parameter, which is never given back."""
+    """Our accumulation with one fp32 tensor for each trained parameter, never given back."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

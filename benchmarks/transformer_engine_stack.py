@@ -1,5 +1,4 @@
-"""One rank of Megatron core's GPT with Transformer Engine's modules, as of early 2026, for the
-planner.
+"""One rank of Megatron core's GPT with Transformer Engine's modules of early 2026, for the planner.
 
 Written from what their public code allocates, keeps for backward and gives up; the sizes of
 products are made, not the products. Training itself (one fp32 gradient buffer, states divided over
@@ -19,78 +18,82 @@ from torch import Tensor, nn
 from benchmarks.megatron_stack import Layout
 from recipe_lib.plan.allocation.untraced_memory import compute_attention_backward_scratch
 
-WORKSPACE = (
-    32 * 2**20 + 1024
-)  # of Transformer Engine's products, once; cpp_extensions/gemm.py, from Hopper on
+# Bytes for Transformer Engine's products, once; cpp_extensions/gemm.py, from Hopper on.
+WORKSPACE = 32 * 2**20 + 1024
 KEPT, OUTPUT_ANEW, ANEW = "kept", "the output projection's made anew", "made anew"
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes, and what may be otherwise.
-
-    vocabulary: rows before they are padded to a multiple of 128 on each tensor rank.
-    dummy_gradients: what autograd is given for a weight whose gradient its product has added to the
-    fp32 buffer: an empty tensor in bf16, `kept` one for each shape (`get_dummy_wgrad`), or made
-    anew. architecture: whose size torch's own workspaces of products have; torch gave Blackwell
-    those of Ampere until 2.11 (pytorch pull request 175344).
-    """
+    """Sizes of a Llama, and what may be otherwise in versions of the stack."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     feed_forward: int
-    vocabulary: int = 128256
-    sequence: int = 4096
+    vocabulary: int = 128256  # rows before they are padded to a multiple of 128 on each tensor rank
+    sequence: int = 4096  # tokens
+    # What autograd is given for a weight whose gradient its product has added to the fp32 buffer:
+    # an empty tensor in bf16, `kept` one for each shape (`get_dummy_wgrad`), or made anew.
     dummy_gradients: str = KEPT
+    # Whose size torch's own workspaces of products have; torch gave Blackwell those of Ampere
+    # until 2.11 (pytorch pull request 175344).
     architecture: str = "sm80"
 
     @property
     def head_width(self) -> int:
-        """Of a query, key or value."""
+        """Return the width of a query, key or value."""
         return self.hidden // self.heads
 
-    def stage(self, layout: Layout, place: int, group: Any, device: Any) -> "TokenSharingStage":
-        """The layers of one place in the pipeline. group: of tensor ranks."""
-        return TokenSharingStage(self, layout, place, group, device)
+    def build_stage(
+        self, layout: Layout, place: int, group: Any, device: Any
+    ) -> "TokenSharingStage":
+        """Build the layers of one place in the pipeline. group: of tensor ranks."""
+        return TokenSharingStage(self, layout=layout, place=place, group=group, device=device)
 
 
 class _Rank:
     """What products share on a rank: the tensor ranks, and memory that stays."""
 
     def __init__(self, llama: Llama, group: Any, device: Any):
-        self.llama, self.group, self.device = llama, group, device
+        self.llama = llama
+        self.group = group
+        self.device = device
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.dummies: dict[tuple[int, ...], Tensor] = {}
         self.gathered_for_output: Tensor | None = None
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def make_empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return an empty tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def gather(self, part: Tensor) -> Tensor:
-        """All tokens of a part of them."""
+    def gather(self, local_tokens: Tensor) -> Tensor:
+        """Return all tokens of this rank's part of them."""
         if self.group.size() == 1:
-            return part
-        whole = self.empty(len(part) * self.group.size(), *part.shape[1:], dtype=part.dtype)
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group)
-        return whole
+            return local_tokens
+        shape = (len(local_tokens) * self.group.size(), *local_tokens.shape[1:])
+        all_tokens = self.make_empty(*shape, dtype=local_tokens.dtype)
+        dist.all_gather_into_tensor(all_tokens, local_tokens.contiguous(), group=self.group)
+        return all_tokens
 
-    def scatter(self, whole: Tensor) -> Tensor:
-        """A part of the tokens, summed over ranks."""
+    def scatter(self, all_tokens: Tensor) -> Tensor:
+        """Return this rank's part of the tokens, summed over ranks."""
         if self.group.size() == 1:
-            return whole
-        part = self.empty(len(whole) // self.group.size(), *whole.shape[1:])
-        dist.reduce_scatter_tensor(part, whole, group=self.group)
-        return part
+            return all_tokens
+        shape = (len(all_tokens) // self.group.size(), *all_tokens.shape[1:])
+        local_tokens = self.make_empty(*shape)
+        dist.reduce_scatter_tensor(local_tokens, all_tokens, group=self.group)
+        return local_tokens
 
-    def output_buffer(self, shape: tuple[int, ...]) -> Tensor:
-        """Megatron's global buffer, into which it gathers what the output projection reads."""
+    def get_output_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        """Return Megatron's global buffer, into which it gathers the output projection's input."""
         if self.gathered_for_output is None:
-            self.gathered_for_output = self.empty(*shape)
+            self.gathered_for_output = self.make_empty(*shape)
         return self.gathered_for_output
 
-    def dummy_gradient(self, weight: Tensor, of_output: bool = False) -> Tensor:
+    def make_dummy_gradient(self, weight: Tensor, of_output: bool = False) -> Tensor:
+        """Return what autograd is given for a weight's gradient, made anew or kept."""
         kind = self.llama.dummy_gradients
         if kind == ANEW or (kind == OUTPUT_ANEW and of_output):
             return torch.empty_like(weight)
@@ -100,57 +103,59 @@ class _Rank:
 
 
 class _NormLinear(torch.autograd.Function):
-    """RMS norm, then a linear whose outputs are divided: keeps input, normed input and a statistic
-    of each token.
+    """RMS norm, then a column-parallel linear.
+
+    It keeps input, normed input and a statistic of each token.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scale: Tensor, weight: Tensor, rank: _Rank) -> Tensor:
         normed = torch.empty_like(hidden)
-        statistics = rank.empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32)
-        whole = rank.gather(normed)
+        statistics = rank.make_empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32)
+        gathered = rank.gather(normed)
         ctx.save_for_backward(hidden, scale, weight, normed, statistics)
         ctx.rank = rank
-        return rank.empty(*whole.shape[:-1], len(weight))
+        return rank.make_empty(*gathered.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         hidden, scale, weight, normed, _ = ctx.saved_tensors
-        whole = ctx.rank.gather(normed)
-        of_whole = ctx.rank.empty(*whole.shape)
-        of_normed = ctx.rank.scatter(of_whole)
-        del whole
-        of_hidden, of_scale = torch.empty_like(of_normed), torch.empty_like(scale)
-        ctx.rank.dummy_gradient(weight)
-        return of_hidden.view_as(hidden), of_scale, None, None
+        gathered = ctx.rank.gather(normed)
+        gathered_gradient = ctx.rank.make_empty(*gathered.shape)
+        normed_gradient = ctx.rank.scatter(gathered_gradient)
+        del gathered
+        hidden_gradient = torch.empty_like(normed_gradient)
+        scale_gradient = torch.empty_like(scale)
+        ctx.rank.make_dummy_gradient(weight)
+        return hidden_gradient.view_as(hidden), scale_gradient, None, None
 
 
 class _DividedLinear(torch.autograd.Function):
-    """A linear whose inputs are divided, and its outputs summed: keeps its input."""
+    """A row-parallel linear, whose outputs are summed: keeps its input."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, rank: _Rank) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.rank = rank
-        return rank.scatter(rank.empty(*hidden.shape[:-1], len(weight)))
+        return rank.scatter(rank.make_empty(*hidden.shape[:-1], len(weight)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
-        whole = ctx.rank.gather(gradient)
-        of_hidden = torch.empty_like(hidden)
-        del whole
-        ctx.rank.dummy_gradient(weight)
-        return of_hidden, None, None
+        gathered_gradient = ctx.rank.gather(gradient)
+        hidden_gradient = torch.empty_like(hidden)
+        del gathered_gradient
+        ctx.rank.make_dummy_gradient(weight)
+        return hidden_gradient, None, None
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and a statistic of each token."""
+    """RMS norm: keeps its input and a statistic of each token."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scale: Tensor, rank: _Rank) -> Tensor:
         ctx.save_for_backward(
-            hidden, scale, rank.empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32)
+            hidden, scale, rank.make_empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32)
         )
         return torch.empty_like(hidden)
 
@@ -161,7 +166,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _FusedRotation(torch.autograd.Function):
-    """Rotary positions, whose tables are all that it keeps."""
+    """Rotary positions, of which only the tables of cosine and sine are kept."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -173,23 +178,24 @@ class _FusedRotation(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """cuDNN's or the flash kernel: keeps q, k, v `[s, b, h, e]`, the output, and in fp32 a sum for
-    each row.
+    """Attention by cuDNN's or the flash kernel.
+
+    It keeps q, k, v `[s, b, h, e]`, the output, and in fp32 a sum for each row.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank: _Rank) -> Tensor:
         tokens, rows, heads, _ = q.shape
-        found = torch.empty_like(q)
-        ctx.save_for_backward(
-            q, k, v, found, rank.empty(rows, heads, tokens, 1, dtype=torch.float32)
-        )
+        output = torch.empty_like(q)
+        row_sums = rank.make_empty(rows, heads, tokens, 1, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, row_sums)
         ctx.rank = rank
-        return found.flatten(2)
+        return output.flatten(2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         q, k, v, _, _ = ctx.saved_tensors
+        # The flash kernel's; that of cuDNN's is not known.
         sizes = compute_attention_backward_scratch(
             rows=q.shape[1],
             heads=q.shape[2],
@@ -197,22 +203,21 @@ class _FusedAttention(torch.autograd.Function):
             queries=len(q),
             keys=len(k),
             head_width=q.shape[3],
-        )  # the flash kernel's; that of cuDNN's is not known
-        scratch = [ctx.rank.empty(size, dtype=torch.uint8) for size in sizes]
+        )
+        scratch = [ctx.rank.make_empty(size, dtype=torch.uint8) for size in sizes]
         gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
         del scratch
         return *gradients, None
 
 
 class _SwiGlu(torch.autograd.Function):
-    """One kernel each way: keeps its input, gate and up next to each other."""
+    """SwiGLU by one kernel each way: keeps its input, gate and up next to each other."""
 
     @staticmethod
-    def forward(ctx: Any, wide: Tensor) -> Tensor:
-        ctx.save_for_backward(wide)
-        return torch.empty_like(
-            wide[..., : wide.shape[-1] // 2], memory_format=torch.contiguous_format
-        )
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate = gate_and_up[..., : gate_and_up.shape[-1] // 2]
+        return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -239,25 +244,25 @@ class _OutputProjection(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, rank: _Rank) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.rank = rank
-        return _OutputProjection.gathered(hidden, rank) @ weight.t()
+        return _OutputProjection.gather(hidden, rank) @ weight.t()
 
     @staticmethod
-    def gathered(hidden: Tensor, rank: _Rank) -> Tensor:
-        """All tokens, in the buffer for them."""
+    def gather(hidden: Tensor, rank: _Rank) -> Tensor:
+        """Return all tokens, in the buffer for them."""
         if rank.group.size() == 1:
             return hidden
-        whole = rank.output_buffer((len(hidden) * rank.group.size(), *hidden.shape[1:]))
-        dist.all_gather_into_tensor(whole, hidden, group=rank.group)
-        return whole
+        buffer = rank.get_output_buffer((len(hidden) * rank.group.size(), *hidden.shape[1:]))
+        dist.all_gather_into_tensor(buffer, hidden, group=rank.group)
+        return buffer
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
-        _OutputProjection.gathered(hidden, ctx.rank)
-        of_whole = gradient @ weight
-        of_hidden = ctx.rank.scatter(of_whole)
-        ctx.rank.dummy_gradient(weight, of_output=True)
-        return of_hidden, None, None
+        _OutputProjection.gather(hidden, ctx.rank)
+        gathered_gradient = gradient @ weight
+        hidden_gradient = ctx.rank.scatter(gathered_gradient)
+        ctx.rank.make_dummy_gradient(weight, of_output=True)
+        return hidden_gradient, None, None
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
@@ -278,7 +283,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 class _Parameter(nn.Module):
-    """One in bf16 of this rank."""
+    """A parameter of this rank, in bf16."""
 
     def __init__(self, *shape: int, device: Any):
         super().__init__()
@@ -286,17 +291,20 @@ class _Parameter(nn.Module):
 
 
 class _FusedLayer(nn.Module):
-    """Attention and MLP, each with the norm before it; weights' gradients go to the fp32 buffer
-    without autograd.
-    """
+    """Attention and MLP, each with the norm before it."""
+
+    # Weights are detached: their gradients go to the fp32 buffer without autograd.
 
     def __init__(self, llama: Llama, rank: _Rank):
         super().__init__()
-        self.llama, self.rank, ranks, width = llama, rank, rank.group.size(), llama.hidden
+        self.llama = llama
+        self.rank = rank
+        ranks = rank.group.size()
+        width = llama.hidden
         self.groups = llama.kv_heads // ranks
-        both = (llama.heads + 2 * llama.kv_heads) * llama.head_width
+        qkv_width = (llama.heads + 2 * llama.kv_heads) * llama.head_width
         self.input_norm = _Parameter(width, device=rank.device)
-        self.qkv = _Parameter(both // ranks, width, device=rank.device)
+        self.qkv = _Parameter(qkv_width // ranks, width, device=rank.device)
         self.projection = _Parameter(width, width // ranks, device=rank.device)
         self.post_norm = _Parameter(width, device=rank.device)
         self.fc1 = _Parameter(2 * llama.feed_forward // ranks, width, device=rank.device)
@@ -304,26 +312,30 @@ class _FusedLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self._attend(hidden)
-        wide = _NormLinear.apply(hidden, self.post_norm.weight, self.fc1.weight.detach(), self.rank)
+        gate_and_up = _NormLinear.apply(
+            hidden, self.post_norm.weight, self.fc1.weight.detach(), self.rank
+        )
         return hidden + _DividedLinear.apply(
-            _SwiGlu.apply(wide), self.fc2.weight.detach(), self.rank
+            _SwiGlu.apply(gate_and_up), self.fc2.weight.detach(), self.rank
         )
 
     def _attend(self, hidden: Tensor) -> Tensor:
-        """q, k and v are split as views; queries of several groups are copied to lie next to each
-        other, rotation makes q and k anew, and attention copies v, whose strides differ from k's.
-        """
-        width, shared = self.llama.head_width, self.llama.heads // self.llama.kv_heads
+        """Return attention's output after its projection."""
+        width = self.llama.head_width
+        queries_per_group = self.llama.heads // self.llama.kv_heads
         mixed = _NormLinear.apply(
             hidden, self.input_norm.weight, self.qkv.weight.detach(), self.rank
         )
-        mixed = mixed.view(*mixed.shape[:2], self.groups, (shared + 2) * width)
-        q, k, v = mixed.split([shared * width, width, width], dim=-1)
+        mixed = mixed.view(*mixed.shape[:2], self.groups, (queries_per_group + 2) * width)
+        q, k, v = mixed.split([queries_per_group * width, width, width], dim=-1)  # views
         del mixed
-        q = _FusedRotation.apply(q.reshape(*q.shape[:2], self.groups * shared, width))
+        # Queries of several groups are copied to lie next to each other; rotation makes q and k
+        # anew.
+        q = _FusedRotation.apply(q.reshape(*q.shape[:2], self.groups * queries_per_group, width))
         k = _FusedRotation.apply(k)
-        found = _FusedAttention.apply(q, k, v.contiguous(), self.rank)
-        return _DividedLinear.apply(found, self.projection.weight.detach(), self.rank)
+        # Attention copies v, whose strides differ from k's.
+        output = _FusedAttention.apply(q, k, v.contiguous(), self.rank)
+        return _DividedLinear.apply(output, self.projection.weight.detach(), self.rank)
 
 
 class TokenSharingStage(nn.Module):
@@ -331,9 +343,12 @@ class TokenSharingStage(nn.Module):
 
     def __init__(self, llama: Llama, layout: Layout, place: int, group: Any, device: Any):
         super().__init__()
-        self.llama, self.rows, self.device = llama, layout.micro_batch, device
+        self.llama = llama
+        self.rows = layout.micro_batch
+        self.device = device
         self.rank = _Rank(llama, group, device)
-        self.first, self.last = place == 0, place == layout.pipeline - 1
+        self.first = place == 0
+        self.last = place == layout.pipeline - 1
         multiple = 128 * layout.tensor
         vocabulary = -(-llama.vocabulary // multiple) * multiple // layout.tensor
         if self.first:
@@ -353,8 +368,9 @@ class TokenSharingStage(nn.Module):
         weights: Tensor,
         mask: Tensor | None,
     ) -> Tensor:
-        """`[sequence / tensor ranks, batch, hidden]` of a stage that is not the last, the loss of
-        one that is. received: what the stage before made; the others as `batch` gives them.
+        """Return `[sequence / tensor ranks, batch, hidden]`; of the last stage, the loss.
+
+        received: what the stage before made; the others as `make_batch` gives them.
         """
         hidden: Any = received
         if self.first:
@@ -370,21 +386,20 @@ class TokenSharingStage(nn.Module):
         losses = _FusedCrossEntropy.apply(logits, labels.t().contiguous(), self.rank)
         return (losses.t() * weights).sum() / weights.sum()
 
-    def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and labels `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` that nobody
-        reads.
+    def make_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Make a micro-batch, of which nobody reads the mask.
+
+        Tokens and labels `[b, s]`, weights of losses `[b, s]`, mask `[1, 1, s, s]`.
         """
         length = self.llama.sequence
-        tokens, labels = (
-            torch.zeros(self.rows, length, dtype=torch.int64, device=self.device)
-            for _ in ("tokens", "labels")
-        )
+        tokens = torch.zeros(self.rows, length, dtype=torch.int64, device=self.device)
+        labels = torch.zeros(self.rows, length, dtype=torch.int64, device=self.device)
         weights = torch.ones(self.rows, length, device=self.device)
         mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=self.device)
         return tokens, labels, weights, mask
 
-    def message(self) -> Tensor:
-        """What stages send to each other, `[sequence / tensor ranks, batch, hidden]`."""
-        return self.rank.empty(
+    def make_message(self) -> Tensor:
+        """Make room for what stages send to each other, `[sequence / tensor ranks, b, hidden]`."""
+        return self.rank.make_empty(
             self.llama.sequence // self.rank.group.size(), self.rows, self.llama.hidden
         )

@@ -45,12 +45,12 @@ class PeerCase:
 
     @property
     def name(self) -> str:
-        """`full-2048`."""
+        """Return the case's name, such as `full-2048`."""
         return f"{self.method}-{self.sequence}"
 
     @property
     def own_model(self) -> str | None:
-        """The preset's path."""
+        """Return the preset's path."""
         return str(Path(__file__).parent / self.preset) if self.preset else None
 
 
@@ -67,7 +67,7 @@ class Side:
 
     @property
     def script(self) -> str:
-        """The file in `scripts` that runs it."""
+        """Return the file in `scripts` that runs it."""
         return {
             "ours": "run_ours.py",
             "transformers": "run_transformers.py",
@@ -76,7 +76,7 @@ class Side:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Packages whose versions are told."""
+        """Return the packages whose versions are told."""
         if self.tool == OURS:
             return ("torch", "torchao")
         if self.tool == "torchtune":
@@ -92,8 +92,9 @@ class Side:
         return ("torch", "transformers", "accelerate", "peft", "bitsandbytes", *kernels, *tool)
 
     def modules(self, case: PeerCase) -> tuple[str, ...]:
-        """What its environment has to import for a case; of Unsloth first, which patches the
-        others.
+        """Return what its environment has to import for a case.
+
+        Unsloth comes first, which patches the others.
         """
         if self.tool == OURS:
             return ("recipe_lib",)
@@ -123,7 +124,7 @@ TOOLS = tuple(dict.fromkeys(side.tool for side in SIDES))
 
 
 def list_cases(gpu: bool) -> list[PeerCase]:
-    """The runs; without a GPU short ones, with and without checkpointing."""
+    """Return the runs; without a GPU short ones, with and without checkpointing."""
     if not gpu:
         return [
             PeerCase("full", 64, 2, "none", 1e-3, steps=6, warmup=2),
@@ -145,12 +146,11 @@ def list_cases(gpu: bool) -> list[PeerCase]:
 
 
 def choose_tolerances(case: PeerCase, dtype: str) -> tuple[float, float]:
-    """Largest relative differences of loss and gradient norm, at any step, that equal work may
-    show.
+    """Return the largest relative differences of loss and norm that equal work may show.
 
-    fp32: what another order of the same sums gives; beside NF4 more, since torchao and bitsandbytes
-    round its levels and the scales of its blocks differently, which are other frozen weights. bf16:
-    all has 8 bits.
+    They hold at every step. fp32: what another order of the same sums gives; beside NF4 more, since
+    torchao and bitsandbytes round its levels and the scales of its blocks differently, which are
+    other frozen weights. bf16: all has 8 bits.
     """
     if dtype == "bf16":
         return (1e-2, 5e-2)

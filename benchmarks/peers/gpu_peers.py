@@ -69,8 +69,9 @@ RUN_SECONDS = 900.0
 
 
 def main(argv: list[str]) -> int:
-    """Runs all sides in turns and writes the report after each; 1 if one failed or did other work,
-    2: a mistake.
+    """Run all sides in turns and write the report after each.
+
+    Returns 1 if a side failed or did other work, 2 for a mistake of the user.
     """
     return run_for_exit_code(lambda: _run(_parse_arguments(argv), argv))
 
@@ -181,7 +182,7 @@ def _parse_names(text: str) -> list[str]:
 
 
 def install(folder: Path, name: str) -> None:
-    """Makes an environment, or puts into an existing one what it lacks."""
+    """Make an environment, or put into an existing one what it lacks."""
     if not (folder / "bin" / "python").exists():
         make_environment(folder, PACKAGES[name])
         return
@@ -192,7 +193,7 @@ def install(folder: Path, name: str) -> None:
 
 
 def format_command(argv: list[str]) -> str:
-    """The command line, but where its files go."""
+    """Return the command line, without where its files go."""
     places = {at for at, word in enumerate(argv) if word in ("--output", "--work")}
     kept = [word for at, word in enumerate(argv) if not {at, at - 1} & places]
     return " ".join(["python benchmarks/gpu_check.py peers", *kept])
@@ -203,7 +204,9 @@ def format_command(argv: list[str]) -> str:
 
 @functools.cache
 def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
-    """Model, adapter and tokenizer: `told`, `size` of the vocabulary, and folders by name. Raises
+    """Make model, adapter and tokenizer, once.
+
+    Returns what the model is (`told`), the `size` of the vocabulary, and folders by name. Raises
     UserError.
     """
     folder = Path(model).resolve()
@@ -241,15 +244,17 @@ def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
 
 
 def find_python(side: Side, environments: Path) -> str:
-    """The interpreter of a side's environment; ours is this one."""
+    """Return the interpreter of a side's environment; ours is this one."""
     if side.tool == OURS:
         return sys.executable
     return str((environments / ENVIRONMENTS[side.tool] / "bin" / "python").absolute())
 
 
 def build_environment(gpu: bool) -> dict[str, str]:
-    """No network, no plan beside our run; without a GPU one thread, so that sums have one order.
-    One GPU, since some tools take all that they see.
+    """Return the environment variables of a side's run.
+
+    No network, no plan beside our run; without a GPU one thread, so that sums have one order; else
+    one GPU, since some tools take all that they see.
     """
     own = {
         "PYTHONPATH": str(REPOSITORY),
@@ -267,7 +272,7 @@ def build_environment(gpu: bool) -> dict[str, str]:
 
 
 def read_versions(side: Side, environments: Path) -> dict[str, str]:
-    """Of the packages that count, as the side's interpreter finds them."""
+    """Read the versions of the packages that count, as the side's interpreter finds them."""
     python = find_python(side, environments)
     if not Path(python).exists():
         return {}
@@ -281,7 +286,7 @@ def read_versions(side: Side, environments: Path) -> dict[str, str]:
 
 
 def explain_absence(side: Side, case: PeerCase, environments: Path, gpu: bool) -> str | None:
-    """Why a side takes no part in a case; None: it does."""
+    """Explain why a side takes no part in a case; None: it does."""
     if side.gpu and not gpu:
         return "not run: needs a GPU"
     python = find_python(side, environments)
@@ -297,7 +302,7 @@ def _find_import_faults(python: str, modules: tuple[str, ...], gpu: bool) -> str
 
 
 def explain_end(result: Result) -> str:
-    """Why a command ended as it did, in a line for a table's cell."""
+    """Explain why a command ended as it did, in a line for a table's cell."""
     if result.timed_out:
         return f"not done after {result.seconds:.0f} s"
     if "OutOfMemoryError" in result.text or "out of memory" in result.text.lower():
@@ -315,7 +320,10 @@ def run_in_turns(
     case: PeerCase, sides: list[Side], repeats: int, options: argparse.Namespace, ground: Mapping[str, Any],
     work: Path, gpu: bool, started: float,
 ) -> Iterator[tuple[Side, dict[str, Any]]]:  # fmt: skip
-    """Each side's result so far after each of its runs: all sides once, then all of them again."""
+    """Yield each side's result so far after each of its runs.
+
+    All sides run once, then all of them again.
+    """
     rows = make_rows(case, ground["size"], work / case.name)
     results: dict[str, dict[str, Any]] = {}
     for repeat in range(repeats):
@@ -343,7 +351,7 @@ def run_in_turns(
 
 
 def build_settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[str, Any]:
-    """The rest of a task: see peers/scripts."""
+    """Return the rest of a task: see peers/scripts."""
     return {
         "method": case.method, "sequence": case.sequence, "batch_size": case.batch_size, "steps": case.steps,
         "checkpointing": case.checkpointing, "lr": case.lr, "rank": RANK, "alpha": ALPHA,
@@ -354,7 +362,7 @@ def build_settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[
 
 
 def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) -> dict[str, Any]:
-    """The record of one run, or why there is none."""
+    """Run a side once, and return its record, or why there is none."""
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     output = Path(task["output"])
@@ -385,7 +393,7 @@ def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) 
 
 
 def judge_report(report: dict[str, Any]) -> int:
-    """0 if every side that took part came to its end and did the same work."""
+    """Return 0 if every side that took part came to its end and did the same work, else 1."""
     sound = True
     for entry in report["cases"]:
         took_part = [result for result in entry["results"].values() if "absent" not in result]

@@ -24,8 +24,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
-    """A Hugging Face folder of a Llama preset with random weights, once; the last file says that it
-    is whole.
+    """Make a Hugging Face folder of a Llama preset with random weights, once.
+
+    The index is written last: where it is, the folder is whole.
     """
     if (folder / INDEX).exists():
         return
@@ -57,7 +58,7 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _split_into_shards(sizes: dict[str, int]) -> list[list[str]]:
-    """The names in order, in files of at most SHARD_BYTES."""
+    """Split the names, in order, into files of at most SHARD_BYTES."""
     shards: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():
@@ -70,8 +71,9 @@ def _split_into_shards(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def make_adapter(model: Path, folder: Path) -> None:
-    """A PEFT adapter on all linears of the layers: A uniform within 1 / sqrt(in), as PEFT begins,
-    and B zero.
+    """Make a PEFT adapter on all linears of the layers, as PEFT begins.
+
+    A is uniform within 1 / sqrt(in), and B zero.
     """
     spec = build_spec(read_config(model), str(model))
     shapes = compute_parameter_shapes(spec)
@@ -101,7 +103,7 @@ def make_adapter(model: Path, folder: Path) -> None:
 
 
 def make_tokenizer(size: int, folder: Path) -> None:
-    """A tokenizer.json in which the text of a token is its number: `17 93` is the ids 17 and 93."""
+    """Make a tokenizer.json in which a token's text is its number: `17 93` is the ids 17 and 93."""
     folder.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
@@ -112,10 +114,10 @@ def make_tokenizer(size: int, folder: Path) -> None:
 
 
 def make_rows(case: PeerCase, size: int, folder: Path) -> dict[str, str]:
-    """Rows of random ids, as an array and as texts of numbers: one for each row of each step, none
-    twice.
+    """Make rows of random ids: one for each row of each step, none twice.
 
-    Ids below 3 are left out: they are a vocabulary's special ones in many models.
+    They are written as an array and as texts of numbers, whose paths are returned. Ids below 3 are
+    left out: they are a vocabulary's special ones in many models.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape = (case.steps * case.batch_size, case.sequence)

@@ -40,8 +40,9 @@ RESULTS = Path("docs/measurements/planted_faults.json")
 
 
 def main(argv: list[str]) -> None:
-    """Plants every fault under every tool that was asked for, and writes results and page after
-    each.
+    """Plant every fault under every tool that was asked for.
+
+    Results are written after each fault, the page at the end.
     """
     arguments = _parse_arguments(argv)
     tools = [kind(arguments.environments) for kind in TOOLS if kind.name in arguments.tools]
@@ -110,8 +111,9 @@ def _parse_names(text: str) -> list[str]:
 def examine(
     tool: Tool, work: Path, model: Path, only: str, before: dict[str, Any] | None
 ) -> Iterator[dict[str, Any]]:
-    """All faults under one tool, its results so far after each. before: an earlier one, of which
-    the rest is kept.
+    """Yield a tool's results so far after each fault.
+
+    before: an earlier result, of which the rest is kept.
     """
     started, load = time.monotonic(), os.getloadavg()[0]
     cells: dict[str, Any] = dict(before["cells"]) if before else {}

@@ -27,7 +27,10 @@ MIB = 2**20
 
 
 def compute_relative_difference(ours: Sequence[float], other: Sequence[float]) -> float:
-    """The largest at any step; infinite where a step is missing or not a number."""
+    """Return the largest relative difference at any step.
+
+    It is infinite where a step is missing or not a number.
+    """
     if len(ours) != len(other) or not ours:
         return math.inf
     return max(_describe_difference(a, b) for a, b in zip(other, ours, strict=True))
@@ -41,14 +44,16 @@ def _describe_difference(found: float, ours: float) -> float:
 
 
 def list_good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those that came to their end."""
+    """Return the runs that came to their end."""
     return [run for run in result.get("runs", []) if "losses" in run]
 
 
 def compare(results: Mapping[str, Any], case: PeerCase, dtype: str) -> dict[str, dict[str, Any]]:
-    """Of each side that ran: `loss` and `grad_norm`, its largest relative differences to our first
-    run, over all of its runs, None where there is no number; `equal`: both are within the
-    tolerances, None without a run of ours.
+    """Compare each side that ran with our first run.
+
+    Returns its largest relative differences over all of its runs, `loss` and `grad_norm`, None
+    where there is no number; and `equal`: both are within the tolerances, None without a run of
+    ours.
     """
     base = next(iter(list_good_runs(results.get(OURS, {}))), None)
     loss_limit, norm_limit = choose_tolerances(case, dtype)
@@ -74,8 +79,9 @@ def _is_finite(value: float) -> float | None:
 
 
 def compute_seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
-    """Median over the runs of the median time from mark to mark behind the warm-up; None: no run
-    has two marks.
+    """Return the median over the runs of a step's median time behind the warm-up.
+
+    A step's time is from mark to mark. None: no run has two marks.
     """
     medians = []
     for run in list_good_runs(result):
@@ -88,9 +94,11 @@ def compute_seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float
 def compute_figures(
     case: PeerCase, result: Mapping[str, Any], model: str, matmul: float | None
 ) -> dict[str, float]:
-    """Of a side on a GPU: `seconds` and `tokens_per_second` of a step, `flop_per_second` and
-    `share` of the measured matmul rate, `allocated` and `reserved` bytes. FLOP are the model's own,
-    as gpu_check.py counts them.
+    """Return the figures of a side on a GPU.
+
+    These are `seconds` and `tokens_per_second` of a step, `flop_per_second` and `share` of the
+    measured matmul rate, `allocated` and `reserved` bytes. FLOP are the model's own, as
+    gpu_check.py counts them.
     """
     seconds = compute_seconds_per_step(result, case)
     if seconds is None:
@@ -117,8 +125,9 @@ def compute_figures(
 def format_goals(
     measured: Sequence[tuple[PeerCase, Mapping[str, Mapping[str, float]]]], equal: Sequence[Any]
 ) -> list[str]:
-    """A line for each goal and case. measured: figures by side; equal: `compare` of each case, in
-    the same order.
+    """Return a line for each goal and case.
+
+    measured: figures by side. equal: `compare` of each case, in the same order.
     """
     lines = []
     for (case, sides), same in zip(measured, equal, strict=True):
@@ -151,7 +160,10 @@ def format_goals(
 def _format_goal_over_peers(
     ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """The goal that holds for every case. One side of ours has to be both, faster and no larger."""
+    """Return the line of the goal that holds for every case.
+
+    One side of ours has to be both, faster and no larger.
+    """
     goal = f"at least {OVER_PEERS} times the fastest peer of equal work, in no more memory"
     if not peers:
         return f"{goal}: not measured, no peer did equal work"
@@ -178,7 +190,7 @@ def _format_met(is_met: bool) -> str:
 
 
 def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
-    """The report's file."""
+    """Return the name of the report's file."""
     gpu = device.get("type") == "cuda"
     return (
         f"peers-{'-'.join(str(device['name']).lower().split()) if gpu else 'dry-run-cpu'}{suffix}"
@@ -186,14 +198,18 @@ def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
 
 
 def read_earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The entries of an earlier report, but those of these names; none if there is no report."""
+    """Return the entries of an earlier report, without those of these names.
+
+    None are there if there is no report.
+    """
     entries = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
     return [entry for entry in entries if PeerCase(**entry["case"]).name not in names]
 
 
 def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes both files, named after the device; returns their paths. Without a GPU no step's time
-    is kept.
+    """Write both files, named after the device, and return their paths.
+
+    Without a GPU no step's time is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = report["device"].get("type") == "cuda"
@@ -208,7 +224,7 @@ def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _drop_entries(value: Any, names: set[str]) -> Any:
-    """The same without the entries of these names, at any depth."""
+    """Return the value without the entries of these names, at any depth."""
     if isinstance(value, dict):
         return {
             name: _drop_entries(entry, names) for name, entry in value.items() if name not in names
@@ -217,7 +233,7 @@ def _drop_entries(value: Any, names: set[str]) -> Any:
 
 
 def format_page(report: dict[str, Any]) -> str:
-    """The page."""
+    """Return the text of the page."""
     gpu = report["device"].get("type") == "cuda"
     lines = [*_format_head(report, gpu), "", "## Sides", "", *_format_sides(report)]
     measured, equal = [], []
@@ -272,7 +288,7 @@ def _format_head(report: dict[str, Any], gpu: bool) -> list[str]:
 
 
 def _summarize(report: Mapping[str, Any]) -> str:
-    """How many peers did equal work, and which did not."""
+    """Return how many peers did equal work, and which did not."""
     found = [
         (PeerCase(**entry["case"]).name, name, same["equal"])
         for entry in report["cases"]
@@ -285,9 +301,7 @@ def _summarize(report: Mapping[str, Any]) -> str:
 
 
 def find_fastest(report: Mapping[str, Any]) -> str:
-    """Return each case's tokens a second and reserved bytes, ours and of the fastest peer of equal
-    work.
-    """
+    """Return each case's tokens a second and reserved bytes, ours and the fastest equal peer's."""
     told = []
     for entry in report["cases"]:
         case = PeerCase(**entry["case"])
@@ -400,7 +414,7 @@ def _draw_curves(results: Mapping[str, Any]) -> list[str]:
 
 
 def build_case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
-    """A case in the report, before it has results."""
+    """Return a case's entry in the report, before it has results."""
     return {
         "case": dataclasses.asdict(case),
         "model": ground["told"],
@@ -411,8 +425,9 @@ def build_case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any
 
 
 def judge(entry: dict[str, Any], model: str, report: Mapping[str, Any]) -> None:
-    """Puts `comparison` and, with a GPU, `compute_figures` into an entry. model: the folder that was
-    trained.
+    """Put `comparison` and, with a GPU, `figures` into an entry.
+
+    model: the folder that was trained.
     """
     case, results = PeerCase(**entry["case"]), entry["results"]
     entry["comparison"] = compare(results, case, report["dtype"])

@@ -112,9 +112,7 @@ def _pad_is_eos(setup: Setup) -> None:
 
 
 def _add_untrained_tokens(setup: Setup) -> None:
-    """Two new special tokens in tokenizer and template; their embedding, which adapters leave as it
-    is, is zero.
-    """
+    """Add two special tokens whose embedding, which adapters leave as it is, is zero."""
     setup.targets = ["q_proj", "v_proj"]
     new = ("<|think|>", "<|done|>")
     size = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -138,7 +136,7 @@ def _add_untrained_tokens(setup: Setup) -> None:
 
 
 def _exchange_tokenizer(setup: Setup) -> None:
-    """Fewer rows in the embedding than the tokenizer has tokens, which the rows use."""
+    """Give the embedding fewer rows than the tokenizer has tokens, which the rows use."""
     edit_json(setup.model / "config.json", lambda config: config.update(vocab_size=300))
     tensors.resize_embedding(setup.model / "model.safetensors", 300)
 
@@ -148,13 +146,13 @@ def _misname_adapter_target(setup: Setup) -> None:
 
 
 def _leave_experts_without_adapters(setup: Setup) -> None:
-    """Adapters on every projection by the names of a dense model, of one whose MLPs are experts."""
+    """Put adapters, by the names of a dense model, on a model whose MLPs are experts."""
     tensors.make_mixture(setup.model, 4)
     setup.targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def _leave_experts_unquantized(setup: Setup) -> None:
-    """Frozen weights in 4 bits, of a model most of whose weights are experts in one tensor."""
+    """Freeze weights in 4 bits of a model most of whose weights are experts in one tensor."""
     tensors.make_mixture(setup.model, 4)
     setup.targets, setup.base_bits, setup.twist = ["q_proj", "v_proj"], 4, "transformers"
 
@@ -164,7 +162,7 @@ def _zero_rate(setup: Setup) -> None:
 
 
 def _exceed_positions(setup: Setup) -> None:
-    """Rows longer than what the model was made for, and a limit that lets them pass."""
+    """Make rows longer than the model's positions, and a limit that lets them pass."""
     _change_rows(_lengthen_rows)(setup)
     setup.max_len = 2048
     edit_json(
@@ -203,12 +201,12 @@ def _limit_disk(setup: Setup) -> None:
 
 
 def are_ends_trained(rows: list[list[str]]) -> bool:
-    """Every row trains an end-of-sequence token."""
+    """Return True if every row trains an end-of-sequence token."""
     return bool(rows) and all(any("</s>" in piece for piece in pieces) for pieces in rows)
 
 
 def are_only_answers_trained(rows: list[list[str]]) -> bool:
-    """What is trained of every row is its answer, and no word of the question or the system's."""
+    """Return True if of every row the answer is trained, and nothing of question or system text."""
     return bool(rows) and all(
         "times" in "".join(row) and "How many" not in "".join(row) for row in rows
     )

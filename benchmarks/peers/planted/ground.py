@@ -57,34 +57,34 @@ class Setup:
 
     @property
     def model(self) -> Path:
-        """The checkpoint to start from."""
+        """Return the checkpoint to start from."""
         return self.folder / "model"
 
     @property
     def train(self) -> Path:
-        """The training rows, one conversation a line."""
+        """Return the training rows, one conversation a line."""
         return self.folder / "rows" / "train.jsonl"
 
     @property
     def held_out(self) -> Path:
-        """Validation rows."""
+        """Return the validation rows."""
         return self.folder / "rows" / "test.jsonl"
 
     @property
     def output(self) -> Path:
-        """Where the tool is told to write."""
+        """Return the folder that the tool is told to write into."""
         return self.folder / "output"
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Replaces the training rows."""
+        """Replace the training rows."""
         write_rows(self.train, rows)
 
     def tokenizer_settings(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """Edits the model's tokenizer_config.json."""
+        """Edit the model's tokenizer_config.json."""
         edit_json(self.model / "tokenizer_config.json", change)
 
     def again(self, **changes: Any) -> "Setup":
-        """The same run in the same folder, with other settings."""
+        """Return the same run in the same folder, with other settings."""
         other = copy.copy(self)
         for name, value in changes.items():
             setattr(other, name, value)
@@ -92,20 +92,20 @@ class Setup:
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Reads, changes and writes a JSON object."""
+    """Read, change and write a JSON object."""
     content = json.loads(path.read_text(encoding="utf-8"))
     change(content)
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """JSON lines."""
+    """Write rows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def build_conversation(number: int) -> Row:
-    """A row of three messages; no two numbers below 800 give the same one."""
+    """Build a row of three messages; no two numbers below 800 give the same one."""
     thing, legs, count = THINGS[number % 8], LEGS[number % 8], 2 + number // 8
     question = f"How many legs do {count} of the kind {thing} have?"
     answer = f"{count} times {legs} is {count * legs} legs."
@@ -119,17 +119,17 @@ def build_conversation(number: int) -> Row:
 
 
 def build_message(role: str, content: str) -> dict[str, str]:
-    """A message of a conversation."""
+    """Build a message of a conversation."""
     return {"role": role, "content": content}
 
 
 def build_rows(first: int, last: int) -> list[Row]:
-    """Conversations of these numbers, `last` not among them."""
+    """Build the conversations of these numbers, `last` not among them."""
     return [build_conversation(number) for number in range(first, last)]
 
 
 def make_setup(folder: Path, model: Path) -> Setup:
-    """A new folder with a copy of the model, 24 rows to train on and 6 others to validate on."""
+    """Make a folder with a copy of the model, 24 rows to train on and 6 others to validate on."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -142,11 +142,10 @@ def make_setup(folder: Path, model: Path) -> Setup:
 
 
 def make_model(given: Path, out: Path) -> None:
-    """`out`: the given Hugging Face folder, complete for every tool: tokenizer.json and a chat
-    template of ours.
+    """Make `out` of a Hugging Face folder, complete for every tool.
 
-    A tokenizer.model (SentencePiece, byte-pair encoding) is written as a tokenizer.json too, where
-    there is none.
+    It gets a tokenizer.json and a chat template of ours. A tokenizer.model (SentencePiece,
+    byte-pair encoding) is written as a tokenizer.json too, where there is none.
     """
     out.mkdir(parents=True)
     for path in given.iterdir():
@@ -164,8 +163,9 @@ def make_model(given: Path, out: Path) -> None:
 
 
 def build_tokenizer(path: Path) -> Any:
-    """A `tokenizers.Tokenizer` that encodes as the SentencePiece byte-pair model does: its merges
-    in order of score.
+    """Build a `tokenizers.Tokenizer` that encodes as the SentencePiece byte-pair model does.
+
+    Its merges are in order of score.
     """
     import sentencepiece
     from tokenizers import Tokenizer, decoders, models, normalizers, processors

@@ -71,7 +71,7 @@ class LitGpt(Tool):
     }
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Writes the rows as pairs, and finetune.yaml."""
+        """Write the rows as pairs, and finetune.yaml."""
         pairs = setup.folder / "pairs"
         pairs.mkdir(exist_ok=True)
         for source, name in ((setup.train, "train"), (setup.held_out, "val")):
@@ -101,8 +101,9 @@ class LitGpt(Tool):
         return [text]
 
     def command(self, setup: Setup) -> list[str]:
-        """A script that calls both commands, because the sizes have to be known to its list of
-        models.
+        """Return the command of a script that calls both of LitGPT's.
+
+        The sizes have to be known to its list of models, which the script adds.
         """
         verb = "finetune_full" if setup.targets is None else "finetune_lora"
         verb = verb.replace("full", "fulll") if setup.twist == "unknown_recipe" else verb
@@ -117,12 +118,12 @@ class LitGpt(Tool):
         ]
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """From the lines it prints, one an optimizer step."""
+        """Read the losses from the lines it prints, one an optimizer step."""
         found = (_STEP.search(line) for _, line in result.lines)
         return [float(match[2]) for match in found if match]
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """From its dataset of the same rows."""
+        """Read the trained texts from its dataset of the same rows."""
         script, pairs = _SCRIPTS / "litgpt_labels.py", setup.folder / "pairs"
         found = run_json_script(
             self, setup, script, str(setup.model), str(pairs), str(setup.max_len)
@@ -130,12 +131,12 @@ class LitGpt(Tool):
         return None if found is None else list(found)
 
     def states(self, setup: Setup) -> list[Path]:
-        """The folders step-N."""
+        """Return the folders step-N."""
         return sorted(setup.output.glob("step-*"))
 
 
 def convert_to_pair(line: str) -> str:
-    """A conversation as instruction and output; a line that is none stays what it is."""
+    """Convert a conversation to instruction and output; a line that is none stays what it is."""
     try:
         messages = json.loads(line)["messages"]
     except (ValueError, KeyError):

@@ -28,7 +28,7 @@ class LlamaFactory(Tool):
     unable: dict[str, str] = {}
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Writes train.yaml and dataset_info.json."""
+        """Write train.yaml and dataset_info.json."""
         tags = {
             "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
             "system_tag": "system",
@@ -83,7 +83,7 @@ class LlamaFactory(Tool):
         return [text, info]
 
     def command(self, setup: Setup) -> list[str]:
-        """`llamafactory-cli train`."""
+        """Return the command `llamafactory-cli train`."""
         verb = "trainn_sftt" if setup.twist == "unknown_recipe" else "train"
         return [
             str(self.environment / "bin" / "llamafactory-cli"),
@@ -92,7 +92,7 @@ class LlamaFactory(Tool):
         ]
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """With torchrun asked for as its documentation has it; its own programs first."""
+        """Return the variables: torchrun asked for as documented, its own programs first."""
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         ranks = (
             {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.ranks)} if setup.ranks > 1 else {}
@@ -100,18 +100,18 @@ class LlamaFactory(Tool):
         return super().variables(setup) | {"PATH": path, "DISABLE_VERSION_CHECK": "1"} | ranks
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """From the dictionaries that the trainer prints."""
+        """Read the losses from the dictionaries that the trainer prints."""
         return read_trainer_losses(result)
 
     def start(
         self, setup: Setup, command: "list[str] | tuple[str, ...]", **options: object
     ) -> Result:  # type: ignore[override]
-        """As of every tool; the output is kept for `trained_text`."""
+        """Run a command as every tool does, and keep its output for `trained_text`."""
         self._last = super().start(setup, command, **options)
         return self._last
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """From the example that the run shows of its first row: what stands behind `labels:`."""
+        """Read what stands behind `labels:` in the example that the run shows of its first row."""
         lines = [line for _, line in self._last.lines]
         starts = [at for at, line in enumerate(lines) if line.startswith("labels:")]
         if not starts:
@@ -124,5 +124,5 @@ class LlamaFactory(Tool):
         return [["\n".join(text)]]
 
     def states(self, setup: Setup) -> list[Path]:
-        """The folders checkpoint-N."""
+        """Return the folders checkpoint-N."""
         return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []

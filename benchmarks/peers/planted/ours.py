@@ -47,11 +47,11 @@ class Ours(Tool):
 
     @property
     def python(self) -> str:
-        """The interpreter that the benchmark runs in."""
+        """Return the interpreter that the benchmark runs in."""
         return sys.executable
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Writes config.yaml."""
+        """Write config.yaml."""
         adapters = setup.targets is not None
         targets = [name.removesuffix("_proj") for name in setup.targets or ()]
         bits = "  quantize_base: nf4\n" if setup.base_bits == 4 else ""
@@ -81,7 +81,7 @@ class Ours(Tool):
         return "full_finetune_distributed" if setup.targets is None else "lora_finetune_distributed"
 
     def command(self, setup: Setup) -> list[str]:
-        """`tune run`, with torchrun's flag where there are several ranks."""
+        """Return the command `tune run`, with torchrun's flag where there are several ranks."""
         recipe = (
             "fulll_finetune_distributed" if setup.twist == "unknown_recipe" else self._recipe(setup)
         )
@@ -97,18 +97,18 @@ class Ours(Tool):
         ]
 
     def check(self, setup: Setup) -> list[str]:
-        """`tune data check`."""
+        """Return the command `tune data check`."""
         return [*self._tune("data"), "check", str(setup.folder / "config.yaml")]
 
     def _tune(self, verb: str) -> list[str]:
         return [self.python, "-m", "recipe_lib.cli.main", verb]
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """Without the plan that is made beside a run, because the machine is shared."""
+        """Return the variables without a plan beside the run, because the machine is shared."""
         return super().variables(setup) | {"PYTHONPATH": str(ROOT), "TUNE_PLAN": "off"}
 
     def remember(self, setup: Setup) -> None:
-        """The lines of metrics.jsonl, which a run that goes on keeps."""
+        """Keep the lines of metrics.jsonl, which a run that goes on leaves there."""
         self._before = self._metrics(setup)
 
     def _metrics(self, setup: Setup) -> list[str]:
@@ -116,8 +116,9 @@ class Ours(Tool):
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """From metrics.jsonl, behind the lines that were there before; a loss that is no number is
-        null there.
+        """Read the losses from metrics.jsonl, behind the lines that were there before.
+
+        A loss that is no number is null there.
         """
         now = self._metrics(setup)
         kept = sum(
@@ -134,7 +135,7 @@ class Ours(Tool):
         ]
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """From `tune data show --json`."""
+        """Read the trained texts from `tune data show --json`."""
         command = [
             *self._tune("data"),
             "show",
@@ -154,6 +155,6 @@ class Ours(Tool):
         ]
 
     def states(self, setup: Setup) -> list[Path]:
-        """What is in output/state."""
+        """List what is in output/state."""
         folder = setup.output / "state"
         return sorted(folder.iterdir()) if folder.is_dir() else []

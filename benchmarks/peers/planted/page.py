@@ -31,7 +31,10 @@ _WORDS = (
 
 
 def page(results: dict[str, Any], order: list[str]) -> str:
-    """Markdown. results: of each tool by its name; order: of the columns."""
+    """Return the page as Markdown.
+
+    results: of each tool by its name. order: of the columns.
+    """
     tools = [results[name] for name in order if name in results]
     lines = [
         "# Planted faults",
@@ -108,7 +111,7 @@ def _summarize(tools: list[dict[str, Any]]) -> list[str]:
 
 
 def _list_rows() -> list[tuple[str, str, str]]:
-    """(name, title, group) of every fault, in the order of the page."""
+    """Return (name, title, group) of every fault, in the order of the page."""
     rows = [
         (SOUND.name, SOUND.title, "no fault"),
         (SOUND_RESUME.name, SOUND_RESUME.title, "no fault"),
@@ -159,6 +162,6 @@ def _format_evidence(tools: list[dict[str, Any]]) -> list[str]:
 
 
 def _quote_line(line: str) -> str:
-    """A line that fits between backticks, without places of this machine."""
+    """Return a line so that it fits between backticks, and is not too long."""
     text = " ".join(line.replace("`", "'").replace("|", "/").split())
     return text if len(text) <= 300 else f"{text[:300]} ..."

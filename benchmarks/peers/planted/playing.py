@@ -1,4 +1,4 @@
-"""Plants one fault under one tool and tells what came of it."""
+"""Plant one fault under one tool and tell what came of it."""
 
 import json
 import subprocess
@@ -34,8 +34,9 @@ _SMALL_DISK = "size=400k"  # room for a config and a log, not for a model of 1 M
 
 
 def load_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
-    """As `make_sound_runs`, or what they were the last time in this folder with these versions. Raises
-    Unfit.
+    """Return the sound runs of a tool, which are made where they are not kept.
+
+    Kept are those of the last time in this folder with these versions. Raises Unfit.
     """
     kept, versions = work / "sound.json", tool.versions()
     if kept.exists():
@@ -56,10 +57,9 @@ def load_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
 
 
 def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
-    """The runs without a fault: whole, with validation, and stopped and gone on from. Raises Unfit
-    if the first fails.
+    """Make the runs without a fault: whole, with validation, and stopped and gone on from.
 
-    Their lines are what a message on a fault is told from.
+    Their lines are what a message on a fault is told from. Raises Unfit if the first fails.
     """
     setup = make_setup(work / "sound", model).again(steps=AFTER)
     _, result = run_sound(tool, setup)
@@ -86,8 +86,9 @@ def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
 
 
 def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
-    """Plants, runs, judges; asks for what is trained, or the check command, where the run says
-    nothing.
+    """Plant a fault, run, and judge.
+
+    Where the run says nothing, what is trained is asked for, or the check command.
     """
     fault.plant(setup)
     given = tool.prepare(setup)
@@ -155,7 +156,7 @@ def _run_on_small_disk(
 
 
 def run_one(fault: Fault | Change, tool: Tool, work: Path, model: Path, sound: Sound) -> Outcome:
-    """One cell of the table."""
+    """Run and judge one cell of the table."""
     if fault.name in tool.unable:
         return Outcome(NOT_APPLICABLE, note=tool.unable[fault.name])
     setup = make_setup(work / fault.name, model)

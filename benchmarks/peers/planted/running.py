@@ -26,7 +26,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Everything that was written, both streams as they came."""
+        """Return everything that was written, both streams as they came."""
         return "\n".join(line for _, line in self.lines)
 
 
@@ -37,8 +37,9 @@ def run(
     limit: float = LIMIT,
     stop_when: Callable[[], bool] | None = None,
 ) -> Result:
-    """Runs the command in the folder. stop_when: asked all the time; once true, all its processes
-    get SIGKILL.
+    """Run the command in the folder, to its end.
+
+    stop_when: asked all the time; once true, all its processes get SIGKILL.
     """
     started = time.monotonic()
     process = subprocess.Popen(
@@ -76,7 +77,7 @@ def run(
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> bool:
-    """Ends the process and what it has started, which are a group of their own."""
+    """End the process and what it has started, which are a group of their own."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -49,7 +49,7 @@ class Sound:
 
 
 def run_sound(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
-    """A run that must end well. Raises Unfit."""
+    """Run what must end well. Raises Unfit."""
     tool.prepare(setup)
     result = tool.start(setup, tool.command(setup))
     if result.code != 0:
@@ -59,24 +59,25 @@ def run_sound(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
 
 
 def go_on(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
-    """The second run, that goes on from what the first has saved."""
+    """Run the second run, that goes on from what the first has saved."""
     tool.prepare(setup)
     return setup, tool.start(setup, tool.command(setup))
 
 
 def run_first_half(setup: Setup, **changes: object) -> Setup:
-    """The first run: BEFORE steps, saved twice."""
+    """Return the setup of the first run: BEFORE steps, saved twice."""
     return setup.again(steps=BEFORE, save_every=BEFORE // 2, **changes)
 
 
 def run_second_half(setup: Setup, **changes: object) -> Setup:
-    """The run that goes on to AFTER steps."""
+    """Return the setup of the run that goes on to AFTER steps."""
     return setup.again(steps=AFTER, save_every=BEFORE // 2, resume=True, **changes)
 
 
 def compute_difference(found: list[float], expected: list[float]) -> float:
-    """Largest relative difference of the last losses of two runs; infinite if there are too few, or
-    one is NaN.
+    """Return the largest relative difference of the last losses of two runs.
+
+    It is infinite if there are too few, or one is NaN.
     """
     count = AFTER - BEFORE
     if min(len(found), len(expected)) < count:
@@ -99,8 +100,9 @@ def _judge_equality(
 def change_nothing(
     tool: Tool, setup: Setup, sound: Sound
 ) -> tuple[Setup, Result, bool | None, str]:
-    """Stopped and gone on from; nothing else changed. What both runs say is no news from then
-    on.
+    """Stop and go on with nothing else changed.
+
+    What both runs say is no news from then on.
     """
     _, first = run_sound(tool, run_first_half(setup))
     setup, result = go_on(tool, run_second_half(setup))
@@ -109,7 +111,7 @@ def change_nothing(
 
 
 def change_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Half of the rows are others when the run goes on."""
+    """Replace half of the rows before the run goes on."""
     run_sound(tool, run_first_half(setup))
     setup.write(setup.rows[:12] + build_rows(100, 112))
     setup, result = go_on(tool, run_second_half(setup))
@@ -117,14 +119,17 @@ def change_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, 
 
 
 def change_batch(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Three rows a step where there were two: a step means other rows."""
+    """Go on with three rows a step where there were two: a step means other rows."""
     run_sound(tool, run_first_half(setup))
     setup, result = go_on(tool, run_second_half(setup, batch=setup.batch + 1))
     return setup, result, None, ""
 
 
 def change_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """From two ranks to one with the same rows a step; compared with two ranks throughout."""
+    """Go from two ranks to one with the same rows a step.
+
+    Compared with two ranks throughout.
+    """
     folder = setup.folder / "quiet"
     quiet = setup.again(folder=folder, steps=AFTER, ranks=2)
     _share(setup, folder)
@@ -136,7 +141,7 @@ def change_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
 
 
 def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """A byte in the middle of the newest state's largest file is another one."""
+    """Change a byte in the middle of the newest state's largest file."""
     run_sound(tool, run_first_half(setup))
     path = _find_largest(find_newest(tool.states(setup)))
     content = bytearray(path.read_bytes())
@@ -150,8 +155,9 @@ def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
 
 
 def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """SIGKILL as soon as something of a second state is on the disk, then the run goes on. Three
-    times, the worst counts.
+    """Kill the run as soon as something of a second state is on the disk, then go on.
+
+    Three times, of which the worst counts.
     """
     worst: tuple[Setup, Result, bool | None, str] | None = None
     for attempt in range(3):
@@ -179,7 +185,7 @@ def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
 
 
 def check_packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Four rows in one pack: the first loss has to be that of the four rows side by side."""
+    """Pack four rows into one: the first loss has to be that of the rows side by side."""
     setup.write(setup.rows[:4])
     setup = setup.again(steps=1, batch=4, max_len=512, shuffle=False)
     beside, result = run_sound(tool, setup.again(folder=_share(setup, setup.folder / "beside")))
@@ -193,7 +199,7 @@ def check_packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result
 
 
 def _share(setup: Setup, folder: Path) -> Path:
-    """Another folder of the same run, with the same model and rows."""
+    """Make another folder of the same run, with the same model and rows."""
     folder.mkdir()
     for name in ("model", "rows"):
         (folder / name).symlink_to(setup.folder / name)
@@ -208,7 +214,7 @@ def _find_largest(state: Path | None) -> Path:
 
 
 def run_change(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
-    """Plays one of them and judges what came of it."""
+    """Play a change and judge what came of it."""
     try:
         setup, result, harmless, note = change.play(tool, setup, sound)
     except Unfit as reason:

@@ -12,7 +12,7 @@ _NORM = "model.layers.1.input_layernorm.weight"
 
 
 def read(path: Path) -> tuple[dict[str, Any], bytearray]:
-    """(header without metadata, bytes of the tensors)."""
+    """Return (header without metadata, bytes of the tensors)."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -21,7 +21,7 @@ def read(path: Path) -> tuple[dict[str, Any], bytearray]:
 
 
 def write(path: Path, header: dict[str, Any], content: bytes) -> None:
-    """A safetensors file; offsets of the header are taken as they are."""
+    """Write a safetensors file; offsets of the header are taken as they are."""
     text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + content)
@@ -30,7 +30,7 @@ def write(path: Path, header: dict[str, Any], content: bytes) -> None:
 def select_tensors(
     header: dict[str, Any], content: bytes | bytearray, names: list[str]
 ) -> tuple[dict[str, Any], bytes]:
-    """Header and bytes of some of the tensors."""
+    """Return header and bytes of some of the tensors."""
     out, kept = {}, bytearray()
     for name in names:
         first, last = header[name]["data_offsets"]
@@ -40,7 +40,7 @@ def select_tensors(
 
 
 def put_nan(path: Path) -> None:
-    """The first number of a norm's weight becomes NaN (the file holds fp32)."""
+    """Make the first number of a norm's weight NaN (the file holds fp32)."""
     header, content = read(path)
     _find_fp32_offset(header, _NORM)
     at = header[_NORM]["data_offsets"][0]
@@ -49,8 +49,9 @@ def put_nan(path: Path) -> None:
 
 
 def flip_exponent_bit(path: Path) -> None:
-    """The highest exponent bit of a matrix's first number: below 2 it becomes 2^128 times as
-    large.
+    """Flip the highest exponent bit of a matrix's first number.
+
+    Below 2 it becomes 2^128 times as large.
     """
     header, content = read(path)
     _find_fp32_offset(header, _MATRIX)
@@ -67,13 +68,13 @@ def _find_fp32_offset(header: dict[str, Any], name: str) -> None:
 
 
 def drop_tensor(path: Path) -> None:
-    """The file without one of its matrices."""
+    """Remove one of the matrices from the file."""
     header, content = read(path)
     write(path, *select_tensors(header, content, [name for name in header if name != _MATRIX]))
 
 
 def split_with_a_missing_shard(folder: Path) -> None:
-    """Two files and their index in place of one file; the second is not there."""
+    """Make two files and their index of one file, and leave out the second."""
     path = folder / "model.safetensors"
     header, content = read(path)
     names = list(header)
@@ -87,9 +88,7 @@ def split_with_a_missing_shard(folder: Path) -> None:
 
 
 def resize_embedding(path: Path, count: int) -> None:
-    """Embedding (and head, where it is a matrix of its own) of `count` rows: the first ones, or
-    zeros behind them.
-    """
+    """Give the embedding, and a head of its own, `count` rows: the first ones, or zeros behind."""
     header, content = read(path)
     kept = bytearray()
     for name, entry in header.items():
@@ -106,10 +105,9 @@ def resize_embedding(path: Path, count: int) -> None:
 
 
 def make_mixture(folder: Path, experts: int) -> None:
-    """A Mixtral of a Llama: each layer's MLP becomes so many experts, which begin alike, and a
-    router.
+    """Make a Mixtral of a Llama: each layer's MLP becomes experts, which begin alike.
 
-    The router's rows are the embedding's first ones. Raises SystemExit for weights that are not in
+    The routers' rows are the embedding's first ones. Raises SystemExit for weights that are not in
     fp32.
     """
     path, settings = folder / "model.safetensors", folder / "config.json"

@@ -43,20 +43,20 @@ class Tool(ABC):
 
     @property
     def python(self) -> str:
-        """The interpreter of its environment."""
+        """Return the interpreter of its environment."""
         return str(self.environment / "bin" / "python")
 
     @property
     def installed(self) -> bool:
-        """Whether the environment is there."""
+        """Return True if the environment is there."""
         return Path(self.python).exists()
 
     def install(self) -> None:
-        """Makes the environment, and leaves one line on each package that is wanted."""
+        """Make the environment."""
         make_environment(self.environment, self.packages)
 
     def versions(self) -> dict[str, str]:
-        """Versions of what is shown, as its own interpreter finds them."""
+        """Read the versions of what is shown, as its own interpreter finds them."""
         code = (
             "import importlib.metadata as m, json, sys; "
             f"found = {{name: m.version(name) for name in {list(self.shown)!r}}}; "
@@ -67,48 +67,50 @@ class Tool(ABC):
 
     @abstractmethod
     def prepare(self, setup: Setup) -> list[str]:
-        """Writes the tool's config files into setup.folder; returns the texts that the tool may
-        show again.
+        """Write the tool's config files into setup.folder.
+
+        Returns the texts that the tool may show again.
         """
 
     @abstractmethod
     def command(self, setup: Setup) -> list[str]:
-        """The documented command of the run."""
+        """Return the documented command of the run."""
 
     @abstractmethod
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """The loss of every optimizer step that the command did, in order."""
+        """Return the loss of every optimizer step that the command did, in order."""
 
     def check(self, setup: Setup) -> list[str] | None:
-        """The tool's command that looks at config or data without training; None: it has none for
-        such faults.
+        """Return the tool's command that looks at config or data without training.
+
+        None: it has none for such faults.
         """
         return None
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """The texts that are trained, pieces of each of the first rows; None: there is no way to
-        ask.
+        """Return the texts that are trained, pieces of each of the first rows.
+
+        None: there is no way to ask.
         """
         return None
 
     def states(self, setup: Setup) -> list[Path]:
-        """Files and folders that hold states to go on from, finished or not."""
+        """List the files and folders that hold states to go on from, finished or not."""
         return []
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """The command's environment variables, over this process's."""
+        """Return the command's environment variables, over this process's."""
         cache = str(setup.folder / "cache")
         return ENVIRONMENT | {"HF_HOME": cache, "XDG_CACHE_HOME": cache}
 
     def remember(self, setup: Setup) -> None:
-        """Called before each command: what its output folder holds of earlier ones is not of this
-        one.
-        """
+        """Look at the output folder before each command: what it holds is of earlier ones."""
         return
 
     def start(self, setup: Setup, command: Sequence[str], **options: Any) -> Result:
-        """Runs a command of the tool in the setup's folder, whose name (a fault's) is taken out of
-        the output, as is the environment's.
+        """Run a command of the tool in the setup's folder.
+
+        The folder's name (a fault's) is taken out of the output, as is the environment's.
         """
         self.remember(setup)
         result = run(["nice", "-n", "15", *command], setup.folder, self.variables(setup), **options)
@@ -118,8 +120,9 @@ class Tool(ABC):
 
 
 def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> None:
-    """A virtual environment with the given packages, installed group by group. Raises
-    CalledProcessError.
+    """Make a virtual environment with the given packages, installed group by group.
+
+    Raises CalledProcessError.
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     for group in packages:
@@ -129,8 +132,9 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> None:
 
 
 def run_json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> Any:
-    """What a script of ours prints as its last line, in the tool's environment; None if it
-    fails.
+    """Return what a script of ours prints as its last line, in the tool's environment.
+
+    None if it fails.
     """
     result = tool.start(setup, [tool.python, str(script), *arguments])
     if result.code != 0:
@@ -139,5 +143,5 @@ def run_json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> 
 
 
 def find_newest(paths: Sequence[Path]) -> Path | None:
-    """The path that was made last."""
+    """Return the path that was made last."""
     return max(paths, key=lambda path: (os.path.getmtime(path), path.name), default=None)

@@ -103,7 +103,7 @@ class Torchtune(Tool):
     }
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Writes tune.yaml, with the sizes of the model's config.json."""
+        """Write tune.yaml, with the sizes of the model's config.json."""
         sizes = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))
         files = sorted(
             {path.name for path in setup.model.glob("*.safetensors")} | self._named_by_index(setup)
@@ -144,7 +144,7 @@ class Torchtune(Tool):
         )
 
     def command(self, setup: Setup) -> list[str]:
-        """`tune run`."""
+        """Return the command `tune run`."""
         kind = "full_finetune" if setup.targets is None else "lora_finetune"
         recipe = f"{kind}_single_device" if setup.ranks == 1 else f"{kind}_distributed"
         if setup.twist == "unknown_recipe":
@@ -160,29 +160,30 @@ class Torchtune(Tool):
         ]
 
     def check(self, setup: Setup) -> list[str] | None:
-        """`tune validate`."""
+        """Return the command `tune validate`."""
         return [str(self.environment / "bin" / "tune"), "validate", str(self._file(setup))]
 
     def _file(self, setup: Setup) -> Path:
         return setup.folder / "tune.yaml"
 
     def remember(self, setup: Setup) -> None:
-        """The log files that are there; a command writes one of its own."""
+        """Keep the log files that are there; a command writes one of its own."""
         self._before = set((setup.output / "logs").glob("*.txt"))
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """From the file of its DiskLogger."""
+        """Read the losses from the file of its DiskLogger."""
         new = sorted(set((setup.output / "logs").glob("*.txt")) - self._before)
         text = "".join(path.read_text(encoding="utf-8") for path in new)
         return [float(value) for value in re.findall(r"loss:(\S+)", text)]
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """From the dataset that the same config makes."""
+        """Read the trained texts from the dataset that the same config makes."""
         found = run_json_script(self, setup, _SCRIPT, str(self._file(setup)))
         return None if found is None else list(found)
 
     def states(self, setup: Setup) -> list[Path]:
-        """The folders epoch_N; the optimizer's state beside them is one file, written over each
-        time.
+        """Return the folders epoch_N.
+
+        The optimizer's state beside them is one file, written over each time.
         """
         return sorted(setup.output.glob("epoch_*"))

@@ -27,7 +27,7 @@ class Trl(Tool):
     unable = {"unknown_format": "tells a row's format by its columns; there is no name to misspell"}
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Writes sft.yaml."""
+        """Write sft.yaml."""
         settings: dict[str, object] = {
             "model_name_or_path": setup.model,
             "dataset_name": setup.train.parent,
@@ -72,8 +72,9 @@ class Trl(Tool):
         return [text]
 
     def command(self, setup: Setup) -> list[str]:
-        """`trl sft`; of several processes its script under torchrun: the command's own launcher
-        wants GPUs for that.
+        """Return the command `trl sft`; of several processes that of its script under torchrun.
+
+        The command's own launcher wants GPUs for several.
         """
         verb = "sftt" if setup.twist == "unknown_recipe" else "sft"
         words = ["--config", str(setup.folder / "sft.yaml")]
@@ -89,29 +90,30 @@ class Trl(Tool):
         ]
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """With the environment's own programs first: the command starts `accelerate`."""
+        """Return the variables with the environment's programs first: it starts `accelerate`."""
         import os
 
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         return super().variables(setup) | {"PATH": path, "ACCELERATE_USE_CPU": "true"}
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """From the dictionaries that the trainer prints."""
+        """Read the losses from the dictionaries that the trainer prints."""
         return read_trainer_losses(result)
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """From the first batch of the trainer that the same config makes."""
+        """Read the trained texts from the first batch of the trainer that the same config makes."""
         found = run_json_script(self, setup, _SCRIPT, str(setup.folder / "sft.yaml"))
         return None if found is None else list(found)
 
     def states(self, setup: Setup) -> list[Path]:
-        """The folders checkpoint-N."""
+        """Return the folders checkpoint-N."""
         return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []
 
 
 def read_trainer_losses(result: Result) -> list[float]:
-    """The losses that transformers' trainer has printed, one a step; also LLaMA-Factory's, which is
-    built on it.
+    """Read the losses that transformers' trainer has printed, one a step.
+
+    LLaMA-Factory's are printed so too: it is built on that trainer.
     """
     found = (_METRIC.search(line) for _, line in result.lines)
     values = [

@@ -52,12 +52,12 @@ class Outcome:
     note: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """As JSON values."""
+        """Return the outcome as JSON values."""
         return asdict(self) | {"seconds": round(self.seconds, 1)}
 
 
 def mask_line(line: str) -> str:
-    """The line without its numbers and blanks, to be compared with those of another run."""
+    """Return the line without its numbers and blanks, to be compared with those of another run."""
     return " ".join(_NUMBER.sub("#", line).split())
 
 
@@ -69,7 +69,7 @@ def judge(
     metric: str = "",
     given: Sequence[str] = (),
 ) -> Outcome:
-    """The outcome of one command.
+    """Return the outcome of one command.
 
     words: regular expression of the fault. steps: optimizer steps that it did. sound_lines: of the
     sound run. metric: regular expression of the tool's lines of metrics. given: the texts of the
@@ -119,8 +119,9 @@ def _find_news(
 
 
 def _read_exceptions(result: Result) -> list[str]:
-    """The texts of the program's own exceptions, causes first; a launcher's only if there is no
-    other.
+    """Read the texts of the program's own exceptions, causes first.
+
+    A launcher's are read only if there is no other.
     """
     lines = [line for _, line in result.lines]
     found: list[list[str]] = []

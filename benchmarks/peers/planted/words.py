@@ -7,12 +7,12 @@ that merely shows the config again, or a loss, is kept out elsewhere (`verdict.j
 
 
 def match_any(*patterns: str) -> str:
-    """A line with at least one of them."""
+    """Return a pattern of a line with at least one of them."""
     return "|".join(patterns)
 
 
 def match_all(*patterns: str) -> str:
-    """A line with every one of them, in any order."""
+    """Return a pattern of a line with every one of them, in any order."""
     return "".join(f"(?=.*(?:{pattern}))" for pattern in patterns)
 
 
@@ -34,7 +34,7 @@ _NOT_FINITE = match_any(r"\bnan\b", r"\binf\b", "finite", "diverge", "overflow")
 
 
 def match_complaint(*names: str) -> str:
-    """A line that names one of these and complains."""
+    """Return a pattern of a line that names one of these and complains."""
     return match_all(match_any(*names), _COMPLAINT)
 
 

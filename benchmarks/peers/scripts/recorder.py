@@ -13,7 +13,7 @@ from typing import Any
 
 
 def read_task(path: str) -> dict[str, Any]:
-    """The run in no tool's words, as gpu_peers.py has written it."""
+    """Read the run in no tool's words, as gpu_peers.py has written it."""
     return dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
@@ -33,8 +33,9 @@ class Recorder:
         self._most = {"allocated": 0, "reserved": 0}
 
     def step(self, loss: Any, grad_norm: Any) -> None:
-        """Called once behind each optimizer step; the first one makes the optimizer's states, and
-        is not counted.
+        """Record an optimizer step that is done.
+
+        The first one makes the optimizer's states, and its memory is not counted.
         """
         self.losses.append(float(loss))
         self.grad_norms.append(float(grad_norm))
@@ -52,8 +53,9 @@ class Recorder:
             self._device.reset_peak_memory_stats()
 
     def write(self) -> None:
-        """Leaves the record for gpu_peers.py. Bytes of a GPU's allocator, or of the resident
-        set.
+        """Write the record for gpu_peers.py.
+
+        Bytes are of a GPU's allocator, or of the resident set.
         """
         record: dict[str, Any] = {
             "losses": self.losses,

@@ -12,9 +12,10 @@ RECIPES = {"full": "full_finetune_distributed"}
 
 
 def build_settings(task: dict[str, Any]) -> dict[str, Any]:
-    """The config. Rows are texts of numbers, which a tokenizer of numbers makes the given ids of;
-    they are full, so that nothing is packed, and one place of padding stands where the last token
-    has no target.
+    """Return the config.
+
+    Rows are texts of numbers, which a tokenizer of numbers makes the given ids of; they are full,
+    so that nothing is packed, and one place of padding stands where the last token has no target.
     """
     sequence = task["sequence"]
     config: dict[str, Any] = {
@@ -58,7 +59,7 @@ def build_settings(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(path: str) -> int:
-    """Registers the tracker, as a plugin would, and runs the command."""
+    """Register the tracker, as a plugin would, and run the command."""
     from recipe_lib.cli.main import main as tune
     from recipe_lib.config import register
 
@@ -73,11 +74,11 @@ def main(path: str) -> int:
             self._recorder = Recorder(task)
 
         def log(self, metrics: Mapping[str, float], step: int) -> None:
-            """One step."""
+            """Record one step."""
             self._recorder.step(metrics["loss"], metrics["grad_norm"])
 
         def close(self) -> None:
-            """The run is over."""
+            """Write the record: the run is over."""
             self._recorder.write()
 
     register("log.trackers", "record")(Record)

@@ -14,8 +14,9 @@ PARTS = "torchtune_parts"
 
 
 def build_config(task: dict[str, Any], file: str) -> dict[str, Any]:
-    """Its own models, losses and recipes; rows, logger and the adapter's start are components of
-    ours.
+    """Return the config: its own models, losses and recipes.
+
+    Rows, logger and the adapter's start are components of ours.
     """
     model = Path(task["model"])
     shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -65,7 +66,7 @@ def build_config(task: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def _build_model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Its builder for Llama 3, or for Llama 3.2, whose embedding is the output too."""
+    """Return its builder for Llama 3, or for Llama 3.2, whose embedding is the output too."""
     found: dict[str, Any] = {
         "vocab_size": shape["vocab_size"],
         "num_layers": shape["num_hidden_layers"],
@@ -98,7 +99,7 @@ def _build_model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(path: str) -> None:
-    """Writes the config and runs the command in this process."""
+    """Write the config and run the command in this process."""
     from torchtune._cli.tune import main as tune
 
     task = read_task(path)

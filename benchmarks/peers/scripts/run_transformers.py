@@ -7,7 +7,7 @@ from trainer_parts import build_arguments, build_callback, load_model, read_rows
 
 
 def main(path: str) -> None:
-    """Trains on rows whose labels are their tokens, which the model shifts."""
+    """Train on rows whose labels are their tokens, which the model shifts."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     task = read_task(path)

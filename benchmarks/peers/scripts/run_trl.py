@@ -11,8 +11,10 @@ from trainer_parts import build_arguments, build_callback, cast_trained, load_mo
 
 
 def main(path: str) -> None:
-    """Packs with the strategy that fills rows, since the others flatten a batch into one row, which
-    takes an attention kernel of a package of its own to keep its documents apart.
+    """Train with rows packed by the strategy that fills them.
+
+    The others flatten a batch into one row, which takes an attention kernel of a package of its own
+    to keep its documents apart.
     """
     task = read_task(path)
     model = load_unsloth_model(task) if task["unsloth"] else load_model(task)
@@ -37,8 +39,9 @@ def main(path: str) -> None:
 
 
 def load_unsloth_model(task: dict[str, Any]) -> Any:
-    """As Unsloth's notebooks make it; it has to be imported before transformers. Its own
-    checkpointing where any is asked for.
+    """Load the model as Unsloth's notebooks do, before transformers is imported.
+
+    Its own checkpointing is used where any is asked for.
     """
     import torch
     from unsloth import FastLanguageModel

@@ -37,36 +37,39 @@ class Logger:
         self._recorder = Recorder(read_task(task))
 
     def log_config(self, config: Any) -> None:
-        """The config was written by us."""
+        """Do nothing: the config was written by us."""
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        """One step."""
+        """Record one step."""
         self._recorder.step(payload["loss"], payload["grad_norm"])
 
     def close(self) -> None:
-        """The run is over."""
+        """Write the record: the run is over."""
         self._recorder.write()
 
 
 class Checkpointer(FullModelHFCheckpointer):
-    """Reads the folder as its own does, and writes nothing: the end of a run is not what is
-    measured.
+    """The reader of the model's folder, which writes nothing.
+
+    The end of a run is not what is measured.
     """
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def build_constant_schedule(optimizer: Any, num_training_steps: int, last_epoch: int) -> Any:
-    """The learning rate as it is; its recipe for adapters cannot do without a schedule."""
+    """Keep the learning rate as it is; its recipe for adapters cannot do without a schedule."""
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: 1.0, last_epoch)
 
 
 def build_adapted_model(adapter: str, tied: bool, **settings: Any) -> Any:
-    """Its model with adapters, which begin as those in a PEFT folder: B is zero, so that its own
-    order of a head's channels, which only B would have to follow, does not matter.
+    """Build its model with adapters, which begin as those in a PEFT folder.
+
+    B is zero, so that its own order of a head's channels, which only B would have to follow, does
+    not matter.
     """
     import torch
     from safetensors import safe_open

@@ -9,8 +9,7 @@ from recorder import Recorder
 
 
 def load_model(task: dict[str, Any]) -> Any:
-    """The folder's model, for qlora in bitsandbytes' NF4, with the given adapter in the type of the
-    run.
+    """Load the folder's model, for qlora in bitsandbytes' NF4, with the given adapter.
 
     PEFT would keep adapters in fp32 beside bf16; here every side has what is trained in the type of
     the run.
@@ -44,22 +43,23 @@ def load_model(task: dict[str, Any]) -> Any:
 
 
 def cast_trained(model: Any, dtype: Any) -> None:
-    """Puts what is trained into the type of the run."""
+    """Cast what is trained to the type of the run."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
 def read_rows(task: dict[str, Any]) -> list[list[int]]:
-    """The rows of token ids, in order."""
+    """Read the rows of token ids, in order."""
     import numpy as np
 
     return [list(map(int, row)) for row in np.load(task["rows"], allow_pickle=False)]
 
 
 def build_arguments(task: dict[str, Any]) -> dict[str, Any]:
-    """TrainingArguments that make the same run. Weights are in bf16 already, so autocast would only
-    cost.
+    """Return the TrainingArguments that make the same run.
+
+    Weights are in bf16 already, so autocast would only cost.
     """
     return {
         "output_dir": str(Path(task["folder"]) / "output"),
@@ -88,18 +88,19 @@ def build_arguments(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_callback(recorder: Recorder) -> Any:
-    """Keeps the record of the trainer's log lines, one a step."""
+    """Return a callback that records the trainer's log lines, one a step."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
-        """A step's line has its loss and the norm of its gradient; the last line of a run has
-        neither.
+        """A callback for log lines.
+
+        A step's line has its loss and the norm of its gradient; the last line of a run has neither.
         """
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any
         ) -> None:
-            """One line."""
+            """Record one line."""
             if logs and "loss" in logs and "grad_norm" in logs:
                 recorder.step(logs["loss"], logs["grad_norm"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def main(model: Path, pairs: Path, max_len: int) -> None:
-    """Decodes the labels, a token at a time."""
+    """Decode the labels, a token at a time."""
     from litgpt.data import JSON
     from litgpt.tokenizer import Tokenizer
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def main(folder: Path, words: list[str]) -> None:
-    """Converts the Hugging Face folder where that has not been done, then runs the command that the
-    words say.
-    """
+    """Convert the Hugging Face folder where that is not done, then run the words' command."""
     from litgpt import config
     from litgpt.__main__ import main as litgpt
 

@@ -7,7 +7,7 @@ import sys
 
 
 def main(config: str) -> None:
-    """Decodes the labels, a token at a time."""
+    """Decode the labels, a token at a time."""
     from omegaconf import OmegaConf
     from torchtune import config as build
 

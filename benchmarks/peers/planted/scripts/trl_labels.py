@@ -7,8 +7,9 @@ import sys
 
 
 def main(config: str) -> None:
-    """Makes the trainer as `trl sft` does, and decodes the labels of its first batch, a token at a
-    time.
+    """Make the trainer as `trl sft` does, and decode the labels of its first batch.
+
+    The labels are decoded a token at a time.
     """
     from datasets import load_dataset
     from transformers import AutoTokenizer
