@@ -169,9 +169,9 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         for local, offset in list_local_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
                 draw = _make_uniform(1 / math.sqrt(parameter.shape[-1]))
-                fill_random(local, offset, parameter.shape, key, draw)
+                fill_random(local, offset=offset, shape=parameter.shape, key=key, draw=draw)
             elif name.endswith("lora_embedding_B"):
-                fill_random(local, offset, parameter.shape, key, _draw_normal)
+                fill_random(local, offset=offset, shape=parameter.shape, key=key, draw=_draw_normal)
             else:
                 local.zero_()
     init_lengths(model)

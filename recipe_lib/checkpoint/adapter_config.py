@@ -128,7 +128,7 @@ def find_first_matches(
         elif all(_PLAIN.fullmatch(pattern) for pattern in patterns):
             answer = match_patterns(patterns, names, whole)
         else:
-            answer = match_apart(patterns, names, whole, PATTERN_SECONDS)
+            answer = match_apart(patterns, names=names, whole=whole, seconds=PATTERN_SECONDS)
     except Stopped:
         answer = f"takes more than {PATTERN_SECONDS} s or {MEMORY >> 20} MiB to match"
     if isinstance(answer, str):

@@ -429,9 +429,9 @@ def _merge_external(
         parameter.data = weight.to(file_dtype) if weight.is_floating_point() else weight
     export_model(
         model,
-        spec,
-        read_config(base_folder),
-        out,
+        spec=spec,
+        source_config=read_config(base_folder),
+        out=out,
         max_shard_bytes=max_shard_bytes,
         world=SingleRank(),
         **vars(side_files),

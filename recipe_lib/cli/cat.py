@@ -14,8 +14,8 @@ from recipe_lib.reading import describe_fault, read_text
 
 PARSER = ConfigParser(
     "cat",
-    "Shows a config: its file, or with an option what it means.",
-    {
+    description="Shows a config: its file, or with an option what it means.",
+    options={
         "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
         "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
         "--plugin": {
@@ -25,7 +25,7 @@ PARSER = ConfigParser(
             "help": "as for `tune run`",
         },
     },
-    "applied last, for --resolved",
+    about="applied last, for --resolved",
 )
 
 

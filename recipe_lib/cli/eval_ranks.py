@@ -147,7 +147,11 @@ def _load_evaluated_model(
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     with _report_out_of_memory(source, world), world.heartbeat.phase("loading weights"):
         return load_evaluated_model(
-            cfg, source, world, storage, _find_base_folder(arguments, cfg, source)
+            cfg,
+            source=source,
+            world=world,
+            storage=storage,
+            base=_find_base_folder(arguments, cfg, source),
         )
 
 
@@ -247,15 +251,20 @@ def _measure(
         results = ModelResults()
         with world.heartbeat.phase(f"likelihoods ({which})"):
             results.scores = score_sequences(
-                model, evaluated.parallel, dataset, cfg, world=world, pad_id=tokenizer.pad_id
+                model,
+                parallel=evaluated.parallel,
+                dataset=dataset,
+                cfg=cfg,
+                world=world,
+                pad_id=tokenizer.pad_id,
             )
         if questions:
             with world.heartbeat.phase(f"answers ({which})"):
                 results.answers = generate_answers(
                     model,
-                    evaluated.source.spec,
-                    questions,
-                    world,
+                    spec=evaluated.source.spec,
+                    questions=questions,
+                    world=world,
                     batch_size=cfg.validation.batch_size,
                     seed=arguments.seed,
                     stop_ids=tokenizer.stop_ids,
@@ -265,7 +274,9 @@ def _measure(
                     top_p=arguments.top_p,
                 )
             results.metrics = {
-                name: compute_metric(name, results.answers, questions, tokenizer)
+                name: compute_metric(
+                    name, answers=results.answers, questions=questions, tokenizer=tokenizer
+                )
                 for name in ("exact_match", *arguments.metric)
             }
         return results

@@ -498,7 +498,12 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
     worker = Path(__file__).with_name("worker.py")
     with tempfile.TemporaryDirectory(prefix="tune-run-") as folder:
         with set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):
-            return Launcher(flags, worker, [str(recipe.absolute()), *arguments], Path(folder)).run()
+            return Launcher(
+                flags,
+                script=worker,
+                arguments=[str(recipe.absolute()), *arguments],
+                folder=Path(folder),
+            ).run()
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

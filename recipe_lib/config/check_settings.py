@@ -166,7 +166,7 @@ def check_section_value(
 ) -> None:
     """Check what stands under a section's name; `""` is the top level, a whole file."""
     if value.kind == "mapping":
-        check_section(checked, name, value, source)
+        check_section(checked, section=name, node=value, source=source)
     elif value.kind == "broken":
         checked.mark_doubtful(name)
     elif not value.is_empty:
@@ -196,7 +196,7 @@ def check_value(
     been filled in since.
     """
     if written is None and value.is_interpolated:
-        checked.pending[key.name] = Pending(value, source, line, typed)
+        checked.pending[key.name] = Pending(value, source=source, line=line, typed=typed)
         return
     if key.section_class is not None and value.kind == "list":
         check_items(checked, key, value, source=source, line=line)
@@ -242,7 +242,7 @@ def fill_pending(checked: CollectedSettings) -> None:
         try:
             node = _fill_node(value.node, key, named_values)
         except InterpolationError as fault:
-            _refuse_pending(checked, key, value, str(fault), line=fault.line)
+            _refuse_pending(checked, key=key, value=value, fault=str(fault), line=fault.line)
             continue
         check_value(
             checked,
@@ -270,7 +270,11 @@ def _order_pending(
             node = pending[last].node
             text = next(text for text in node.collect_texts() if "${" in text)
             _refuse_pending(
-                checked, last, pending[last], f"found {quote(text)}{IN_A_CIRCLE}", line=node.line
+                checked,
+                key=last,
+                value=pending[last],
+                fault=f"found {quote(text)}{IN_A_CIRCLE}",
+                line=node.line,
             )
             # Out of the way: the faults of all other keys are told as well.
             for key in circle:
@@ -342,7 +346,7 @@ def check_items(
                 place, name, f"found {describe_node(node)}, expected a section of keys ({words})"
             )
         else:
-            check_section(inner, name, node, source)
+            check_section(inner, section=name, node=node, source=source)
             check_required(inner, place)
         checked.full |= inner.full
         if len(checked.faults) > num_faults or inner.doubtful:

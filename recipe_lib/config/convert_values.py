@@ -62,7 +62,7 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
     first_mismatch: MismatchError | None = None
     for kind in _sort_by_likeness(node, key.kinds):
         try:
-            value = _convert_to_kind(node, kind, key, typed)
+            value = _convert_to_kind(node, kind=kind, key=key, typed=typed)
             return _convert_path(value, key) if key.limits.get("path") else value
         except MismatchError as mismatch:
             # Of the likeliest kind, which says the most.
@@ -93,12 +93,12 @@ def _convert_path(value: str, key: Key) -> str:
 def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     origin = typing.get_origin(kind)
     if origin is list:
-        return _convert_list(node, typing.get_args(kind)[0], key, typed)
+        return _convert_list(node, item_kind=typing.get_args(kind)[0], key=key, typed=typed)
     if origin is dict:
-        return _convert_mapping(node, typing.get_args(kind)[1], key, typed)
+        return _convert_mapping(node, value_kind=typing.get_args(kind)[1], key=key, typed=typed)
     if kind is Any:
         return read_untyped(node)
-    value = _convert_scalar(node, kind, key, typed, is_choice=True)
+    value = _convert_scalar(node, kind=kind, key=key, typed=typed, is_choice=True)
     if kind is bool:  # choices and bounds are those of the other kinds
         return value
     if len(key.kinds) == 1 or not isinstance(value, str):
@@ -199,7 +199,10 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     # Where a list stands in place of a choice, choices and bounds are those of the choice.
     only = len(key.kinds) == 1
-    values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
+    values = [
+        _convert_scalar(item, kind=item_kind, key=key, typed=typed, is_choice=only)
+        for item in node.items
+    ]
     for value, item in zip(values, node.items, strict=True):
         if only:
             _check_limits(value, key, item.text)
@@ -220,7 +223,7 @@ def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> 
         if not name or _UNPRINTABLE.search(name):
             raise MismatchError(f"found the name {quote(name)}, expected {describe_expected(key)}")
     return {
-        name: _convert_scalar(value, value_kind, key, typed, is_choice=False)
+        name: _convert_scalar(value, kind=value_kind, key=key, typed=typed, is_choice=False)
         for name, (_, value) in node.entries.items()
     }
 

@@ -468,7 +468,7 @@ def _set_section(checked: CollectedSettings, name: str, value: YamlNode, *, sour
         )
         checked.mark_doubtful(name)
     else:
-        check_section(checked, name, value, source)
+        check_section(checked, section=name, node=value, source=source)
 
 
 def _set_entry(

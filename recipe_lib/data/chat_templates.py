@@ -327,7 +327,9 @@ class Template:
         run at all.
         """
         if self.is_chat:
-            return self.tokenizer.render_chats(messages, requests, tools, options)
+            return self.tokenizer.render_chats(
+                messages, requests=requests, tools=tools, options=options
+            )
         eos = get_eos_text(self.tokenizer)
         return [try_render_plain(messages, request, eos=eos, bos=self._bos) for request in requests]
 

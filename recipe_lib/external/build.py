@@ -170,7 +170,9 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        with run_only(self, self.find_stage_parts(), hidden, tokens, None):
+        with run_only(
+            self, parts=self.find_stage_parts(), hidden=hidden, tokens=tokens, layers=None
+        ):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
     def output_head(self) -> nn.Module | None:
@@ -335,9 +337,9 @@ class ExternalModel(LanguageModel):
         # To the chunked head all logits are hidden states, of which the projection is done.
         return run_head_loss(
             head_loss,
-            wide,
-            wide,
-            labels,
+            hidden=wide,
+            weight=wide,
+            labels=labels,
             adapter=OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows),
         )
 

@@ -122,13 +122,22 @@ def parallelize(
     """
     # In this order: each call takes the modules as those before it have left them.
     pipeline = split_pipeline(model, cfg, world)
-    tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
+    tensor_gradients = shard_tensors(model, parallel=cfg.parallel, memory=cfg.memory, world=world)
     shard_sequences(model, cfg.parallel, world)
     levers = apply_memory_levers(
-        model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.copies
+        model,
+        cfg=cfg,
+        device=world.device,
+        pipeline=pipeline,
+        for_training=for_training,
+        data_ranks=world.copies,
     )
     units = shard_model(
-        model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1
+        model,
+        parallel=cfg.parallel,
+        memory=cfg.memory,
+        world=world,
+        whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1,
     )
     if for_training and not cfg.compile:  # compiled layers count nothing
         for module in model.modules():
@@ -298,7 +307,9 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
             if type(module) is nn.Linear:
                 # So that its weight gradient can be deferred.
                 module.forward = MethodType(_run_linear, module)  # type: ignore[method-assign]
-    pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in stages}, dtype)
+    pipeline = Pipeline(
+        model, cfg=cfg, world=world, layers={stage: layers[stage] for stage in stages}, dtype=dtype
+    )
     model.forward = pipeline.run_part  # type: ignore[method-assign, assignment]
     return pipeline
 

@@ -46,7 +46,7 @@ def check_host_memory(
     free = find_free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # Parameters, gradients and states are known already.
-    check_host_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
+    check_host_needs(needs, allowed=cfg.memory.host_memory_limit_gib, ranks=ranks, free=free)
     if parallel.levers.offload is not None:
         calls = count_calls_at_once(parallel, cfg, parallel.levers.offload)
         batch_size, _ = compute_micro_batches(cfg)
@@ -63,9 +63,9 @@ def check_host_memory(
                 expected_bytes = expected_bytes * max_tokens // tokens
             check_host_needs(
                 needs | {"activation_offload": expected_bytes},
-                cfg.memory.host_memory_limit_gib,
-                ranks,
-                free,
+                allowed=cfg.memory.host_memory_limit_gib,
+                ranks=ranks,
+                free=free,
             )
 
         parallel.levers.offload.judge = judge

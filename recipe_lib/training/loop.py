@@ -408,7 +408,9 @@ def resume_run(
             f" (epochs, max_steps); set max_steps to {done} or more, or resume from an earlier"
             " state"
         )
-    saved = load_state(state, model, optimizer, world, levers.place_state)
+    saved = load_state(
+        state, model=model, optimizer=optimizer, world=world, place_state=levers.place_state
+    )
     set_hyperparameters(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
     check_same_data(saved, data.identity(), state)
     data.best.restore(saved, state, world)

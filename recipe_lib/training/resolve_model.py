@@ -69,7 +69,9 @@ def resolve_model(
     if folder:
         # From the headers of all files: a broken checkpoint is told of before memory is taken.
         check_weights(spec, folder)
-    return ResolvedModel(resolve_base_name(name, folder) if folder else name, folder, config, spec)
+    return ResolvedModel(
+        resolve_base_name(name, folder) if folder else name, folder=folder, config=config, spec=spec
+    )
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:

@@ -39,7 +39,7 @@ def list_derived_numbers(
     levers = parallel.levers
     return [
         _describe_devices(cfg, world),
-        *_describe_batch(cfg, world, data.dataset, data.plan),
+        *_describe_batch(cfg, world=world, dataset=data.dataset, plan=data.plan),
         *_describe_pipeline(cfg, parallel),
         _describe_steps(cfg, data.dataset, data.plan),
         _describe_learning_rate(cfg, data.plan.total_steps(cfg.epochs, cfg.max_steps)),

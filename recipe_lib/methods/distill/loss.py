@@ -50,5 +50,7 @@ def validate_distillation(
         compute_sums=add_to_each(parallel, add_sums, sums),
         sums=sums,
     )
-    means = compute_distillation_means(sums, num_label_tokens, keys, world)
+    means = compute_distillation_means(
+        sums, num_label_tokens=num_label_tokens, keys=keys, world=world
+    )
     return name_validation(means) | {"validation_tokens": num_label_tokens}

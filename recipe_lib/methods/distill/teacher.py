@@ -107,7 +107,7 @@ def build_teacher(
     teacher = build_meta(source.spec, dtype)
     quantize_frozen(teacher, cfg.distill.quantize_teacher, dtype)
     parallel = parallelize(teacher, settings, world, for_training=False)
-    check_host_memory(teacher, parallel, settings, world)
+    check_host_memory(teacher, parallel=parallel, cfg=settings, world=world)
     materialize(teacher, settings.memory, world.device)
     return teacher, parallel
 
@@ -118,7 +118,7 @@ def load_teacher(teacher: Decoder, source: ResolvedModel, cfg: DistillFinetuneCo
     """
     seed = derive_seed(cfg.seed, "teacher")
     if source.folder:
-        load_weights(teacher, source.spec, source.folder, seed)
+        load_weights(teacher, spec=source.spec, folder=source.folder, seed=seed)
     else:
         init_weights(teacher, seed, source.spec)
     teacher.eval()  # no dropout

@@ -57,7 +57,9 @@ def compute_preference_loss(
     """
     if cfg.takes_single_answers:
         labels = get_values(batch)
-        return compute_single_answer_loss(policy_logps, reference_logps, labels, kl, cfg)
+        return compute_single_answer_loss(
+            policy_logps, reference_logps=reference_logps, labels=labels, kl=kl, cfg=cfg
+        )
     return compute_pair_loss(policy_logps, reference_logps, cfg)
 
 
@@ -229,10 +231,12 @@ def validate_preference(
         policy_logps = compute_policy_logps(micro_batches)
         for batch, policy in zip(micro_batches, policy_logps, strict=True):
             if policy is not None:  # another rank of the pipeline has it
-                yield compute_preference_loss(policy, next(reference_logps), batch, kl, cfg)[1]
+                yield compute_preference_loss(
+                    policy, reference_logps=next(reference_logps), batch=batch, kl=kl, cfg=cfg
+                )[1]
 
     sums = torch.zeros(count_sums(cfg), device=world.device, dtype=torch.float64)
     _, num_items = sum_over_validation(model, parallel, data, compute_sums=compute_sums, sums=sums)
-    metrics = compute_step_metrics(world.all_reduce_sum(sums), num_items, kl, cfg)
+    metrics = compute_step_metrics(world.all_reduce_sum(sums), num_items=num_items, kl=kl, cfg=cfg)
     counted = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
     return name_validation(metrics) | {counted: num_items}

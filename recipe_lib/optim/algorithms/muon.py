@@ -120,7 +120,9 @@ class Muon(ChunkedOptimizer):
             mesh, mesh_dim = sharded_over
             shardings = [MatrixSharding.from_matrix(matrix) for matrix in matrices]
             first = self._indices[matrices[0]]
-            updates = orthogonalize_over_ranks(updates, shardings, mesh, mesh_dim, first)
+            updates = orthogonalize_over_ranks(
+                updates, shardings=shardings, mesh=mesh, mesh_dim=mesh_dim, first=first
+            )
         for shard, update, matrix in zip(shards, updates, matrices, strict=True):
             rate = group["lr"] * _RMS * math.sqrt(max(matrix.shape))
             for rows in iterate_chunks(shard.weights):

@@ -63,7 +63,7 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
 
         by_time = parallel.pipeline_balance == "compute"
         cost = compute_time if by_time else make_memory_cost(sizes, cfg, shards)
-        counts = _balance_layers(parallel, layers, cost, head / layer)
+        counts = _balance_layers(parallel, layers=layers, cost=cost, head=head / layer)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         none = next(
             (f", stage {stage} with {count}" for stage, count in enumerate(counts) if count < 1), ""

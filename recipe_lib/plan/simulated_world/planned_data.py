@@ -109,7 +109,9 @@ def choose_sequence(
         return PlannedSequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     dataset, reason = _load_dataset(cfg, wait)
     if dataset is not None:
-        return _measure_dataset(cfg, adapt_to_recipe(cfg, dataset), choice, ranks)
+        return _measure_dataset(
+            cfg, dataset=adapt_to_recipe(cfg, dataset), choice=choice, ranks=ranks
+        )
     if choice != "auto":
         raise ConfigError(
             f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of"
@@ -403,7 +405,12 @@ def _build_dataset(cfg: FullFinetuneConfig, sequence: PlannedSequence) -> Datase
     report: Any = None
     ids = np.zeros(int(offsets[-1]), dtype=np.int32)
     trained = np.ones(len(ids), dtype=np.uint8)
-    return adapt_to_recipe(cfg, Dataset(ids, offsets, trained, report, "planned", group=group))
+    return adapt_to_recipe(
+        cfg,
+        Dataset(
+            ids, offsets=offsets, trained=trained, report=report, settings="planned", group=group
+        ),
+    )
 
 
 def list_batch_tensors(batches: StepBatches) -> list[torch.Tensor]:

@@ -302,7 +302,14 @@ def follow_works(tracer: "Tracer") -> list[Patch]:
             # It stands for a wait for the oldest collective of its stream.
             part, module = tracer.locate()
             tracer.trace.add(
-                OP, Op(WORK_WAIT, tracer.get_stream(), part, module, phase=tracer.phase)
+                OP,
+                Op(
+                    WORK_WAIT,
+                    stream=tracer.get_stream(),
+                    part=part,
+                    module=module,
+                    phase=tracer.phase,
+                ),
             )
         if checker is not None:
             checker.note_work_wait(self, tracer.get_stream())

@@ -276,9 +276,9 @@ def compute_pipeline_time(
             )
         timeline = simulate(
             get_orders(parallel, count, training=training),
-            parallel,
-            seconds.__getitem__,
-            lambda send: messages.get((send.stage, send.kind), 0.0),
+            parallel=parallel,
+            seconds=seconds.__getitem__,
+            transfer=lambda send: messages.get((send.stage, send.kind), 0.0),
         )
         step += timeline.total
         if trained is None or training:
@@ -318,7 +318,9 @@ def extend_to_all(
 ) -> _Seconds:
     """Return the seconds of a rank's actions with all micro-batches, from those traced."""
     traced = len({action.micro_batch for action in run})
-    stands = find_stand_ins(parallel, place, traced, count, training=training)
+    stands = find_stand_ins(
+        parallel, pipeline_rank=place, traced=traced, count=count, training=training
+    )
     if stands is None:
         raise ValueError(f"{traced} micro-batches cannot stand for {count}")
     return {action: run[known] for action, known in stands.items()}
