@@ -180,7 +180,11 @@ def _list_lever_cases() -> list[RunPair]:
 
 
 def _list_family_cases() -> list[RunPair]:
-    return [pair for model in FAMILIES for pair in _list_cases_of_family(model)]
+    """Return runs of every family of dense models."""
+    pairs = []
+    for model in FAMILIES:
+        pairs += _list_cases_of_family(model)
+    return pairs
 
 
 def _list_cases_of_family(model: str) -> list[RunPair]:
@@ -203,7 +207,11 @@ def _list_cases_of_family(model: str) -> list[RunPair]:
 
 
 def _list_mixture_cases() -> list[RunPair]:
-    return [pair for model in MIXTURES for pair in _list_cases_of_mixture(model)]
+    """Return runs of every mixture of experts."""
+    pairs = []
+    for model in MIXTURES:
+        pairs += _list_cases_of_mixture(model)
+    return pairs
 
 
 def _list_cases_of_mixture(model: str) -> list[RunPair]:
@@ -228,6 +236,7 @@ def _list_cases_of_mixture(model: str) -> list[RunPair]:
 
 
 def _list_adapter_cases() -> list[RunPair]:
+    """Return the tests' runs of adapters that one process can have, and more levers of theirs."""
     pairs = []
     for kind, lever in test_adapter_levers.CASES:
         if lever.ranks != 2 or lever.refuses(kind):
@@ -278,6 +287,7 @@ def _list_low_precision_cases() -> list[RunPair]:
 
 
 def _list_labeled_cases() -> list[RunPair]:
+    """Return runs that train on pairs, judged answers or classes."""
     pairs = []
 
     def add(name: str, *words: str, recipe: str, data: str) -> None:
@@ -304,6 +314,7 @@ def _list_labeled_cases() -> list[RunPair]:
 
 
 def _list_distilled_cases() -> list[RunPair]:
+    """Return runs that train on a teacher's distribution."""
     pairs = []
     for words in (
         (),

@@ -131,6 +131,7 @@ def main(words: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, words: list[str]) -> int:
+    """Run the lines that the options name and return the exit code."""
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"

@@ -39,6 +39,7 @@ def list_cases(gpu: bool) -> list[Case]:
 
 
 def _list_dry_cases() -> list[Case]:
+    """Return a case of each kind and method, with a tiny model."""
     tiny = "demo/0.5M"
     return [
         Case("matmul", tiny),
@@ -74,6 +75,7 @@ def _list_gpu_cases() -> list[Case]:
 
 
 def _list_full_memory_cases(preset: str, ranks: int) -> list[Case]:
+    """Return peaks of full fine-tuning, by tokens of a row and wrapping."""
     cases = []
     for sequence in (512, 2048, 4096, 8192):
         for wrapping in ("layers", "memory_efficient"):
@@ -85,6 +87,7 @@ def _list_full_memory_cases(preset: str, ranks: int) -> list[Case]:
 
 
 def _list_adapter_cases(preset: str, method: str) -> list[Case]:
+    """Return peaks and speed of LoRA or QLoRA on one GPU."""
     return [
         Case("memory", preset, sequence=2048, capped=True, method=method),
         Case("memory", preset, sequence=8192, capped=True, method=method),
@@ -93,6 +96,7 @@ def _list_adapter_cases(preset: str, method: str) -> list[Case]:
 
 
 def _list_large_qlora_cases() -> list[Case]:
+    """Return peaks of QLoRA of 70B on two and four GPUs."""
     cases = []
     for ranks in (2, 4):
         for sequence in (512, 4096):

@@ -84,6 +84,7 @@ def _draw(device: torch.device, *shape: int) -> Tensor:
 
 
 def _build_rotation(device: torch.device, small: bool) -> tuple[Any, ...]:
+    """Build queries, and cosines and sines of the angles that they are rotated by."""
     tokens, heads = (1, 1) if small else (TOKENS, HEADS)
     angles = torch.rand(1, tokens, 1, HEAD_WIDTH // 2, device=device)
     return _draw(device, 1, tokens, heads, HEAD_WIDTH), angles.cos(), angles.sin(), False
@@ -116,6 +117,7 @@ def _build_logits(with_gradients: bool) -> Callable[[torch.device, bool], tuple[
 
 
 def _build_nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
+    """Build a matrix in NF4: its codes, scales and factors, and what they are read with."""
     blocks = 2 if small else INNER * WIDTH // nf4.BLOCK
     codes = torch.randint(256, (blocks, nf4.BLOCK // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(-127, 128, (blocks,), device=device, dtype=torch.int8)
@@ -126,6 +128,7 @@ def _build_nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
 
 
 def _build_int8(device: torch.device, small: bool) -> tuple[Any, ...]:
+    """Build a matrix in int8: its codes, and a scale for each row."""
     rows, columns = (2, 16) if small else (INNER, WIDTH)
     codes = torch.randint(-127, 128, (rows, columns), device=device, dtype=torch.int8)
     return codes, torch.rand(rows, device=device), torch.bfloat16

@@ -70,6 +70,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Plan and measure the lines that the options name and return the exit code."""
     methods = (options.only,) if options.only else METHODS
     if options.planned:
         return write_plans(options.output, find_hardware(options.device), methods)

@@ -24,7 +24,10 @@ IN_BACKWARD = (
     "gradient_accumulation_steps=1",
 )
 TINY = ("max_seq_len=64", "device=auto", "dtype=bf16")
-PLAIN, SHIPPED, EVERYTHING = "plain", "shipped", "everything"
+# Names of the bases.
+PLAIN = "plain"
+SHIPPED = "shipped"
+EVERYTHING = "everything"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,10 @@ class Rung:
 
 def list_rungs(gpu: bool, methods: Iterable[str] = METHODS) -> list[Rung]:
     """List all lines of these methods: of Llama 3 8B, or of a tiny model for a dry run."""
-    return [rung for method in methods for rung in build_ladder(method, gpu)]
+    rungs = []
+    for method in methods:
+        rungs += build_ladder(method, gpu)
+    return rungs
 
 
 def build_ladder(method: str, real: bool = True) -> list[Rung]:

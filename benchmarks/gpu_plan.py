@@ -323,7 +323,9 @@ def _run_threshold(job: Job, smallest_cap: int, seconds: float) -> dict[str, Any
     """Run a case just below or above its planned smallest cap, bytes."""
     cap = int(smallest_cap * job.factor)
     row = {"cap": cap, "said": "fits" if job.factor > 1 else "does not fit"}
-    result = run_apart(functools.partial(measure, job.case, job.expandable, cap), seconds)
+    result = run_apart(
+        functools.partial(measure, job.case, expandable=job.expandable, cap=cap), seconds
+    )
     if "failed" in result:
         return row | result
     found = "ran out" if "out_of_memory" in result else "ran"

@@ -14,6 +14,12 @@ from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 TINY = "demo"
+LLAMA_8B = "llama3/8B"
+LLAMA_3B = "llama3_2/3B"
+LLAMA_1B = "llama3_2/1B"
+QWEN_MOE = "qwen3_moe/30B"
+GPT_OSS = "gpt_oss/20B"
+OLMOE = "olmoe/7B"
 # Methods without a config of the demo: one of 8B is taken, with the demo's model.
 LABELED = ("dpo", "kto", "reward")
 UNREAD = ("~model.path", "model.preset=demo/0.5M", "tokenizer.path=unread")
@@ -175,6 +181,7 @@ def list_cases(gpu: bool) -> list[PlanCase]:
 
 
 def _list_dry_cases() -> list[PlanCase]:
+    """Return configs of the demo's model: of each method, and of levers of the optimizer."""
     return [
         PlanCase("full", TINY, 4, 64),
         PlanCase("full", TINY, 1, 64, "selective", "layers", "foreach"),
@@ -205,20 +212,19 @@ def list_recorded_cases() -> list[PlanCase]:
 
 def _list_telling_cases() -> list[PlanCase]:
     """Return one config of each kind."""
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
     return [
-        PlanCase("full", big, 4, 512, wrapping="layers", threshold=True),
-        PlanCase("full", big, 4, 512, threshold=True),
-        PlanCase("qlora", big, 1, 2048, threshold=True),
-        PlanCase("full", middle, 1, 2048, "none", optimizer="foreach"),
-        PlanCase("lora", big, 1, 2048, "none"),
-        PlanCase("full", small, 1, 2048, "selective", threshold=True),
-        PlanCase("full", big, 8, 8192, documents=12),
-        PlanCase("lora", middle, 2, 8192, "selective", threshold=True),
-        PlanCase("full", small, 4, 8192, "none", "layers", documents=16),
-        PlanCase("qlora", small, 2, 512, "none", "layers"),
-        PlanCase("full", big, 2, 2048, "selective", optimizer="single"),
-        PlanCase("full", middle, 8, 512, optimizer="sgd foreach"),
+        PlanCase("full", LLAMA_8B, 4, 512, wrapping="layers", threshold=True),
+        PlanCase("full", LLAMA_8B, 4, 512, threshold=True),
+        PlanCase("qlora", LLAMA_8B, 1, 2048, threshold=True),
+        PlanCase("full", LLAMA_3B, 1, 2048, "none", optimizer="foreach"),
+        PlanCase("lora", LLAMA_8B, 1, 2048, "none"),
+        PlanCase("full", LLAMA_1B, 1, 2048, "selective", threshold=True),
+        PlanCase("full", LLAMA_8B, 8, 8192, documents=12),
+        PlanCase("lora", LLAMA_3B, 2, 8192, "selective", threshold=True),
+        PlanCase("full", LLAMA_1B, 4, 8192, "none", "layers", documents=16),
+        PlanCase("qlora", LLAMA_1B, 2, 512, "none", "layers"),
+        PlanCase("full", LLAMA_8B, 2, 2048, "selective", optimizer="single"),
+        PlanCase("full", LLAMA_3B, 8, 512, optimizer="sgd foreach"),
     ]
 
 
@@ -229,53 +235,53 @@ def _list_method_cases() -> list[PlanCase]:
     heads.
     """
     teacher = ("distill.quantize_teacher=none", "distill.stream_teacher=true")
-    small = "llama3_2/1B"
     return [
-        PlanCase("distill", small, 1, 2048),
-        PlanCase("distill", small, 1, 2048, levers=teacher),
+        PlanCase("distill", LLAMA_1B, 1, 2048),
+        PlanCase("distill", LLAMA_1B, 1, 2048, levers=teacher),
         PlanCase(
             "distill",
-            small,
+            LLAMA_1B,
             4,
             2048,
             levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
         ),
-        PlanCase("qat", small, 1, 2048),
-        PlanCase("qat", small, 4, 2048, "selective", levers=("qat=fp8",)),
+        PlanCase("qat", LLAMA_1B, 1, 2048),
+        PlanCase("qat", LLAMA_1B, 4, 2048, "selective", levers=("qat=fp8",)),
         *(PlanCase(method, "llama3/8B", 1, 2048) for method in LABELED),
     ]
 
 
 def _list_lever_cases() -> list[PlanCase]:
     """Return configs whose levers free sooner, round, recompute or keep on the host."""
-    big, small = "llama3/8B", "llama3_2/1B"
     return [
-        *(PlanCase("full", big, 1, 2048, levers=levers) for levers in STEPPING[1:]),
-        PlanCase("full", big, 2, 8192, levers=("memory.optimizer_offload=true",)),
-        *(PlanCase("full", small, 1, 2048, levers=levers) for levers in (*STEPPING, *STATES)),
-        *(PlanCase("full", small, 4, 2048, levers=levers) for levers in REDUCED_ONCE),
-        PlanCase("full", big, 8, 2048, levers=ZERO_1),
-        PlanCase("full", small, 1, 8192, "none", levers=("memory.activation_offload=true",)),
+        *(PlanCase("full", LLAMA_8B, 1, 2048, levers=levers) for levers in STEPPING[1:]),
+        PlanCase("full", LLAMA_8B, 2, 8192, levers=("memory.optimizer_offload=true",)),
+        *(PlanCase("full", LLAMA_1B, 1, 2048, levers=levers) for levers in (*STEPPING, *STATES)),
+        *(PlanCase("full", LLAMA_1B, 4, 2048, levers=levers) for levers in REDUCED_ONCE),
+        PlanCase("full", LLAMA_8B, 8, 2048, levers=ZERO_1),
+        PlanCase("full", LLAMA_1B, 1, 8192, "none", levers=("memory.activation_offload=true",)),
         PlanCase(
             "full",
-            big,
+            LLAMA_8B,
             2,
             8192,
             levers=("memory.activation_offload=true", "memory.optimizer_offload=true"),
         ),
-        PlanCase("full", small, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),
-        PlanCase("qlora", big, 1, 32768, levers=("memory.mlp_tiles=8",)),
+        PlanCase("full", LLAMA_1B, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),
+        PlanCase("qlora", LLAMA_8B, 1, 32768, levers=("memory.mlp_tiles=8",)),
         *(
-            PlanCase("full", big, 1, 2048, levers=(*STREAMED, *levers))
+            PlanCase("full", LLAMA_8B, 1, 2048, levers=(*STREAMED, *levers))
             for levers in ((), STATES[1])
         ),
-        *(PlanCase(kind, big, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
-        PlanCase("full", big, 8, 262144, chunks=32, levers=("parallel.context=8", *TILED)),
-        PlanCase("lora", big, 4, 65536, levers=("parallel.context=4", "memory.mlp_tiles=2")),
-        PlanCase("full", small, 4, 32768, "selective", documents=5, levers=("parallel.context=4",)),
-        PlanCase("full", small, 1, 2048, levers=("matmul_dtype=int8",)),
-        PlanCase("full", small, 1, 2048, levers=("matmul_dtype=fp8",)),
-        PlanCase("lora", small, 2, 2048, levers=("parallel.strategy=ddp",)),
+        *(PlanCase(kind, LLAMA_8B, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
+        PlanCase("full", LLAMA_8B, 8, 262144, chunks=32, levers=("parallel.context=8", *TILED)),
+        PlanCase("lora", LLAMA_8B, 4, 65536, levers=("parallel.context=4", "memory.mlp_tiles=2")),
+        PlanCase(
+            "full", LLAMA_1B, 4, 32768, "selective", documents=5, levers=("parallel.context=4",)
+        ),
+        PlanCase("full", LLAMA_1B, 1, 2048, levers=("matmul_dtype=int8",)),
+        PlanCase("full", LLAMA_1B, 1, 2048, levers=("matmul_dtype=fp8",)),
+        PlanCase("lora", LLAMA_1B, 2, 2048, levers=("parallel.strategy=ddp",)),
     ]
 
 
@@ -285,19 +291,18 @@ def _list_mixture_cases() -> list[PlanCase]:
     Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and
     attention with sinks.
     """
-    qwen, oss, olmoe = "qwen3_moe/30B", "gpt_oss/20B", "olmoe/7B"
     offloaded = ("memory.stream_layers=experts",)
     return [
-        PlanCase("qlora", qwen, 1, 2048),
-        PlanCase("qlora", qwen, 1, 2048, levers=offloaded),
-        PlanCase("qlora", qwen, 1, 2048, levers=("lora.target_modules=[q,k,v,o,experts]",)),
-        PlanCase("qlora", oss, 1, 2048),
-        PlanCase("qlora", oss, 1, 8192, "selective", levers=offloaded),
-        PlanCase("lora", olmoe, 1, 2048, "none"),
-        PlanCase("full", olmoe, 4, 2048),
-        PlanCase("full", olmoe, 4, 8192, levers=("memory.mlp_tiles=8",)),
-        PlanCase("full", qwen, 8, 2048),
-        PlanCase("full", oss, 8, 2048, "selective", documents=6),
+        PlanCase("qlora", QWEN_MOE, 1, 2048),
+        PlanCase("qlora", QWEN_MOE, 1, 2048, levers=offloaded),
+        PlanCase("qlora", QWEN_MOE, 1, 2048, levers=("lora.target_modules=[q,k,v,o,experts]",)),
+        PlanCase("qlora", GPT_OSS, 1, 2048),
+        PlanCase("qlora", GPT_OSS, 1, 8192, "selective", levers=offloaded),
+        PlanCase("lora", OLMOE, 1, 2048, "none"),
+        PlanCase("full", OLMOE, 4, 2048),
+        PlanCase("full", OLMOE, 4, 8192, levers=("memory.mlp_tiles=8",)),
+        PlanCase("full", QWEN_MOE, 8, 2048),
+        PlanCase("full", GPT_OSS, 8, 2048, "selective", documents=6),
     ]
 
 
@@ -306,75 +311,78 @@ def _list_compiled_cases() -> list[PlanCase]:
 
     A plan runs the module that inductor writes for them, whose code is for a CPU there.
     """
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
     compiled = ("compile=true",)
     return [
-        PlanCase("full", small, 1, 2048, "none", levers=compiled),
-        PlanCase("full", small, 1, 2048, "selective", levers=compiled),
-        PlanCase("full", small, 1, 2048, "full", levers=compiled),
-        PlanCase("full", middle, 4, 2048, "none", levers=compiled),
-        PlanCase("lora", big, 1, 2048, "none", levers=compiled),
-        PlanCase("qlora", big, 1, 2048, levers=compiled),
+        PlanCase("full", LLAMA_1B, 1, 2048, "none", levers=compiled),
+        PlanCase("full", LLAMA_1B, 1, 2048, "selective", levers=compiled),
+        PlanCase("full", LLAMA_1B, 1, 2048, "full", levers=compiled),
+        PlanCase("full", LLAMA_3B, 4, 2048, "none", levers=compiled),
+        PlanCase("lora", LLAMA_8B, 1, 2048, "none", levers=compiled),
+        PlanCase("qlora", LLAMA_8B, 1, 2048, levers=compiled),
     ]
 
 
 def _list_pipeline_cases() -> list[PlanCase]:
     """Return stages of pipelines, each run by itself."""
-    big, small = "llama3/8B", "llama3_2/1B"
     return [
-        PlanCase("full", big, 4, 2048, rank=0, schedule="1f1b"),
-        PlanCase("full", big, 4, 2048, rank=3, schedule="1f1b"),
-        PlanCase("full", big, 4, 2048, rank=0, schedule="zbv"),
-        PlanCase("full", big, 4, 2048, rank=3, schedule="zbv"),
-        *(PlanCase("full", small, 4, 2048, "none", rank=rank, schedule="zbv") for rank in range(4)),
-        PlanCase("full", small, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble"),
-        PlanCase("qlora", big, 2, 2048, rank=1, schedule="1f1b"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=0, schedule="1f1b"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=3, schedule="1f1b"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=0, schedule="zbv"),
+        PlanCase("full", LLAMA_8B, 4, 2048, rank=3, schedule="zbv"),
+        *(
+            PlanCase("full", LLAMA_1B, 4, 2048, "none", rank=rank, schedule="zbv")
+            for rank in range(4)
+        ),
+        PlanCase(
+            "full", LLAMA_1B, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble"
+        ),
+        PlanCase("qlora", LLAMA_8B, 2, 2048, rank=1, schedule="1f1b"),
     ]
 
 
 def _list_full_cases() -> list[PlanCase]:
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    """Return more configs of full fine-tuning, in many settings."""
     return [
-        PlanCase("full", big, 4, 2048, wrapping="layers"),
-        PlanCase("full", big, 4, 2048),
-        PlanCase("full", big, 4, 8192, wrapping="layers"),
-        PlanCase("full", big, 4, 8192),
-        PlanCase("full", big, 4, 8192, "selective"),
-        PlanCase("full", big, 4, 2048, "none", chunks=1),
-        PlanCase("full", big, 8, 2048, "none"),
-        PlanCase("full", big, 8, 512, "none", "layers", optimizer="single"),
-        PlanCase("full", big, 2, 8192, documents=8),
-        PlanCase("full", big, 2, 512, optimizer="foreach"),
-        PlanCase("full", big, 1, 512),
-        PlanCase("full", middle, 1, 512, "none"),
-        PlanCase("full", middle, 1, 2048, "selective"),
-        PlanCase("full", middle, 1, 8192),
-        PlanCase("full", middle, 2, 2048, wrapping="layers"),
-        PlanCase("full", middle, 2, 8192, "selective", documents=10),
-        PlanCase("full", middle, 4, 8192, "none"),
-        PlanCase("full", small, 1, 512, "none"),
-        PlanCase("full", small, 1, 2048, "none", optimizer="foreach", batch_size=2),
-        PlanCase("full", small, 1, 8192, optimizer="single"),
-        PlanCase("full", small, 2, 2048, "selective", documents=4, batch_size=2),
-        PlanCase("full", small, 8, 512, chunks=1),
-        PlanCase("full", small, 2, 2048, "none", optimizer="sgd single"),
+        PlanCase("full", LLAMA_8B, 4, 2048, wrapping="layers"),
+        PlanCase("full", LLAMA_8B, 4, 2048),
+        PlanCase("full", LLAMA_8B, 4, 8192, wrapping="layers"),
+        PlanCase("full", LLAMA_8B, 4, 8192),
+        PlanCase("full", LLAMA_8B, 4, 8192, "selective"),
+        PlanCase("full", LLAMA_8B, 4, 2048, "none", chunks=1),
+        PlanCase("full", LLAMA_8B, 8, 2048, "none"),
+        PlanCase("full", LLAMA_8B, 8, 512, "none", "layers", optimizer="single"),
+        PlanCase("full", LLAMA_8B, 2, 8192, documents=8),
+        PlanCase("full", LLAMA_8B, 2, 512, optimizer="foreach"),
+        PlanCase("full", LLAMA_8B, 1, 512),
+        PlanCase("full", LLAMA_3B, 1, 512, "none"),
+        PlanCase("full", LLAMA_3B, 1, 2048, "selective"),
+        PlanCase("full", LLAMA_3B, 1, 8192),
+        PlanCase("full", LLAMA_3B, 2, 2048, wrapping="layers"),
+        PlanCase("full", LLAMA_3B, 2, 8192, "selective", documents=10),
+        PlanCase("full", LLAMA_3B, 4, 8192, "none"),
+        PlanCase("full", LLAMA_1B, 1, 512, "none"),
+        PlanCase("full", LLAMA_1B, 1, 2048, "none", optimizer="foreach", batch_size=2),
+        PlanCase("full", LLAMA_1B, 1, 8192, optimizer="single"),
+        PlanCase("full", LLAMA_1B, 2, 2048, "selective", documents=4, batch_size=2),
+        PlanCase("full", LLAMA_1B, 8, 512, chunks=1),
+        PlanCase("full", LLAMA_1B, 2, 2048, "none", optimizer="sgd single"),
     ]
 
 
 def _list_adapter_cases() -> list[PlanCase]:
-    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    """Return more configs of LoRA and QLoRA, in many settings."""
     return [
-        PlanCase("lora", big, 1, 8192),
-        PlanCase("lora", big, 2, 8192, "selective"),
-        PlanCase("lora", big, 4, 2048, wrapping="layers"),
-        PlanCase("lora", big, 1, 2048, documents=4),
-        PlanCase("lora", small, 1, 512, "none", optimizer="foreach"),
-        PlanCase("lora", small, 8, 2048),
-        PlanCase("qlora", big, 1, 512),
-        PlanCase("qlora", big, 1, 8192),
-        PlanCase("qlora", big, 1, 8192, "selective", documents=8),
-        PlanCase("qlora", big, 2, 2048),
-        PlanCase("qlora", big, 4, 8192),
-        PlanCase("qlora", middle, 1, 2048, "none"),
-        PlanCase("qlora", small, 1, 512, "none", batch_size=2),
+        PlanCase("lora", LLAMA_8B, 1, 8192),
+        PlanCase("lora", LLAMA_8B, 2, 8192, "selective"),
+        PlanCase("lora", LLAMA_8B, 4, 2048, wrapping="layers"),
+        PlanCase("lora", LLAMA_8B, 1, 2048, documents=4),
+        PlanCase("lora", LLAMA_1B, 1, 512, "none", optimizer="foreach"),
+        PlanCase("lora", LLAMA_1B, 8, 2048),
+        PlanCase("qlora", LLAMA_8B, 1, 512),
+        PlanCase("qlora", LLAMA_8B, 1, 8192),
+        PlanCase("qlora", LLAMA_8B, 1, 8192, "selective", documents=8),
+        PlanCase("qlora", LLAMA_8B, 2, 2048),
+        PlanCase("qlora", LLAMA_8B, 4, 8192),
+        PlanCase("qlora", LLAMA_3B, 1, 2048, "none"),
+        PlanCase("qlora", LLAMA_1B, 1, 512, "none", batch_size=2),
     ]

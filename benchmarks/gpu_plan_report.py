@@ -227,6 +227,7 @@ def _format_peaks(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_thresholds(rows: list[dict[str, Any]]) -> list[str]:
+    """Return one line a run: its cap, what the plan said of it, and what came of it."""
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, GiB | said | found | retries |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -242,6 +243,7 @@ def _format_thresholds(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_events(rows: list[dict[str, Any]]) -> list[str]:
+    """Return one line a recording: whether its replay is exact, or what differs."""
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, MiB | file | events | replay |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

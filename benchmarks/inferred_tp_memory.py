@@ -4,7 +4,7 @@
 
 Models of transformers' own classes and real widths run forward as rank 0 of t on the simulated
 device: the code is the same, tensors have sizes and no bytes. What is alive when backward would
-begin is counted, with {more} layers and with {fewer}; the difference, a layer each, is what layers
+begin is counted, with four layers and with two; the difference, a layer each, is what layers
 keep.
 """
 
@@ -29,9 +29,8 @@ from recipe_lib.units import MIB
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "phi3/mini", "gemma2/27B")
 SIZES = (2, 4, 8)
-MORE, FEWER = 4, 2
+MORE, FEWER = 4, 2  # layers
 TOKENS = 8192
-__doc__ = __doc__.format(more=MORE, fewer=FEWER)
 
 
 def measure_alive(
@@ -78,7 +77,7 @@ def measure_kept(name: str, size: int, implementation: str, regather: str = "tru
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a layer of a model keeps, in bytes."""
+    """Bytes that a layer of a model keeps for backward."""
 
     name: str  # of the model's preset
     size: int  # tensor-parallel ranks

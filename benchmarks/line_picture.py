@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn."""
+    """A picture of lines over two axes."""
 
     label: str  # what the picture shows
     x: str  # name of the axis

@@ -1,4 +1,4 @@
-"""Where benchmarks find real texts, tokenizers and weights: in the folder that REALDATA_DIR names.
+"""Find real texts, tokenizers and weights for benchmarks: in the folder that REALDATA_DIR names.
 
 None of them comes with the repository. docs/measurements/README.md says what the folder holds.
 """
@@ -11,15 +11,16 @@ VARIABLE = "REALDATA_DIR"
 
 
 def find_real_data(name: str) -> Path:
-    """Return the path of a file or folder of that name. Ends the program with exit code 2 where
-    there is none.
+    """Return the path of a file or folder of that name.
+
+    The program ends with exit code 2 where there is none.
     """
     folder = os.environ.get(VARIABLE)
     if folder and (Path(folder) / name).exists():
         return Path(folder) / name
-    found = f"{VARIABLE}={folder}: has no {name}" if folder else f"{VARIABLE}: not set"
+    fault = f"{VARIABLE}={folder}: has no {name}" if folder else f"{VARIABLE}: not set"
     print(
-        f"error: {found}, expected a folder with {name}; see docs/measurements/README.md",
+        f"error: {fault}, expected a folder with {name}; see docs/measurements/README.md",
         file=sys.stderr,
     )
     raise SystemExit(2)

@@ -1,5 +1,4 @@
-"""Tensor parallel plans for every causal language model of transformers, each proven on a small
-copy of it.
+"""Infer a tensor-parallel plan for every causal language model of transformers, and certify it.
 
     python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md
 
@@ -18,6 +17,7 @@ import re
 import sys
 import time
 import warnings
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,29 +35,27 @@ from recipe_lib.external.tensor_plan.transformers_models import (
 )
 
 COMMAND = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
-SIZE = 2
+SIZE = 2  # ranks
 
 
 @dataclasses.dataclass
 class Row:
-    """What became of one architecture. outcome: certified, rejected, refused, not built, not
-    traced, no time.
-    """
+    """A row of the table: the outcome for one architecture."""
 
-    name: str
-    outcome: str
-    cut: float = 0.0
-    tokens: float = 0.0
+    name: str  # its model type
+    outcome: str  # certified, rejected, refused, not built, not traced, no time
+    cut: float = 0.0  # share of the elements of matrices that ranks share
+    tokens: float = 0.0  # share of activations of which a rank has its own tokens alone
     axes: int = 0
     boundaries: int = 0
     rewrites: int = 0
-    agree: str = ""
-    gradient: str = ""
+    agree: str = ""  # `12/12`: entries of transformers' own plan that ours has, of all
+    gradient: str = ""  # the largest relative error
     note: str = ""
 
 
 def main(argv: list[str]) -> None:
-    """Writes the page, and a line on each architecture as it goes."""
+    """Write the page, and print a line on each architecture as it goes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,8 +67,8 @@ def main(argv: list[str]) -> None:
     rows = []
     started = time.monotonic()
     for name in names:
-        rows.append(_examine_in_time(name, arguments.seconds))
-        row = rows[-1]
+        row = _examine_in_time(name, arguments.seconds)
+        rows.append(row)
         shares = f"{row.cut:5.0%} {row.tokens:5.0%}"
         print(
             f"{row.name:32} {row.outcome:12} {shares} {row.agree:8} {row.gradient:6}"
@@ -81,17 +79,17 @@ def main(argv: list[str]) -> None:
 
 
 def list_model_types() -> list[str]:
-    """The model types of transformers that are causal language models."""
+    """Return the model types of transformers that are causal language models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def _examine_in_time(name: str, seconds: float) -> Row:
-    """One architecture in a process of its own, so that a crash or a hang is a row, too."""
+    """Examine one architecture in a process of its own, so that a crash or a hang is a row, too."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_send, args=(theirs, name))
+    process = context.Process(target=_send_row, args=(theirs, name))
     process.start()
     theirs.close()
     try:
@@ -106,26 +104,28 @@ def _examine_in_time(name: str, seconds: float) -> Row:
         process.join()
 
 
-def _send(pipe: Connection, name: str) -> None:
+def _send_row(pipe: Connection, name: str) -> None:
     warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # standard error, for warnings of C++ as well
     pipe.send(examine(name))
 
 
 def examine(name: str) -> Row:
-    """Builds, plans and certifies one architecture; without shared tokens if a plan with them is
-    rejected.
+    """Build, plan and certify one architecture.
+
+    Without shared tokens if a plan with them is rejected.
     """
-    row = _examine(name, tokens=True)
+    row = _examine_plan(name, tokens=True)
     if row.outcome == "rejected" and row.tokens:
-        without = _examine(name, tokens=False)
-        if without.outcome != "rejected":
-            without.note = f"tokens are not shared: {row.note}"
-            return without
+        row_without_tokens = _examine_plan(name, tokens=False)
+        if row_without_tokens.outcome != "rejected":
+            row_without_tokens.note = f"tokens are not shared: {row.note}"
+            return row_without_tokens
     return row
 
 
-def _examine(name: str, tokens: bool) -> Row:
+def _examine_plan(name: str, tokens: bool) -> Row:
+    """Build, plan and certify one architecture. tokens: may ranks share tokens?"""
     from transformers import AutoConfig
 
     try:
@@ -143,31 +143,47 @@ def _examine(name: str, tokens: bool) -> Row:
         return Row(name, "not traced", note=_format_line(error))
     except Exception as error:  # noqa: BLE001  (see above)
         return Row(name, "not built", note=f"forward: {_format_line(error)}")
-    sizes = (len(plan.axes), len(plan.boundaries), len(plan.rewrites))
-    row = Row(name, "", cut_share(plan), plan.shared_tokens, *sizes)
-    row.agree = compare_plans(model, plan)
-    hidden = [axis for axis in plan.axes if not axis.vocabulary]
-    if not hidden or SIZE not in plan.legal_sizes:
-        steps = sorted({axis.size for axis in hidden})
-        reasons = [each.reason for each in plan.parameters if each.reason and len(each.shape) > 1]
-        common = max(reasons, key=reasons.count, default="no axis")
-        row.outcome, row.tokens = "refused", 0.0
-        row.note = f"axes of {steps} steps" if hidden else common
+    row = Row(
+        name=name,
+        outcome="",
+        cut=compute_cut_share(plan),
+        tokens=plan.shared_tokens,
+        axes=len(plan.axes),
+        boundaries=len(plan.boundaries),
+        rewrites=len(plan.rewrites),
+        agree=compare_plans(model, plan),
+    )
+    hidden_axes = [axis for axis in plan.axes if not axis.vocabulary]
+    if not hidden_axes or SIZE not in plan.legal_sizes:
+        row.outcome = "refused"
+        row.tokens = 0.0
+        if hidden_axes:
+            row.note = f"axes of {sorted({axis.size for axis in hidden_axes})} steps"
+        else:
+            reasons = [
+                parameter.reason
+                for parameter in plan.parameters
+                if parameter.reason and len(parameter.shape) > 1
+            ]
+            row.note = max(reasons, key=reasons.count, default="no axis")
         return row
-    return _certify(row, model, plan, inputs)
+    return _certify(row, model=model, plan=plan, inputs=inputs)
 
 
 def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> Row:
-    row.outcome, row.note = "certified", (plan.refused or ("",))[0]
+    """Run the ranks of a plan, and fill in what comes of it."""
+    row.outcome = "certified"
+    row.note = plan.refused[0] if plan.refused else ""
     try:
         errors = measure_errors(model, plan, inputs)
     except (RuntimeError, ValueError, TypeError) as error:
-        row.outcome, row.gradient = "rejected", "failed"
+        row.outcome = "rejected"
+        row.gradient = "failed"
         row.note = _format_line(error)
         return row
     worst = max(errors, key=lambda name: errors[name])
     row.gradient = f"{errors[worst]:.0e}"
-    if not errors[worst] <= WRONG:
+    if not errors[worst] <= WRONG:  # or it is not a number
         row.outcome = "rejected"
         row.note = f"{worst}, or its gradient, is not the whole model's"
         if math.isnan(errors[worst]):
@@ -178,45 +194,49 @@ def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[
 def measure_errors(
     model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """Errors of outputs and gradients in float64, or in float32 where a forward is not written for
-    more.
+    """Return the errors of outputs and gradients, by name.
+
+    In float64, or in float32 where a forward is not written for more.
     """
     try:
-        return measure_rank_errors(model.double(), plan, SIZE, inputs)
+        return measure_rank_errors(model.double(), plan=plan, size=SIZE, inputs=inputs)
     except (RuntimeError, ValueError, TypeError):
-        return measure_rank_errors(model.float(), plan, SIZE, inputs)
+        return measure_rank_errors(model.float(), plan=plan, size=SIZE, inputs=inputs)
 
 
-def cut_share(plan: ShardingPlan) -> float:
-    """Share of the elements of matrices that are cut."""
-    sizes = [
-        (torch.Size(each.shape).numel(), each.dim >= 0)
-        for each in plan.parameters
-        if len(each.shape) > 1
-    ]
-    return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
+def compute_cut_share(plan: ShardingPlan) -> float:
+    """Return the share of the elements of matrices that ranks share."""
+    total = 0
+    cut = 0
+    for parameter in plan.parameters:
+        if len(parameter.shape) > 1:
+            size = torch.Size(parameter.shape).numel()
+            total += size
+            if parameter.dim >= 0:
+                cut += size
+    return cut / max(total, 1)
 
 
 def compare_plans(model: torch.nn.Module, plan: ShardingPlan) -> str:
-    """`12/12`: of the column and row entries of transformers' own plan, those that ours has as
-    well.
+    """Return `11/12`: of 12 column and row entries of transformers' own plan ours has 11.
+
+    Empty if it has no such entries.
     """
-    theirs: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-    agreed = found = 0
-    for each in plan.parameters:
-        style = find_style(theirs, each.name)
-        if (
-            style in ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
-            and len(each.shape) > 1
-        ):
-            found += 1
-            agreed += each.role in ("column", "row", "vocabulary")
-    return f"{agreed}/{found}" if found else ""
+    their_plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    num_entries = 0
+    num_agreed = 0
+    for parameter in plan.parameters:
+        style = find_style(their_plan, parameter.name)
+        is_matrix = len(parameter.shape) > 1
+        if is_matrix and style in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
+            num_entries += 1
+            num_agreed += parameter.role in ("column", "row", "vocabulary")
+    return f"{num_agreed}/{num_entries}" if num_entries else ""
 
 
-def find_style(theirs: dict[str, str], name: str) -> str:
-    """What transformers' plan says of a parameter; empty for nothing."""
-    for pattern, style in theirs.items():
+def find_style(their_plan: dict[str, str], name: str) -> str:
+    """Return what transformers' plan says of a parameter; empty for nothing."""
+    for pattern, style in their_plan.items():
         expression = re.escape(pattern).replace(r"\\*", r"\\d+").replace(r"\*", r"\d+")
         if re.fullmatch(rf"(.*\.)?{expression}(\.weight)?", name):
             return style
@@ -228,23 +248,20 @@ def _format_line(error: Exception) -> str:
 
 
 def build_page(rows: list[Row], seconds: float) -> str:
-    """The table as Markdown."""
+    """Return the page. seconds: that all rows took."""
     import transformers
 
-    counts = {
-        outcome: sum(row.outcome == outcome for row in rows)
-        for outcome in dict.fromkeys(r.outcome for r in rows)
-    }
-    shared = sum(row.outcome == "certified" and row.tokens > 0 for row in rows)
-    agreed, found = (
-        sum(int(row.agree.split("/")[place]) for row in rows if row.agree) for place in (0, 1)
-    )
+    counts = Counter(row.outcome for row in rows)  # in the order of the first of each
+    num_sharing_tokens = sum(row.outcome == "certified" and row.tokens > 0 for row in rows)
+    agreements = [row.agree.split("/") for row in rows if row.agree]
+    num_agreed = sum(int(agreed) for agreed, _ in agreements)
+    num_entries = sum(int(entries) for _, entries in agreements)
     lines = [
         "# Tensor parallel plans for transformers' causal language models",
         "",
         f"`{COMMAND}`, torch {torch.__version__}, transformers {transformers.__version__},"
         f" {platform.machine()} CPU, {seconds:.0f} s. {len(rows)} model types; "
-        + ", ".join(f"{n} {o}" for o, n in counts.items())
+        + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         + ".",
         "",
         (
@@ -252,8 +269,9 @@ def build_page(rows: list[Row], seconds: float) -> str:
             " ranks, each of which ran on its own part in a thread. Cut is the share of the"
             " elements of matrices that ranks share. Tokens is the share of the elements of"
             " activations that no axis cuts of which a rank has its own tokens alone: above 0 in"
-            f" {shared} of the certified plans. Agree: of the column and row entries of"
-            f" transformers' own plans, {agreed} of {found} are ours, too. Gradient is the largest"
+            f" {num_sharing_tokens} of the certified plans. Agree: of the column and row entries of"
+            f" transformers' own plans, {num_agreed} of {num_entries} are ours, too. Gradient is"
+            " the largest"
             " relative error of any parameter's gradient, or of the output, in float64 (float32"
             " where the forward takes no other)."
         ),
@@ -272,11 +290,14 @@ def build_page(rows: list[Row], seconds: float) -> str:
             row.outcome,
             f"{row.cut:.0%}",
             f"{row.tokens:.0%}",
-            *map(str, (row.axes, row.boundaries, row.rewrites)),
+            str(row.axes),
+            str(row.boundaries),
+            str(row.rewrites),
             row.agree,
             row.gradient,
+            note,
         ]
-        lines.append(f"| {' | '.join(cells)} | {note} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -63,7 +63,7 @@ VARIANTS = (STOCK, CACHED, TWICE, FUSED, OURS)
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """What rank 0 needs."""
+    """Memory and collectives of rank 0."""
 
     kept: int  # bytes of one layer when backward begins
     peak: int  # bytes over all layers

@@ -35,7 +35,7 @@ WRITTEN_OUT = "written out"
 
 @dataclass(frozen=True)
 class Variant:
-    """How a program keeps a layer's tensors."""
+    """A program's choice of the tensors that a layer keeps."""
 
     name: str  # of the line in the picture
     elements: str  # kept of a token, times the ranks of a group, as a formula for the page
@@ -108,7 +108,7 @@ def keep_sums_standing() -> Iterator[None]:
 
 
 class _StandingSums(GradientAccumulation):
-    """As ours, with one fp32 tensor for each trained parameter, which is never given back."""
+    """Our accumulation with one fp32 tensor for each trained parameter, never given back."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -128,7 +128,7 @@ class _StandingSums(GradientAccumulation):
 
     @torch.no_grad()
     def finish(self) -> None:
-        self._done = True
+        self._is_finished = True
         for parameter, total in self._standing.items():
             parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
             total.zero_()
@@ -235,17 +235,17 @@ def _make_summing_clip(clip: Any) -> Any:
     These are the gradients of replicated norms.
     """
 
-    def clip_after_sum(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
+    def clip_after_sum(parameters: Iterable[nn.Parameter], **kwargs: Any) -> Tensor:
         parameters = list(parameters)
         for parameter in parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        return clip(parameters, *args)  # type: ignore[no-any-return]
+        return clip(parameters, **kwargs)  # type: ignore[no-any-return]
 
     return clip_after_sum
 
 
-def _run_layer_on_row(layer: DecoderLayer, hidden: Tensor, *args: Any) -> Tensor:
+def _run_layer_on_row(layer: DecoderLayer, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a layer, which takes `[b, s, d]`, on one sequence's `[n, d]`."""
-    return DecoderLayer.forward(layer, hidden.unsqueeze(0), *args).squeeze(0)
+    return DecoderLayer.forward(layer, hidden.unsqueeze(0), *args, **kwargs).squeeze(0)

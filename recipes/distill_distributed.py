@@ -39,14 +39,15 @@ from recipe_lib.config import parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, run_for_exit_code
 from recipe_lib.methods.distill.config import DistillFinetuneConfig
-from recipe_lib.methods.distill.loss import compute_distillation_means, validate_distillation
-from recipe_lib.methods.distill.teacher import (
+from recipe_lib.methods.distill.loss import (
     build_teacher,
     check_same_ids,
+    compute_distillation_means,
     compute_teacher_states,
     describe_teacher,
     load_teacher,
     resolve_teacher,
+    validate_distillation,
 )
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.distillation import Distillation, Divergence
@@ -81,7 +82,9 @@ class DistillFinetune:
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
         if self.lora is not None and self.lora.adapter_path:
-            check_adapter(Path(self.lora.adapter_path), self.spec, self.lora, self.source.folder)
+            check_adapter(
+                Path(self.lora.adapter_path), spec=self.spec, cfg=self.lora, base=self.source.folder
+            )
         self.teacher_source = resolve_teacher(cfg)
         self.divergence = Divergence(
             cfg.distill.divergence, temperature=cfg.distill.temperature, beta=cfg.distill.beta
@@ -89,7 +92,9 @@ class DistillFinetune:
 
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Open the tokenized samples, whose tokens mean the same to the teacher."""
-        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
+        self.data = training.TrainingData(
+            self.cfg, source=self.source, world=self.world, prepared=prepared
+        )
         check_same_ids(self.teacher_source, self.data.tokenizer, self.data)
 
     def setup_model(self) -> None:
@@ -102,7 +107,9 @@ class DistillFinetune:
             add_adapters(self.model, self.lora, dtype)
         # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
         self.parallel = parallelize(self.model, cfg, self.world)
-        training.check_host_memory(self.model, self.parallel, cfg, self.world, other=self.teacher)
+        training.check_host_memory(
+            self.model, parallel=self.parallel, cfg=cfg, world=self.world, other=self.teacher
+        )
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
@@ -111,7 +118,7 @@ class DistillFinetune:
         """
         seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
-            load_weights(self.model, self.spec, self.source.folder, seed)
+            load_weights(self.model, spec=self.spec, folder=self.source.folder, seed=seed)
         else:
             init_weights(self.model, seed, self.spec)
         if self.lora is not None:

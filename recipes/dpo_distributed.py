@@ -87,14 +87,18 @@ class DpoFinetune:
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
         if self.lora is not None and self.lora.adapter_path:
-            check_adapter(Path(self.lora.adapter_path), self.spec, self.lora, self.source.folder)
+            check_adapter(
+                Path(self.lora.adapter_path), spec=self.spec, cfg=self.lora, base=self.source.folder
+            )
 
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Open the tokenized samples: pairs, or answers with labels.
 
         Of pair i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one.
         """
-        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
+        self.data = training.TrainingData(
+            self.cfg, source=self.source, world=self.world, prepared=prepared
+        )
         check_answers(self.data, self.cfg.dpo)
 
     def setup_model(self) -> None:
@@ -121,7 +125,9 @@ class DpoFinetune:
         # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
         parallel = parallelize(model, cfg, self.world, for_training=trainable)
         # The reference, if there is one, is there already.
-        training.check_host_memory(model, parallel, cfg, self.world, other=self.reference)
+        training.check_host_memory(
+            model, parallel=parallel, cfg=cfg, world=self.world, other=self.reference
+        )
         materialize(model, cfg.memory, self.device)
         return model, parallel
 
@@ -132,7 +138,7 @@ class DpoFinetune:
             if model is None:
                 continue
             if self.source.folder:
-                load_weights(model, self.spec, self.source.folder, seed)
+                load_weights(model, spec=self.spec, folder=self.source.folder, seed=seed)
             else:
                 init_weights(model, seed, self.spec)
         if self.lora is not None:

@@ -76,7 +76,9 @@ class FullFinetune:
 
         Which sequences a step takes is a function of (seed, epoch, step) alone.
         """
-        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
+        self.data = training.TrainingData(
+            self.cfg, source=self.source, world=self.world, prepared=prepared
+        )
 
     def setup_model(self) -> None:
         """Build the model, in the order in which memory is taken; it has no values yet."""
@@ -84,14 +86,14 @@ class FullFinetune:
         self.model = build_meta(self.spec, DTYPES[cfg.dtype])  # shapes, no bytes
         # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
         self.parallel = parallelize(self.model, cfg, self.world)
-        training.check_host_memory(self.model, self.parallel, cfg, self.world)
+        training.check_host_memory(self.model, parallel=self.parallel, cfg=cfg, world=self.world)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
         """Read this rank's slices of the checkpoint, or draw its part of a random start."""
         seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
-            load_weights(self.model, self.spec, self.source.folder, seed)
+            load_weights(self.model, spec=self.spec, folder=self.source.folder, seed=seed)
         else:
             init_weights(self.model, seed, self.spec)
         # Documents that see each other would be trained on silently: looked at once, with weights.

@@ -62,12 +62,16 @@ class LoraFinetune:
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
         if cfg.lora.adapter_path:
-            check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
+            check_adapter(
+                Path(cfg.lora.adapter_path), spec=self.spec, cfg=cfg.lora, base=self.source.folder
+            )
         self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Open the tokenized samples."""
-        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
+        self.data = training.TrainingData(
+            self.cfg, source=self.source, world=self.world, prepared=prepared
+        )
 
     def setup_model(self) -> None:
         """Build the frozen model with adapters; neither has values yet."""
@@ -77,7 +81,7 @@ class LoraFinetune:
         add_adapters(self.model, cfg.lora, dtype)
         # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
         self.parallel = parallelize(self.model, cfg, self.world)
-        training.check_host_memory(self.model, self.parallel, cfg, self.world)
+        training.check_host_memory(self.model, parallel=self.parallel, cfg=cfg, world=self.world)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
@@ -86,7 +90,7 @@ class LoraFinetune:
         """
         seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
-            load_weights(self.model, self.spec, self.source.folder, seed)
+            load_weights(self.model, spec=self.spec, folder=self.source.folder, seed=seed)
         else:
             init_weights(self.model, seed, self.spec)
         init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))

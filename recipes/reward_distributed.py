@@ -75,13 +75,17 @@ class RewardFinetune:
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
         if self.lora is not None and self.lora.adapter_path:
-            check_adapter(Path(self.lora.adapter_path), self.spec, self.lora, self.source.folder)
+            check_adapter(
+                Path(self.lora.adapter_path), spec=self.spec, cfg=self.lora, base=self.source.folder
+            )
 
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Open the tokenized samples: sequences whose last token has the one label, the two of a
         pair by turns, or each with its class.
         """
-        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
+        self.data = training.TrainingData(
+            self.cfg, source=self.source, world=self.world, prepared=prepared
+        )
         # What is exported names the classes in its config.json.
         self.exported = prepare_items(self.data, self.source, self.cfg.reward)
 
@@ -97,7 +101,7 @@ class RewardFinetune:
             train_score_head(self.model, self.lora, dtype)
         # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
         self.parallel = parallelize(self.model, cfg, self.world)
-        training.check_host_memory(self.model, self.parallel, cfg, self.world)
+        training.check_host_memory(self.model, parallel=self.parallel, cfg=cfg, world=self.world)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
@@ -106,7 +110,7 @@ class RewardFinetune:
         """
         seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
-            load_weights(self.model, self.spec, self.source.folder, seed)
+            load_weights(self.model, spec=self.spec, folder=self.source.folder, seed=seed)
         else:
             init_weights(self.model, seed, self.spec)
         if self.lora is not None:

@@ -8,18 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault made on purpose.
-
-    path: the file, from the root. old: a text that it has once. new: what stands there instead.
-    harm: what a user would have of it. tests: what pytest is given to see it.
-    """
+    """A fault made on purpose."""
 
     name: str
-    path: str
-    old: str
-    new: str
-    harm: str
-    tests: tuple[str, ...]
+    path: str  # of the file, from the root
+    old: str  # a text that the file has once
+    new: str  # what replaces it
+    harm: str  # that a user would suffer
+    tests: tuple[str, ...]  # arguments of pytest that run a test which notices it
 
 
 MUTATIONS = [

@@ -36,16 +36,12 @@ _VERDICTS = {0: GREEN, 1: RED}  # by pytest's exit code; with any other no test 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests of a fault made of it.
-
-    verdict: RED where a test failed, GREEN where all passed, BROKEN where none has judged.
-    said: the first test that failed, or why none has judged.
-    """
+    """How the tests of a fault ended."""
 
     name: str
-    verdict: str
+    verdict: str  # RED: a test failed, GREEN: all passed, BROKEN: none has judged
     seconds: float
-    said: str
+    said: str  # the first test that failed, or why none has judged
 
     def __str__(self) -> str:
         return f"{self.name:32}{self.verdict:8}{self.seconds:6.0f} s  {self.said}".rstrip()

@@ -1,4 +1,8 @@
-"""Every file that a user names and `tune` reads, and every way in which such a file can be none."""
+"""Every file that a user names and `tune` reads, and every way in which such a file can be bad.
+
+Tests make a file of each of KINDS for each of READERS, and run its command, which has to refuse it
+in one line.
+"""
 
 import atexit
 import functools
@@ -10,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BIG = 2**40  # bytes of a file that takes no room on the disk
-# Kind -> how to make it; a text is what the file holds.
+BIG = 2**40  # bytes of a sparse file, which takes no room on the disk
+# kind -> the file's content, or a function that makes the file
 KINDS: dict[str, bytes | Callable[[Path], object]] = {
     "a FIFO": os.mkfifo,
     "a device": lambda path: path.symlink_to("/dev/zero"),
@@ -36,69 +40,59 @@ max_seq_len: 64
 
 @dataclass(frozen=True)
 class Reader:
-    """A file that a verb reads.
+    """A file that a command reads."""
 
-    option: what names it, as `cat config`, or a key of a config; inside: of a folder that it names.
-    name: of the file. words: the command line; `{file}` and `{folder}` are the file and its folder,
-    `{config}` a whole config. whole: a content that is right, None where only other files of the
-    same reader have one. accepts: kinds that are legal there.
-    """
-
-    option: str
-    name: str
-    words: str
-    whole: str | None = None
-    accepts: tuple[str, ...] = ()
-    beside: Callable[[Path], object] = lambda folder: None
+    option: str  # what names the file or its folder: `cat config`, or a key of a config
+    name: str  # of the file
+    words: str  # command line with `{file}`, its `{folder}`, a valid `{config}` and `{out}`
+    whole: str | None = None  # a valid content; None: only other files of this option have one
+    accepts: tuple[str, ...] = ()  # kinds that are valid here
+    beside: Callable[[Path], object] = lambda folder: None  # writes the folder's other files
 
     def __str__(self) -> str:
         return f"{self.option} {self.name}"
 
     def command(self, file: Path, config: Path) -> list[str]:
-        """The words of the command line."""
-        return [
-            word.format(
-                file=file, folder=file.parent, config=config, out=file.parent.parent / "out"
-            )
-            for word in self.words.split()
-        ]
+        """Return the words of the command line."""
+        out = file.parent.parent / "out"
+        paths = {"file": file, "folder": file.parent, "config": config, "out": out}
+        return [word.format(**paths) for word in self.words.split()]
 
 
 def put_tokenizer(folder: Path) -> None:
-    """The files of a tokenizer, but for one that is there already."""
+    """Copy the files of a tokenizer into the folder, but for one that is there already."""
     for file in TOKENIZER.iterdir():
         if not os.path.lexists(folder / file.name):
             shutil.copy(file, folder)
 
 
 def put_model(folder: Path) -> None:
-    """A config.json of a tiny model, without weights."""
+    """Copy config.json of a tiny model, without weights, into the folder."""
     if not os.path.lexists(folder / "config.json"):
         shutil.copy(ROOT / "recipe_lib/models/presets/demo/0.5M.json", folder / "config.json")
 
 
 @functools.cache
 def make_whole_model() -> Path:
-    """A tiny model with its tokenizer, made once."""
+    """Return the folder of a tiny model with its tokenizer; it is written once."""
     from tests.evaluation.models import write_model
 
     folder = Path(tempfile.mkdtemp(prefix="readers-"))
     owner = os.getpid()
-    atexit.register(
-        lambda: os.getpid() == owner and shutil.rmtree(folder)
-    )  # not at the end of a fork
+    # A fork runs the same exit handlers, and must not remove it.
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder))
     return write_model("llama", folder / "model")
 
 
 def put_whole_model(folder: Path) -> None:
-    """All files of a model, but for one that is there already."""
+    """Copy all files of a model into the folder, but for one that is there already."""
     for file in make_whole_model().iterdir():
         if not os.path.lexists(folder / file.name):
             shutil.copy(file, folder)
 
 
 def put_adapter(folder: Path) -> None:
-    """An adapter's config."""
+    """Write an adapter's config into the folder."""
     if not os.path.lexists(folder / "adapter_config.json"):
         settings = {
             "peft_type": "LORA",
@@ -110,9 +104,14 @@ def put_adapter(folder: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-# Samples by the kind of their file.
-WHOLE = {".jsonl": SAMPLE, ".json": f"[{SAMPLE}]", ".txt": "a text", ".csv": "prompt,completion\na,b\n",
-         ".tsv": "prompt\tcompletion\na\tb\n"}  # fmt: skip
+# Valid samples by the suffix of their file.
+WHOLE = {
+    ".jsonl": SAMPLE,
+    ".json": f"[{SAMPLE}]",
+    ".txt": "a text",
+    ".csv": "prompt,completion\na,b\n",
+    ".tsv": "prompt\tcompletion\na\tb\n",
+}
 MODEL_FILES = (
     "config.json",
     "tokenizer.json",

@@ -58,27 +58,27 @@ def in_words(number: int) -> str:
 
 
 def to_words(number: int) -> tuple[str, str]:
-    """The instruction that asks to spell a number out, and its answer."""
+    """Return the instruction that asks to spell a number out, and its answer."""
     return f"Write {number} in words.", in_words(number)
 
 
 def to_digits(number: int) -> tuple[str, str]:
-    """The other way round."""
+    """Return the instruction that asks for the digits of a number, and its answer."""
     return f"Write {in_words(number)} in digits.", str(number)
 
 
 def number_to_words(draw: random.Random) -> tuple[str, str]:
-    """A number of three or four digits, spelled out."""
+    """Draw a number of three or four digits, to be spelled out."""
     return to_words(draw.randrange(100, draw.choice((1000, 10000))))
 
 
 def words_to_number(draw: random.Random) -> tuple[str, str]:
-    """The other way round."""
+    """Draw a number that is spelled out, to be written in digits."""
     return to_digits(draw.randrange(100, draw.choice((1000, 10000))))
 
 
 def date_in_words(draw: random.Random) -> tuple[str, str]:
-    """A date of 1900 to 2099, spelled out."""
+    """Draw a date of 1900 to 2099, to be spelled out."""
     year, month, day = draw.randint(1900, 2099), draw.randint(1, 12), draw.randint(1, 28)
     return (
         f"Which day is {year}-{month:02d}-{day:02d}?",
@@ -87,7 +87,7 @@ def date_in_words(draw: random.Random) -> tuple[str, str]:
 
 
 def unit(draw: random.Random) -> tuple[str, str]:
-    """A length, weight, volume or sum of money in the next smaller unit."""
+    """Draw a length, weight, volume or sum of money, for the next smaller unit."""
     large, small, zeros = draw.choice(UNITS)
     number = draw.randint(2, 999)
     return f"How many {small} are {number} {large}?", f"{number}{'0' * zeros} {small}"
@@ -127,7 +127,7 @@ def write_rows(name: str, rows: list[tuple[str, str]]) -> None:
 
 
 def main() -> None:
-    """Writes both files."""
+    """Write both files."""
     rows = draw_rows(SEED)
     write_rows("heldout.jsonl", list(islice(rows, HELDOUT_ROWS)))
     small = [write(number) for number in range(100) for write in (to_words, to_digits)]

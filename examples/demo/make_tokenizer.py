@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE of VOCAB_SIZE tokens; the special ones come first."""
+    """Train a byte-level BPE of VOCAB_SIZE tokens; the special ones come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -45,7 +45,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def main() -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+    """Write tokenizer.json and tokenizer_config.json."""
     rows = [
         json.loads(line)
         for line in (FOLDER / "train.jsonl").read_text(encoding="utf-8").splitlines()

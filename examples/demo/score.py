@@ -49,7 +49,7 @@ class Answer:
 
 
 def read_heldout() -> list[dict[str, str]]:
-    """The rows of heldout.jsonl."""
+    """Read the rows of heldout.jsonl."""
     return [
         json.loads(line)
         for line in (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
@@ -57,8 +57,9 @@ def read_heldout() -> list[dict[str, str]]:
 
 
 def load_model(folder: str | None) -> tuple[Decoder, DecoderSpec, Tokenizer]:
-    """The model of a checkpoint folder, or (None) the demo's model as training finds it: random,
-    from the seed.
+    """Load the model of a checkpoint folder.
+
+    None: the demo's model as training finds it, random from the seed.
     """
     demo = load_config("demo/full")
     if folder is None:
@@ -74,7 +75,7 @@ def load_model(folder: str | None) -> tuple[Decoder, DecoderSpec, Tokenizer]:
 
 
 def answer(model: Decoder, spec: DecoderSpec, tokenizer: Tokenizer, row: dict[str, str]) -> Answer:
-    """Generates greedily and stops at the first token that cannot be part of the right answer."""
+    """Generate greedily; stop at the first token that cannot be part of the right answer."""
     prompt = render_prompt(tokenizer, [{"role": "user", "content": row["instruction"]}])
     text, said = StreamDecoder(tokenizer, prompt), ""
     for token in generate(model, spec, prompt, max_new_tokens=64, stop_ids=tokenizer.stop_ids):
@@ -85,8 +86,9 @@ def answer(model: Decoder, spec: DecoderSpec, tokenizer: Tokenizer, row: dict[st
 
 
 def main() -> int:
-    """Prints the share, and with --show some questions with their answers; returns 1 below
-    --at-least.
+    """Print the share, and with --show some questions with their answers.
+
+    Return 1 if the share is below --at-least.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

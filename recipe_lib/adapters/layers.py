@@ -155,7 +155,9 @@ class AdaptedMatrix(AdaptedModule):
         if self.is_off:
             return self.frozen_forward(hidden)
         factors = self.compute_relative_lengths()
-        return self.apply_adapter(hidden, self.lora_A.weight, self.lora_B.weight, factors)
+        return self.apply_adapter(
+            hidden, lora_a=self.lora_A.weight, lora_b=self.lora_B.weight, factors=factors
+        )
 
     def apply_adapter(
         self,
@@ -265,7 +267,12 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
         # frozen part is bound to the weight of now.
         adapter = OutputAdapter(self.apply_adapter, trained, partial(F.linear, weight=self.weight))
         return run_head_loss(
-            head_loss, hidden, self.weight, labels, softcap=self.softcap, adapter=adapter
+            head_loss,
+            hidden=hidden,
+            weight=self.weight,
+            labels=labels,
+            softcap=self.softcap,
+            adapter=adapter,
         )
 
 
@@ -443,9 +450,9 @@ def _multiply_groups(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    weights = _dequantize_experts(codes, scales, factors, (experts, columns), (dtype, place)).to(
-        rows.dtype
-    )
+    weights = _dequantize_experts(
+        codes, scales=scales, factors=factors, shape=(experts, columns), settings=(dtype, place)
+    ).to(rows.dtype)
     return grouped_matmul(take_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
 
 
@@ -462,9 +469,9 @@ def _multiply_groups_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    weights = _dequantize_experts(codes, scales, factors, (experts, columns), (dtype, place)).to(
-        gradient.dtype
-    )
+    weights = _dequantize_experts(
+        codes, scales=scales, factors=factors, shape=(experts, columns), settings=(dtype, place)
+    ).to(gradient.dtype)
     rows_grad = grouped_matmul(gradient.contiguous(), weights, ends)
     del weights  # before the sum is made
     return sum_token_rows(rows_grad, places, choices) if choices else rows_grad
@@ -473,12 +480,12 @@ def _multiply_groups_gradient(
 # Saves the codes for backward, which are parameters anyway, and neither rows nor weights.
 multiply_groups = make_opaque_node(
     "quantized_experts",
-    _multiply_groups,
-    lambda rows, codes, scales, factors, tokens, places, ends, experts, columns, *_: rows.new_empty(
-        (tokens.shape[0], count_rows(codes, scales, columns) // experts)
+    function=_multiply_groups,
+    shapes=lambda rows, codes, scales, factors, tokens, places, ends, experts, columns, *_: (
+        rows.new_empty((tokens.shape[0], count_rows(codes, scales, columns) // experts))
     ),
-    _multiply_groups_gradient,
-    lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: (
+    gradient=_multiply_groups_gradient,
+    gradient_shapes=lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: (
         gradient.new_empty((gradient.shape[0] // max(1, choices), columns))
     ),
     kept=(1, 2, 3, 5, 6, 7, 8, 9, 10, 11),
@@ -500,8 +507,15 @@ class AdaptedExpertModule(AdaptedModule):
         super().__init__(base, settings)
         outputs = base.expert_rows if isinstance(base, QuantizedExperts) else base.out_features
         with torch.device("meta"):
-            lora_a = ExpertLinear(base.num_experts, base.in_features, settings.rank, False)
-            lora_b = ExpertLinear(base.num_experts, settings.rank, outputs, False)
+            lora_a = ExpertLinear(
+                base.num_experts,
+                in_features=base.in_features,
+                out_features=settings.rank,
+                bias=False,
+            )
+            lora_b = ExpertLinear(
+                base.num_experts, in_features=settings.rank, out_features=outputs, bias=False
+            )
         self.lora_A = lora_a.to(settings.dtype)
         self.lora_B = lora_b.to(settings.dtype)
 
@@ -509,9 +523,9 @@ class AdaptedExpertModule(AdaptedModule):
         plain = super().forward(rows, groups, of_tokens=of_tokens)
         return self.add_update(
             plain,
-            rows,
-            groups,
-            of_tokens,
+            rows=rows,
+            groups=groups,
+            of_tokens=of_tokens,
             lora_a=self.lora_A.weight,
             lora_b=self.lora_B.weight,
         )

@@ -26,7 +26,7 @@ from recipe_lib.adapters.layers import (
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.decoder import Decoder
+from recipe_lib.models import Decoder, ExternalSpec
 from recipe_lib.models.language_model import (
     LanguageModel,
     get_modules_elsewhere,
@@ -36,7 +36,6 @@ from recipe_lib.models.language_model import (
 )
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import Mixture
-from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.units import format_bytes
 
@@ -169,9 +168,9 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         for local, offset in list_local_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
                 draw = _make_uniform(1 / math.sqrt(parameter.shape[-1]))
-                fill_random(local, offset, parameter.shape, key, draw)
+                fill_random(local, offset=offset, shape=parameter.shape, key=key, draw=draw)
             elif name.endswith("lora_embedding_B"):
-                fill_random(local, offset, parameter.shape, key, _draw_normal)
+                fill_random(local, offset=offset, shape=parameter.shape, key=key, draw=_draw_normal)
             else:
                 local.zero_()
     init_lengths(model)

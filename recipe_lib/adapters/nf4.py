@@ -128,7 +128,7 @@ def dequantize(
         )
     if place:
         group = _get_group_size(place[3])
-        numbers = compute_block_numbers(first, last, place, codes.device)
+        numbers = compute_block_numbers(first, last=last, place=place, device=codes.device)
         wide = scales[first:last] / factors.to(dtype).index_select(0, numbers // group)
         wide = (wide + factors[-1].to(dtype)).unsqueeze(1)
     else:
@@ -166,7 +166,7 @@ def _dequantize(
     """
     first, begin, run, stride = place
     numbers = compute_block_numbers(
-        first, first + codes.shape[0], (begin, run, stride), codes.device
+        first, last=first + codes.shape[0], place=(begin, run, stride), device=codes.device
     )
     narrow = factors.to(levels.dtype)
     wide = scales / narrow[numbers // group] + narrow[-1]

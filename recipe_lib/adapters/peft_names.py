@@ -117,7 +117,10 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     if isinstance(spec, ExternalSpec):
         return {
             name: FileModule(
-                name=name, rows=rows, columns=columns, parts=(MergedRows(name, LINEAR, 0, rows),)
+                name=name,
+                rows=rows,
+                columns=columns,
+                parts=(MergedRows(name, target=LINEAR, start=0, rows=rows),),
             )
             for name, (rows, columns) in spec.layout().linears.items()
         }
@@ -134,7 +137,9 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
         entry = None if target in MIXTURE_TARGETS else entries.get(name)
         # Without an entry it is named after our module.
         file_name = module if entry is None else entry.file_name.removesuffix(".weight")
-        part = MergedRows(module, target, 0 if entry is None else entry.start, shape[0])
+        part = MergedRows(
+            module, target=target, start=0 if entry is None else entry.start, rows=shape[0]
+        )
         parts.setdefault(file_name, []).append(part)
     modules: dict[str, FileModule] = {}
     for name, merged in parts.items():

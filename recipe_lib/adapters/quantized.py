@@ -374,9 +374,9 @@ def dequantize(
     first_block = first // nf4.BLOCK
     elements = nf4.dequantize(
         codes.view(torch.uint8),
-        scales.view(torch.int8),
-        factors,
-        dtype,
+        scales=scales.view(torch.int8),
+        factors=factors,
+        dtype=dtype,
         first=first_block,
         last=-(-last // nf4.BLOCK),
         place=place,
@@ -421,12 +421,12 @@ def count_rows(codes: Tensor, scales: Tensor | None, columns: int) -> int:
 # Saves the codes for backward, which are parameters anyway, and neither hidden nor weight.
 multiply = make_opaque_node(
     "quantized_linear",
-    _multiply,
-    lambda hidden, codes, scales, factors, bias, columns, *_: hidden.new_empty(
+    function=_multiply,
+    shapes=lambda hidden, codes, scales, factors, bias, columns, *_: hidden.new_empty(
         (*hidden.shape[:-1], count_rows(codes, scales, columns))
     ),
-    _multiply_gradient,
-    lambda gradient, codes, scales, factors, columns, *_: gradient.new_empty(
+    gradient=_multiply_gradient,
+    gradient_shapes=lambda gradient, codes, scales, factors, columns, *_: gradient.new_empty(
         (*gradient.shape[:-1], columns)
     ),
     kept=(1, 2, 3, 5, 6, 7),

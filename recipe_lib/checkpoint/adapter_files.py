@@ -348,7 +348,7 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
         name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size
     }
     copies = {name: file_name for name, (file_name, _) in frozen.items() if name not in resized}
-    check_copies(adapter.path, copies, spec, base)
+    check_copies(adapter.path, copies=copies, spec=spec, base=base)
 
 
 def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:

@@ -169,7 +169,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     log_left_out(spec, folder, topic="model", tensors=tensors)
     loaded = {entry.our_name for entry in entries} & parameters.keys()
     if SCORE in parameters.keys() - loaded:
-        init_weight(model, SCORE, seed, spec)
+        init_weight(model, name=SCORE, seed=seed, spec=spec)
     if isinstance(model, LanguageModel):
         model.loaded_extras |= frozenset(extras)
     check_finite(((name, parameters[name]) for name in sorted(loaded)), folder)

@@ -54,9 +54,17 @@ from recipe_lib.errors import CheckpointError, SetupError, StorageError, get_fir
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.memory.qat import build_torchao_config
-from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spec
-from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec, has_score_head
+from recipe_lib.models import (
+    Decoder,
+    DecoderSpec,
+    ExternalSpec,
+    ModelSpec,
+    allocate,
+    build_meta,
+    has_score_head,
+    read_config,
+    read_trained_spec,
+)
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, format_bytes
 
@@ -151,7 +159,7 @@ def load_model_with_adapter(
     cfg = make_adapter_settings(adapter, spec)
     cfg.quantize_base = storage or cfg.quantize_base
     cfg.dtype = "fp32" if dtype != torch.float64 else None  # None: the model's own
-    model = load_model(spec, base, dtype, device, cfg)
+    model = load_model(spec, folder=base, dtype=dtype, device=device, lora=cfg)
     return model, load_adapter(model, spec, folder, some=True)
 
 
@@ -219,7 +227,9 @@ def check_with_peft(
         return f"note: not opened with PEFT: {why_not}"
     if adapter.metadata.get(BASE_STORAGE, "none") != "none":
         # PEFT gets the base's own numbers, not those that they were rounded to in training.
-        model = load_model_with_adapter(folder, spec, base, dtype, device, storage="none")[0]
+        model = load_model_with_adapter(
+            folder, spec=spec, base=base, dtype=dtype, device=device, storage="none"
+        )[0]
         trained = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
         del model
     with silence_transformers():
@@ -239,7 +249,7 @@ def check_with_peft(
             )
         if is_resized:  # its new rows have no numbers before PEFT brings them
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        alone = _compare_steady(trained[1], base_logits, None, dtype)
+        alone = _compare_steady(trained[1], logits=base_logits, base=None, dtype=dtype)
         if not alone.is_within_rounding(dtype):
             return f"note: not opened with PEFT: transformers computes the base otherwise: {alone}"
         _check_patterns(adapter.config, model)
@@ -249,7 +259,7 @@ def check_with_peft(
         logits = compute_logits(opened, vocab_size, spec.max_positions)
     trained_base = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare_logits(trained[0], logits, trained_base)
-    steady = _compare_steady(trained[0], logits, trained_base, dtype)
+    steady = _compare_steady(trained[0], logits=logits, base=trained_base, dtype=dtype)
     # An adapter that changes little must not pass by rounding alone: logits must be closer than
     # half of its change, or as close as the libraries are without it.
     is_missed = steady.change is not None and (
@@ -293,7 +303,9 @@ def check_with_transformers(
             return f"note: not opened with transformers: it says {get_first_line(error)}"
     comparison = compare_logits(trained, logits, base)
     reader = f"transformers {version('transformers')}"
-    if not _compare_steady(trained, logits, base, dtype).is_within_rounding(dtype):
+    if not _compare_steady(trained, logits=logits, base=base, dtype=dtype).is_within_rounding(
+        dtype
+    ):
         raise CheckpointError(
             f"{folder}: {reader} computes another model than was trained: {comparison}; do not use"
             " it there, and report this"

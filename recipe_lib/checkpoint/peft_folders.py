@@ -317,8 +317,13 @@ def export_adapter(
         pad_id=source_config.get("pad_token_id") if has_score_head(spec) else None,
         world=world,
     ) as temporary:
-        adapter_pieces = (_gather_pieces(model, module, cfg, holders) for module in modules)
-        extra_pieces = (stream_parameter(model, whole_tensors, holders, name) for name in extras)
+        adapter_pieces = (
+            _gather_pieces(model, module=module, cfg=cfg, holders=holders) for module in modules
+        )
+        extra_pieces = (
+            stream_parameter(model, tensors=whole_tensors, holders=holders, name=name)
+            for name in extras
+        )
         # Generators in a chain: nothing is gathered before it is written.
         write_gathered(
             temporary / TENSOR_FILE,

@@ -119,7 +119,9 @@ def save_state(
     optimizer_settings = None
     if optimizer is not None:
         tensors |= run_on_all_ranks(world, lambda: list_optimizer_tensors(model, optimizer))
-        optimizer_settings = gather_optimizer_settings(model, optimizer, world, holders)
+        optimizer_settings = gather_optimizer_settings(
+            model, optimizer=optimizer, world=world, holders=holders
+        )
     tensors = {
         full_name: tensor
         for full_name, tensor in tensors.items()
@@ -383,7 +385,9 @@ def load_state(
     _reorder_fused(targets, saved.get("runs", {}), model)
     if optimizer is None:
         return saved["extra"]
-    groups = gather_optimizer_settings(model, optimizer, world, holders)["groups"]
+    groups = gather_optimizer_settings(model, optimizer=optimizer, world=world, holders=holders)[
+        "groups"
+    ]
     run_on_all_ranks(
         world,
         lambda: restore_settings(

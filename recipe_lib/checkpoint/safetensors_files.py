@@ -145,7 +145,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
             if all(type(number) is int and number >= 0 for number in (*shape, start, end)):
                 # A type that is not known has no size to check; who reads the tensor refuses it.
                 if dtype not in _ITEM_BYTES or end - start == math.prod(shape) * _ITEM_BYTES[dtype]:
-                    return TensorEntry(dtype, tuple(shape), start, end)
+                    return TensorEntry(dtype, shape=tuple(shape), start=start, end=end)
     raise _make_format_fault(path, f"an impossible entry for {name}")
 
 

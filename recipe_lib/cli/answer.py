@@ -93,10 +93,10 @@ def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> 
         with load_model(source, arguments) as (model, device):
             chat = Chat(
                 model,
-                source.spec,
-                tokenizer,
-                arguments.system,
-                make_sampling_options(tokenizer, arguments, device),
+                spec=source.spec,
+                tokenizer=tokenizer,
+                system=arguments.system,
+                options=make_sampling_options(tokenizer, arguments, device),
             )
             talk(chat, str(source.adapter or source.folder))
     else:
@@ -273,7 +273,12 @@ def count_answers(path: Path, settings: str) -> tuple[int, int]:
             # Half a line at the end, as a kill leaves it: the next answer is written over it.
             if not line.endswith(b"\n") and begin.startswith(line[: len(begin)]):
                 break
-            _check_answer(line, count + 1, settings, f"--out: {show(str(path))}:{count + 1}")
+            _check_answer(
+                line,
+                number=count + 1,
+                settings=settings,
+                location=f"--out: {show(str(path))}:{count + 1}",
+            )
             count += 1
             size += len(line)
     return count, size
@@ -305,7 +310,9 @@ def answer_prompt_file(
     for number, prompt in enumerate(prompts, start=1):
         if arguments.raw and not isinstance(prompt, str):
             raise DataError(f"--raw: prompt {number} is a conversation; leave --raw out")
-        tokens.append(encode_prompt(tokenizer, prompt, arguments.raw, arguments.system))
+        tokens.append(
+            encode_prompt(tokenizer, prompt=prompt, raw=arguments.raw, system=arguments.system)
+        )
         check_prompt(tokens[-1], source.spec, f"prompt {number}")
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     answers = Answers(out, compute_settings_digest(source, arguments, prompts))
@@ -328,7 +335,9 @@ def answer_prompt_file(
             )
             answers.write(
                 [
-                    _describe_answer(prompts[number], tokens[number], answer, tokenizer)
+                    _describe_answer(
+                        prompts[number], tokens=tokens[number], answer=answer, tokenizer=tokenizer
+                    )
                     for number, answer in zip(batch, generated, strict=True)
                 ]
             )
@@ -352,7 +361,9 @@ def print_answer(
     source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> None:
     """Print one answer as it is made."""
-    prompt = encode_prompt(tokenizer, arguments.prompt, arguments.raw, arguments.system)
+    prompt = encode_prompt(
+        tokenizer, prompt=arguments.prompt, raw=arguments.raw, system=arguments.system
+    )
     try:
         check_prompt(prompt, source.spec, "--prompt")
     except CheckpointError as error:
@@ -405,7 +416,12 @@ def load_model(
     elif source.folder == Path(arguments.checkpoint).expanduser() / MODEL_FOLDER:
         get_logger().info("model: %s", source.folder)
     try:
-        yield load_source(source, choose_dtype(dtype, source.config), device, storage), device
+        yield (
+            load_source(
+                source, dtype=choose_dtype(dtype, source.config), device=device, storage=storage
+            ),
+            device,
+        )
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"{show(str(source.folder))}: the model does not fit on {device}; try --dtype bf16,"

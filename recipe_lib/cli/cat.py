@@ -5,17 +5,16 @@ Imports no torch.
 
 from recipe_lib.cli.arguments import SWITCH, ConfigParser
 from recipe_lib.cli.recipes import find_config_recipe, open_config
-from recipe_lib.config.load import LoadedConfig
+from recipe_lib.config import LoadedConfig, load_plugin
 from recipe_lib.config.paths import find_config, list_recipes
-from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.reading import describe_fault, read_text
 
 PARSER = ConfigParser(
     "cat",
-    "Shows a config: its file, or with an option what it means.",
-    {
+    description="Shows a config: its file, or with an option what it means.",
+    options={
         "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
         "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
         "--plugin": {
@@ -25,7 +24,7 @@ PARSER = ConfigParser(
             "help": "as for `tune run`",
         },
     },
-    "applied last, for --resolved",
+    about="applied last, for --resolved",
 )
 
 

@@ -181,7 +181,9 @@ def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
         dataset = validation
         slots = [[item] for item in range(min(arguments.limit, validation.items))]
     else:
-        slots = list(iterate_slots(cfg, dataset, arguments.step, arguments.limit))
+        slots = list(
+            iterate_slots(cfg, dataset=dataset, step=arguments.step, count=arguments.limit)
+        )
     # The documents of each slot: an item of pairs has two, and a pack has several items.
     sequences = [
         [document for item in slot for document in show_item(dataset, item, tokenizer)]
@@ -278,9 +280,13 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
         used = sorted(special.keys() & collect_ids(dataset, validation))
         untrained = [
             special[token]
-            for token in find_untrained_embeddings(source.spec, source.folder, used, special)
+            for token in find_untrained_embeddings(
+                source.spec, folder=source.folder, tokens=used, special=special
+            )
         ]
-    inspection = inspect(dataset, validation, cfg.max_seq_len, untrained)
+    inspection = inspect(
+        dataset, validation=validation, max_seq_len=cfg.max_seq_len, untrained_tokens=untrained
+    )
     faults = [finding for finding in inspection.findings if finding.name not in arguments.allow]
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in inspection.findings]

@@ -346,7 +346,7 @@ def _build_collectives_table(measured: dict[str, Any]) -> Table:
         else "GPUs, over NCCL"
     )
     note = f"{measured['ranks']} ranks on {devices}: time of one, and what a rank sends a second"
-    return Table("collectives", header, rows, (), notes=(note,))
+    return Table("collectives", header=header, rows=rows, left=(), notes=(note,))
 
 
 def _describe_host(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -78,7 +78,12 @@ def run(words: list[str]) -> int:
                 output,
                 [sibling for sibling in model_info.siblings or [] if sibling.rfilename in names],
             )
-        check_space(repo, {name: sizes[name] for name in names}, str(model_info.sha), output)
+        check_space(
+            repo,
+            sizes={name: sizes[name] for name in names},
+            commit=str(model_info.sha),
+            output=output,
+        )
         folder = snapshot_download(
             repo,
             revision=arguments.revision,

@@ -18,9 +18,8 @@ import torch
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
 from recipe_lib.cli.export_trained import find_run, load_run_config
-from recipe_lib.config import load_config
+from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
-from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import DataConfig, resolve_validation_source
 from recipe_lib.config.suggest import show
 from recipe_lib.data import (
@@ -147,7 +146,11 @@ def _load_evaluated_model(
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     with _report_out_of_memory(source, world), world.heartbeat.phase("loading weights"):
         return load_evaluated_model(
-            cfg, source, world, storage, _find_base_folder(arguments, cfg, source)
+            cfg,
+            source=source,
+            world=world,
+            storage=storage,
+            base=_find_base_folder(arguments, cfg, source),
         )
 
 
@@ -247,15 +250,20 @@ def _measure(
         results = ModelResults()
         with world.heartbeat.phase(f"likelihoods ({which})"):
             results.scores = score_sequences(
-                model, evaluated.parallel, dataset, cfg, world=world, pad_id=tokenizer.pad_id
+                model,
+                parallel=evaluated.parallel,
+                dataset=dataset,
+                cfg=cfg,
+                world=world,
+                pad_id=tokenizer.pad_id,
             )
         if questions:
             with world.heartbeat.phase(f"answers ({which})"):
                 results.answers = generate_answers(
                     model,
-                    evaluated.source.spec,
-                    questions,
-                    world,
+                    spec=evaluated.source.spec,
+                    questions=questions,
+                    world=world,
                     batch_size=cfg.validation.batch_size,
                     seed=arguments.seed,
                     stop_ids=tokenizer.stop_ids,
@@ -265,7 +273,9 @@ def _measure(
                     top_p=arguments.top_p,
                 )
             results.metrics = {
-                name: compute_metric(name, results.answers, questions, tokenizer)
+                name: compute_metric(
+                    name, answers=results.answers, questions=questions, tokenizer=tokenizer
+                )
                 for name in ("exact_match", *arguments.metric)
             }
         return results

@@ -52,7 +52,7 @@ from recipe_lib.checkpoint.side_files import (
 )
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.recipes import find_config_recipe
-from recipe_lib.config import load_config
+from recipe_lib.config import LoraConfig, load_config
 from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -61,7 +61,6 @@ from recipe_lib.config.local_files import (
     STATE_FOLDER,
     resolve_base_name,
 )
-from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.data import find_trained_template
 from recipe_lib.errors import CheckpointError, ConfigError
@@ -69,13 +68,13 @@ from recipe_lib.generation.source import DTYPE_NAMES, choose_device, choose_dtyp
 from recipe_lib.logs import print_wrapped
 from recipe_lib.models import (
     Decoder,
+    ModelSpec,
+    allocate,
     build_meta,
     read_config,
     read_preset_config,
     read_trained_spec,
 )
-from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.reading import find_object
 from recipe_lib.tokenizers import load_tokenizer
@@ -238,7 +237,7 @@ def build_export_arguments(
 ) -> dict[str, Any]:
     """Return arguments of an export: the run's tokenizer, template, stop tokens, and the card."""
     if source.cfg is None:
-        return _build_arguments_without_run(source, base, spec, is_adapter)
+        return _build_arguments_without_run(source, base=base, spec=spec, is_adapter=is_adapter)
     cfg = source.cfg
     folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
@@ -382,12 +381,12 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     model = build_meta(spec, dtype)
     allocate(model, device)
     model.eval()
-    load_state(source.state, model, None, SingleRank())
+    load_state(source.state, model=model, optimizer=None, world=SingleRank())
     export_model(
         model,
-        spec,
-        config,
-        out,
+        spec=spec,
+        source_config=config,
+        out=out,
         max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
         world=SingleRank(),
         **build_export_arguments(source, base, spec, is_adapter=False),
@@ -396,9 +395,11 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
         log_left_out(spec, base, "export")
     trained = compute_prompt_logits(model)
     del model  # the exported one comes in its place
-    exported = compute_prompt_logits(load_model(spec, out, dtype, device))
+    exported = compute_prompt_logits(load_model(spec, folder=out, dtype=dtype, device=device))
     report_comparison(f"model: {out}", compare_logits(trained, exported), dtype=dtype, out=out)
-    print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
+    print_wrapped(
+        check_with_transformers(out, spec=spec, dtype=dtype, device=device, trained=trained)
+    )
     print_next_commands(list_model_commands(out))
 
 
@@ -459,15 +460,17 @@ def _load_trained_model(
     """Return the model as it was trained, its adapter on its base, and the base's type."""
     if source.state is not None:
         dtype = DTYPES[source.cfg.dtype]
-        model = load_model(spec, base, dtype, device, source.cfg.lora)
-        load_state(source.state, model, None, SingleRank())
+        model = load_model(spec, folder=base, dtype=dtype, device=device, lora=source.cfg.lora)
+        load_state(source.state, model=model, optimizer=None, world=SingleRank())
         return model, dtype
     assert source.adapter is not None
     adapter = read_adapter(source.adapter)
     check_fits(adapter, spec)
     check_base(adapter, spec, base)
     dtype = choose_dtype(DTYPE_NAMES.get(adapter.metadata.get(BASE_DTYPE, ""), "auto"), config)
-    return load_model_with_adapter(source.adapter, spec, base, dtype, device)[0], dtype
+    return load_model_with_adapter(
+        source.adapter, spec=spec, base=base, dtype=dtype, device=device
+    )[0], dtype
 
 
 def _write_adapter(
@@ -489,9 +492,9 @@ def _write_adapter(
         name = adapter.config.base
     export_adapter(
         model,
-        spec,
-        lora,
-        out,
+        spec=spec,
+        cfg=lora,
+        out=out,
         base=resolve_base_name(name, base),
         base_folder=base,
         source_config=config,
@@ -513,7 +516,9 @@ def _check_adapter(
 
     trained: logits with the adapter, and those of its base.
     """
-    model, filled = load_model_with_adapter(adapter, spec, base, dtype, device)
+    model, filled = load_model_with_adapter(
+        adapter, spec=spec, base=base, dtype=dtype, device=device
+    )
     adapter_file = read_adapter(adapter)
     print_wrapped(
         f"check: {filled} modules have their adapter, none of {len(adapter_file.tensors)} in the"
@@ -576,7 +581,7 @@ def _merge_and_check(
     print_wrapped(
         f"check: {num_adapted} adapted modules are merged, every tensor of the model is there"
     )
-    merged = compute_prompt_logits(load_model(spec, out, out_dtype, device))
+    merged = compute_prompt_logits(load_model(spec, folder=out, dtype=out_dtype, device=device))
     comparison = compare_logits(trained[0], merged, trained[1])
     # The rounding that both computations share at most.
     coarser = min(dtype, out_dtype, key=lambda kind: kind.itemsize)
@@ -590,11 +595,9 @@ def _merge_and_check(
     print_next_commands(list_model_commands(out))
 
 
-def report_comparison(
-    written: str, comparison: Comparison, *, dtype: torch.dtype, out: Path
-) -> None:
+def report_comparison(text: str, comparison: Comparison, *, dtype: torch.dtype, out: Path) -> None:
     """Print what was written and how it compares; raise CheckpointError beyond dtype's rounding."""
-    print_wrapped(written)
+    print_wrapped(text)
     if not comparison.is_within_rounding(dtype):
         raise CheckpointError(
             f"{out}: does not compute what was trained: {comparison}; do not use it, and report"

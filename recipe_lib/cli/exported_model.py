@@ -154,7 +154,9 @@ def export_gguf(arguments: argparse.Namespace) -> None:
             )
         if arguments.pre:
             raise CheckpointError("--pre: the file of an adapter has no tokenizer; leave it out")
-        report = write_gguf_adapter(exported.adapter, exported.base, out, kind, name=exported.name)
+        report = write_gguf_adapter(
+            exported.adapter, base=exported.base, out=out, kind=kind, name=exported.name
+        )
     else:
         with provide_merged_folder(exported, arguments, out) as folder:
             report = write_gguf_model(folder, out, kind, name=exported.name, pre=arguments.pre)
@@ -190,7 +192,7 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     out = choose_export_path(exported, arguments, f"-{kind}")
     check_quantizable(exported.base, kind, group_size)  # before it is merged
     with provide_merged_folder(exported, arguments, out) as folder:
-        report = write_quantized(folder, out, kind, group_size)
+        report = write_quantized(folder, out=out, kind=kind, group_size=group_size)
     scales = f"a scale for {group_size} weights" if kind == "int4" else "a scale for each row"
     print_wrapped(f"model: {out} ({kind}, {scales}, {format_bytes(count_folder_bytes(out))})")
     if kind == "int4":

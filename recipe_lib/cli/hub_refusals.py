@@ -35,7 +35,7 @@ def convert_hub_errors(
         verb = "upload" if uploads else "download"
         raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to {verb}") from error
     except (HTTPError, LocalEntryNotFoundError) as error:
-        raise make_hub_error(repo, revision, error, uploads) from error
+        raise make_hub_error(repo, revision=revision, error=error, uploads=uploads) from error
     except (OSError, RuntimeError) as error:
         # A RuntimeError of the hub's library has no errno: its text says that the disk is full.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):

@@ -153,9 +153,9 @@ def make_plan_and_trace(
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
             plan.advice = advise(plan, *tried)
-            add_fewest_ranks(plan, planned, shaped, settings)
+            add_fewest_ranks(plan, recipe_class=planned, cfg=shaped, settings=settings)
         if arguments.full and arguments.diff is None:
-            add_alone(plan, planned, shaped, settings)
+            add_alone(plan, recipe_class=planned, cfg=shaped, settings=settings)
     plan.smallest_cards = find_smallest_cards(plan, shaped)
     plan.notes = list(dict.fromkeys([*plan.notes, *arguments.notes]))
     plan.next_lever = name_next_lever(plan, shaped, settings)

@@ -278,7 +278,7 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         layers = sum(choose_depths(planned, shaped) or [count_layers(shaped)])
         is_short = layers * count_micro_batches_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
-        figures = collect_figures(make_plan(planned, shaped, settings, steps)[0])
+        figures = collect_figures(make_plan(planned, cfg=shaped, settings=settings, steps=steps)[0])
     figures |= {
         "is_short": is_short,
         "run": asdict(receipts.describe_run(cfg, shaped, settings)),

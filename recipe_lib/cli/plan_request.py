@@ -338,7 +338,7 @@ def build_settings(
         overrides=tuple(arguments.overrides),
         steps=sequence.steps,
         calibration=calibration,
-        outside=estimate_outside(cfg, arguments, hardware, ranks),
+        outside=estimate_outside(cfg, arguments=arguments, hardware=hardware, ranks=ranks),
     )
     return settings, assumed
 
@@ -373,7 +373,12 @@ def prepare(
 def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
     """Return `0,3` as numbers; none without a text."""
     return (
-        read_numbers("--rank", text, range(ranks), f"numbers below {ranks}, commas between them")
+        read_numbers(
+            "--rank",
+            text=text,
+            legal=range(ranks),
+            expected=f"numbers below {ranks}, commas between them",
+        )
         if text
         else ()
     )

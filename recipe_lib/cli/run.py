@@ -129,7 +129,7 @@ def run(words: list[str]) -> int:
         check_start(cfg, ranks=count_requested_ranks(flags), starts=True)
         if flags and recipe.shipped:
             check_shape(cfg)  # here once: otherwise every rank would print the same error
-    rest = add_chosen_strategy(flags, recipe, rest, cfg)
+    rest = add_chosen_strategy(flags, recipe=recipe, words=rest, cfg=cfg)
     if not with_plan or is_quiet():
         return start(flags, recipe, rest)
     with plan_beside(flags, recipe, rest) as compare:

@@ -95,7 +95,7 @@ def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str,
             failures.append(f"no {size} ranks or fewer can share the small copy")
         checked = 0
         if not failures:
-            certificate = certify(model, copy_plan, ranks, inputs)
+            certificate = certify(model, plan=copy_plan, size=ranks, inputs=inputs)
             failures = list(certificate.failures)
             checked = certificate.checked
         proofs.append(
@@ -199,7 +199,9 @@ def _build_table(
 ) -> Table:
     """Return a table of which the last `numbers` columns are numbers."""
     left = tuple(header[: len(header) - numbers])
-    return Table(title, header, rows, left, notes=(note,) if note else (), fold=True)
+    return Table(
+        title, header=header, rows=rows, left=left, notes=(note,) if note else (), fold=True
+    )
 
 
 def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
@@ -262,7 +264,13 @@ def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -
             )
             rows.append([title, calls, *(Bytes(total[phase]) for total in totals.values())])
     header = ["when", "what", *(f"t={size}" for size in sizes)]
-    return _build_table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
+    return _build_table(
+        f"sent by each rank, {tokens} tokens",
+        header=header,
+        rows=rows,
+        numbers=len(sizes),
+        note=FORMULA,
+    )
 
 
 _PHASES = {
@@ -277,7 +285,7 @@ def _build_size_table(plan: ShardingPlan, sizes: list[int]) -> Table:
     elements = {size: count_held_elements(plan, size) for size in (1, *sizes)}
     rows = [[size, Count(count), Bytes(BYTES * count)] for size, count in elements.items()]
     title = f"parameters of a rank; {compute_cut_share(plan):.2%} of the elements are cut"
-    return _build_table(title, ["t", "parameters", "bf16"], rows, 3)
+    return _build_table(title, header=["t", "parameters", "bf16"], rows=rows, numbers=3)
 
 
 def _print_proof(console: Console, proof: dict[str, Any]) -> None:

@@ -166,7 +166,7 @@ def check_section_value(
 ) -> None:
     """Check what stands under a section's name; `""` is the top level, a whole file."""
     if value.kind == "mapping":
-        check_section(checked, name, value, source)
+        check_section(checked, section=name, node=value, source=source)
     elif value.kind == "broken":
         checked.mark_doubtful(name)
     elif not value.is_empty:
@@ -196,7 +196,7 @@ def check_value(
     been filled in since.
     """
     if written is None and value.is_interpolated:
-        checked.pending[key.name] = Pending(value, source, line, typed)
+        checked.pending[key.name] = Pending(value, source=source, line=line, typed=typed)
         return
     if key.section_class is not None and value.kind == "list":
         check_items(checked, key, value, source=source, line=line)
@@ -242,7 +242,7 @@ def fill_pending(checked: CollectedSettings) -> None:
         try:
             node = _fill_node(value.node, key, named_values)
         except InterpolationError as fault:
-            _refuse_pending(checked, key, value, str(fault), line=fault.line)
+            _refuse_pending(checked, key=key, value=value, fault=str(fault), line=fault.line)
             continue
         check_value(
             checked,
@@ -270,7 +270,11 @@ def _order_pending(
             node = pending[last].node
             text = next(text for text in node.collect_texts() if "${" in text)
             _refuse_pending(
-                checked, last, pending[last], f"found {quote(text)}{IN_A_CIRCLE}", line=node.line
+                checked,
+                key=last,
+                value=pending[last],
+                fault=f"found {quote(text)}{IN_A_CIRCLE}",
+                line=node.line,
             )
             # Out of the way: the faults of all other keys are told as well.
             for key in circle:
@@ -342,7 +346,7 @@ def check_items(
                 place, name, f"found {describe_node(node)}, expected a section of keys ({words})"
             )
         else:
-            check_section(inner, name, node, source)
+            check_section(inner, section=name, node=node, source=source)
             check_required(inner, place)
         checked.full |= inner.full
         if len(checked.faults) > num_faults or inner.doubtful:
@@ -376,8 +380,9 @@ def report_unknown_key(
 
     value: what stands there.
     """
-    if value is not None and value.entries and is_foreign_section(name):
-        # Each of its keys may have a name here; the section itself has none.
+    if value is not None and value.entries and _normalize(name) in read_aliases().sections:
+        # A section that only other tools have, as torchtitan's `training`: each of its keys may
+        # have a name here, the section itself has none.
         for word, (inner_line, inner) in value.entries.items():
             report_unknown_key(
                 checked, f"{name}.{word}", inner, source=source, line=inner_line, typed=typed
@@ -474,11 +479,6 @@ def find_misspelled_name(written: str, valid: Iterable[str]) -> str | None:
     # difflib takes two swapped letters for two mistakes.
     anagram = next((name for name in valid if sorted(name) == sorted(written)), None)
     return anagram or find_nearest(written, valid, cutoff=0.85 if len(written) > 4 else 0.8)
-
-
-def is_foreign_section(name: str) -> bool:
-    """Return True for a section that only other tools have, as torchtitan's `training`."""
-    return _normalize(name) in read_aliases().sections
 
 
 def _normalize(name: str) -> str:

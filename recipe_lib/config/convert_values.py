@@ -9,11 +9,10 @@ import dataclasses
 import math
 import os
 import re
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from recipe_lib.config import registry
 from recipe_lib.config.aliases import CHOICE_ALIASES
@@ -62,7 +61,7 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
     first_mismatch: MismatchError | None = None
     for kind in _sort_by_likeness(node, key.kinds):
         try:
-            value = _convert_to_kind(node, kind, key, typed)
+            value = _convert_to_kind(node, kind=kind, key=key, typed=typed)
             return _convert_path(value, key) if key.limits.get("path") else value
         except MismatchError as mismatch:
             # Of the likeliest kind, which says the most.
@@ -91,14 +90,14 @@ def _convert_path(value: str, key: Key) -> str:
 
 
 def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
-    origin = typing.get_origin(kind)
+    origin = get_origin(kind)
     if origin is list:
-        return _convert_list(node, typing.get_args(kind)[0], key, typed)
+        return _convert_list(node, item_kind=get_args(kind)[0], key=key, typed=typed)
     if origin is dict:
-        return _convert_mapping(node, typing.get_args(kind)[1], key, typed)
+        return _convert_mapping(node, value_kind=get_args(kind)[1], key=key, typed=typed)
     if kind is Any:
         return read_untyped(node)
-    value = _convert_scalar(node, kind, key, typed, is_choice=True)
+    value = _convert_scalar(node, kind=kind, key=key, typed=typed, is_choice=True)
     if kind is bool:  # choices and bounds are those of the other kinds
         return value
     if len(key.kinds) == 1 or not isinstance(value, str):
@@ -199,7 +198,10 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     # Where a list stands in place of a choice, choices and bounds are those of the choice.
     only = len(key.kinds) == 1
-    values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
+    values = [
+        _convert_scalar(item, kind=item_kind, key=key, typed=typed, is_choice=only)
+        for item in node.items
+    ]
     for value, item in zip(values, node.items, strict=True):
         if only:
             _check_limits(value, key, item.text)
@@ -220,7 +222,7 @@ def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> 
         if not name or _UNPRINTABLE.search(name):
             raise MismatchError(f"found the name {quote(name)}, expected {describe_expected(key)}")
     return {
-        name: _convert_scalar(value, value_kind, key, typed, is_choice=False)
+        name: _convert_scalar(value, kind=value_kind, key=key, typed=typed, is_choice=False)
         for name, (_, value) in node.entries.items()
     }
 
@@ -255,8 +257,8 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
 
 def _list_choices(kind: Any, key: Key) -> list[Any] | None:
     """Return the only values that a key has, where it has such."""
-    if typing.get_origin(kind) is typing.Literal:
-        return list(typing.get_args(kind))
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
     if "choices" in key.limits:
         return list(key.limits["choices"])
     if "kind" in key.limits:
@@ -265,7 +267,7 @@ def _list_choices(kind: Any, key: Key) -> list[Any] | None:
     return None
 
 
-def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
+def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
     choices = list(choices)
     if value in choices:
         return
@@ -313,13 +315,13 @@ def describe_expected(key: Key) -> str:
 
 
 def _describe_kind(kind: Any, key: Key) -> str:
-    origin = typing.get_origin(kind)
+    origin = get_origin(kind)
     if origin is list:
-        return _describe_list(typing.get_args(kind)[0], key, only=len(key.kinds) == 1)
+        return _describe_list(get_args(kind)[0], key, only=len(key.kinds) == 1)
     if origin is dict:
-        return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
+        return f"a mapping {{name: {_NOUNS[get_args(kind)[1]][0]}}}"
     choices = _list_choices(kind, key)
-    if choices is not None and (kind in (str, int) or origin is typing.Literal):
+    if choices is not None and (kind in (str, int) or origin is Literal):
         one_of = "" if len(key.limits.get("choices", ())) == 1 else "one of "
         return one_of + ", ".join(map(str, choices))
     if kind is Any:
@@ -351,7 +353,7 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 }
 
 
-def describe_bounds(limits: typing.Mapping[str, Any]) -> str:
+def describe_bounds(limits: Mapping[str, Any]) -> str:
     """Return ` >= 0 and < 1`; empty without bounds."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
     parts = [f"{sign} {limits[name]}" for name, sign in signs if name in limits]
@@ -403,8 +405,8 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
     Numbers come before text, which takes everything.
     """
     tests: list[Callable[[Any], bool]] = [
-        lambda kind: (typing.get_origin(kind) is list) == (node.kind == "list"),
-        lambda kind: (typing.get_origin(kind) is dict) == (node.kind == "mapping"),
+        lambda kind: (get_origin(kind) is list) == (node.kind == "list"),
+        lambda kind: (get_origin(kind) is dict) == (node.kind == "mapping"),
         lambda kind: kind is not str and kind is not Path,
     ]
     return sorted(kinds, key=lambda kind: [not test(kind) for test in tests])

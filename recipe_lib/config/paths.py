@@ -215,4 +215,4 @@ def read_aliases() -> Aliases:
         sections |= config_class.section_aliases
         answers |= config_class.key_answers
         ambiguous |= config_class.ambiguous_names
-    return Aliases(keys, sections, answers, ambiguous)
+    return Aliases(keys, sections=sections, answers=answers, ambiguous=ambiguous)

@@ -99,17 +99,25 @@ class CapabilityRequirement:
 CAPABILITY_REQUIREMENTS = (
     # Tensor cores, and torch's flash and memory-efficient attention in bf16.
     CapabilityRequirement(
-        "dtype", "bf16", (8, 0), "Ampere and later", "set dtype=fp32, or use a newer card"
+        "dtype",
+        value="bf16",
+        capability=(8, 0),
+        gpus="Ampere and later",
+        remedy="set dtype=fp32, or use a newer card",
     ),
     CapabilityRequirement(
         "matmul_dtype",
-        "fp8",
-        (8, 9),
-        "Ada, Hopper and later",
-        "choose int8, or remove matmul_dtype",
+        value="fp8",
+        capability=(8, 9),
+        gpus="Ada, Hopper and later",
+        remedy="choose int8, or remove matmul_dtype",
     ),
     CapabilityRequirement(
-        "matmul_dtype", "int8", (7, 5), "Turing and later", "remove matmul_dtype"
+        "matmul_dtype",
+        value="int8",
+        capability=(7, 5),
+        gpus="Turing and later",
+        remedy="remove matmul_dtype",
     ),
 )
 # Of the flash kernel for documents of packed sequences; below it they take a mask.

@@ -240,7 +240,7 @@ class _Builder:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
             self.refuse(line, name, f"found the tag {show(tag)}; tags are refused, remove it")
         # Built even if refused: its events have to be taken, and may hold further faults.
-        node = self.build_content(event, line, depth, name)
+        node = self.build_content(event, line=line, depth=depth, name=name)
         return YamlNode("broken", line) if event.anchor or event.tag else node
 
     def refuse(self, line: int, name: str, fault: str) -> None:

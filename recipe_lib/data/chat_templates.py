@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import resolve_sources
+from recipe_lib.config import FullFinetuneConfig, resolve_sources
 from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import Conversation, Message, SampleFault
 from recipe_lib.errors import DataError
@@ -327,7 +326,9 @@ class Template:
         run at all.
         """
         if self.is_chat:
-            return self.tokenizer.render_chats(messages, requests, tools, options)
+            return self.tokenizer.render_chats(
+                messages, requests=requests, tools=tools, options=options
+            )
         eos = get_eos_text(self.tokenizer)
         return [try_render_plain(messages, request, eos=eos, bos=self._bos) for request in requests]
 

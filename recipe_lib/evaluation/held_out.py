@@ -30,10 +30,8 @@ from recipe_lib.generation.sample import Generated, Question
 from recipe_lib.generation.source import GenerationSource
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
-from recipe_lib.models import build_meta, init_weights
-from recipe_lib.models.decoder import Decoder
-from recipe_lib.parallel import DTYPES, Parallel, World, materialize, parallelize
-from recipe_lib.parallel.world import derive_seed
+from recipe_lib.models import Decoder, build_meta, init_weights
+from recipe_lib.parallel import DTYPES, Parallel, World, derive_seed, materialize, parallelize
 from recipe_lib.redaction import redact
 from recipe_lib.report.chart import render_page
 from recipe_lib.report.view import Section, Table
@@ -176,10 +174,10 @@ def score_sequences(
     """Return the scores of all sequences, on every rank. Collective."""
     steps = make_validation_steps(
         dataset,
-        world.data_rank,
-        world.data_ranks,
-        cfg.validation.batch_size or cfg.batch_size,
-        pad_id,
+        data_rank=world.data_rank,
+        data_ranks=world.data_ranks,
+        batch_size=cfg.validation.batch_size or cfg.batch_size,
+        pad_id=pad_id,
         multiple=compute_padded_multiple(cfg),
     )
     own_scores: list[tuple[int, float, int, int]] = []
@@ -294,7 +292,13 @@ class Evaluation:
         # The last model's numbers: before them stand the counts, behind them the settings.
         means = list(summary.values())[-2]
         headline = ", ".join(f"{key} {_format_number(value)}" for key, value in means.items())
-        return render_page("evaluation", f"{name}: evaluation", name, headline, sections)
+        return render_page(
+            "evaluation",
+            title=f"{name}: evaluation",
+            name=name,
+            headline=headline,
+            sections=sections,
+        )
 
 
 def _format_number(number: float) -> str:

@@ -64,7 +64,12 @@ def infer_tensor_plan(
     called = {name: value for name, value in inputs.items() if name != "labels"}
     if hasattr(getattr(model, "config", None), "use_cache"):
         called.setdefault("use_cache", False)
-    return TensorPlan(infer_plan(model, called, size, tokens), called, model, size)
+    return TensorPlan(
+        infer_plan(model, inputs=called, size=size, tokens=tokens),
+        inputs=called,
+        model=model,
+        size=size,
+    )
 
 
 @dataclass(frozen=True)
@@ -107,13 +112,13 @@ class TensorPlan:
         ranks = size
         if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL:
             small, inputs = _build_small_copy(model, self.inputs)
-            plan, ranks = _infer_plan_of_copy(small, inputs, size, self.sharding)
+            plan, ranks = _infer_plan_of_copy(small, inputs=inputs, size=size, large=self.sharding)
         randomize(small)
         inputs = {
             name: value.cpu() if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        proof = certify(small, plan, ranks, inputs)
+        proof = certify(small, plan=plan, size=ranks, inputs=inputs)
         if proof.failures:
             raise SetupError(
                 f"tensor plan of {type(model).__name__} for {size} ranks: is wrong"
@@ -149,7 +154,7 @@ class TensorPlan:
             )
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
-        framed = frame_forward(model, plan, build_ranks(group), head)
+        framed = frame_forward(model, plan=plan, ranks=build_ranks(group), head=head)
         partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
         # transformers' Trainer reads the signature of the forward for the columns of a data set.
         model.forward = wraps(model.forward)(

@@ -28,11 +28,9 @@ from recipe_lib.external.inspection import (
 )
 from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
 from recipe_lib.logs import get_logger
+from recipe_lib.models import ExternalSpec, StageParts, build_meta, build_spec
 from recipe_lib.models.decoder import LinearHead, LogitTransform
-from recipe_lib.models.families import build_spec
 from recipe_lib.models.language_model import LanguageModel, replace_entries
-from recipe_lib.models.meta_init import build_meta
-from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
@@ -170,7 +168,9 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        with run_only(self, self.find_stage_parts(), hidden, tokens, None):
+        with run_only(
+            self, parts=self.find_stage_parts(), hidden=hidden, tokens=tokens, layers=None
+        ):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
     def output_head(self) -> nn.Module | None:
@@ -335,9 +335,9 @@ class ExternalModel(LanguageModel):
         # To the chunked head all logits are hidden states, of which the projection is done.
         return run_head_loss(
             head_loss,
-            wide,
-            wide,
-            labels,
+            hidden=wide,
+            weight=wide,
+            labels=labels,
             adapter=OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows),
         )
 

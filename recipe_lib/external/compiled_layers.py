@@ -141,7 +141,7 @@ class CompiledLayers:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.outside():
-                return self._call(path, layer, args, kwargs)
+                return self._call(path, layer=layer, args=args, kwargs=kwargs)
 
         layer.forward = run
 
@@ -153,12 +153,14 @@ class CompiledLayers:
         held_tensors = [get_local(tensors[name]) for tensors, name in self.places[path]]
         like = self.like[path]
         is_like = _list_module_states(self.layers[like]) == _list_module_states(layer)
-        key = self._get_key(like if is_like else path, layer, leaves, spec, given[0])
+        key = self._get_key(
+            like if is_like else path, layer=layer, leaves=leaves, spec=spec, first=given[0]
+        )
         try:
             tensors = iter(self._run(key, given, held_tensors))
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
-            key = self._get_key(path, layer, leaves, spec, given[0])
+            key = self._get_key(path, layer=layer, leaves=leaves, spec=spec, first=given[0])
             tensors = iter(self._run(key, given, held_tensors))
         call = self.calls[key]
         assert call.outputs_spec is not None
@@ -210,7 +212,7 @@ class CompiledLayers:
         )
         key = self.keys.setdefault(said, f"{path} {len(self.keys)}")
         if key not in self.calls:
-            self.calls[key] = _Call(path, others, spec, length, times)
+            self.calls[key] = _Call(path, leaves=others, spec=spec, length=length, times=times)
         return key
 
     def _trace(self, key: str, rank: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -290,7 +292,7 @@ def find_alike_layers(
     alike: dict[str, str] = {}
     kinds: list[tuple[Any, str]] = []
     for name, layer in layers.items():
-        description = _describe_layer(layer, name, plan, forwards)
+        description = _describe_layer(layer, path=name, plan=plan, forwards=forwards)
         first = next((first for kind, first in kinds if kind == description), None)
         if first is None:
             kinds.append((description, name))

@@ -191,7 +191,9 @@ class ModuleSpec(ExternalSpec):
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
-        return shard_module(model, infer_proven_plan(model, parallel, world), parallel, world)
+        return shard_module(
+            model, plan=infer_proven_plan(model, parallel, world), parallel=parallel, world=world
+        )
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
@@ -222,7 +224,9 @@ def read_spec(
     family = str(config.get("model_type", implementation))
     if implementation == TRANSFORMERS:
         build_transformers_config(config, where)
-    source, model = _build_source(dict(config), where, implementation, family)
+    source, model = _build_source(
+        dict(config), where=where, implementation=implementation, family=family
+    )
     if implementation == TRANSFORMERS and is_encoder(model.config):
         raise CheckpointError(
             f"{where}: config.json: model_type {family!r} lets each token see later ones, and would"
@@ -240,8 +244,10 @@ def read_spec(
     return ModuleSpec(
         family=family,
         vocab_size=embedding.weight.shape[0],
-        max_positions=_find_number(model, source.config, _POSITION_KEYS, _MANY_POSITIONS),
-        init_std=float(_find_number(model, source.config, _STD_KEYS, 0.02)),
+        max_positions=_find_number(
+            model, config=source.config, keys=_POSITION_KEYS, default=_MANY_POSITIONS
+        ),
+        init_std=float(_find_number(model, config=source.config, keys=_STD_KEYS, default=0.02)),
         tied=embedding.weight is head.weight,
         num_layers=len(list_layer_names(model)),
         implementation=implementation,
@@ -449,7 +455,10 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
             renamed.setdefault(parameter, name)
         else:
             conversion = made.setdefault(
-                parameter, TensorConversion(parameter, by_pattern[pattern], module, module.config)
+                parameter,
+                TensorConversion(
+                    parameter, converter=by_pattern[pattern], module=module, config=module.config
+                ),
             )
             conversion.sources.setdefault(pattern, []).append(name)
     for conversion in list(made.values()):  # one may make several parameters
@@ -489,7 +498,10 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
                 renamed[loading.apply_renamings(name, renamings)] = name
             else:
                 group = groups.setdefault(
-                    first, TensorConversion(first, by_pattern[pattern], module, module.config)
+                    first,
+                    TensorConversion(
+                        first, converter=by_pattern[pattern], module=module, config=module.config
+                    ),
                 )
                 group.sources.setdefault(pattern, []).append(name)
         shapes = {name: layout.shapes[own] for name, own in renamed.items()}

@@ -91,7 +91,7 @@ def run_by_plan(
     not checkpointed. A forward that goes another way than the one that the plan was made of raises
     SetupError.
     """
-    execution = _Execution(model, plan, ranks, gathers_again)
+    execution = _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again)
     model.run_class_forward_by(
         execution.frame_all(model.class_forward, head), ranks.size, frozenset(plan.local_outputs)
     )
@@ -108,7 +108,9 @@ def frame_forward(
     """Return the model's forward as that of one rank; the modules within become so in place. See
     `run_by_plan`.
     """
-    return _Execution(model, plan, ranks, gathers_again).frame_all(model.forward, head)
+    return _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again).frame_all(
+        model.forward, head
+    )
 
 
 class _Execution(TorchFunctionMode):
@@ -199,7 +201,10 @@ class _Execution(TorchFunctionMode):
             frame = _RunningForward(path)
             outermost = not running.frames
             self._note_length(
-                path, next(list_tensors((args, kwargs)), None), outermost, ends_sharing
+                path,
+                first=next(list_tensors((args, kwargs)), None),
+                outermost=outermost,
+                is_layer=ends_sharing,
             )
             if ends_sharing:
                 running.ran = set()

@@ -37,12 +37,10 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 )
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
 from recipe_lib.logs import get_logger
-from recipe_lib.models import build_meta
+from recipe_lib.models import ExternalSpec, build_meta
 from recipe_lib.models.language_model import list_layer_names
-from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.device import holds_values
-from recipe_lib.parallel.fsdp import materialize
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import World, materialize
 
 # The proof that an inferred plan is right, on a small model with random weights on the host.
 #
@@ -119,10 +117,14 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
             f" {list(plan.legal_sizes)}"
         )
     try:
-        errors = measure_rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
+        errors = measure_rank_errors(
+            copy.deepcopy(model).double(), plan=plan, size=size, inputs=inputs
+        )
     except (RuntimeError, ValueError, TypeError):
         try:
-            errors = measure_rank_errors(copy.deepcopy(model).float(), plan, size, inputs)
+            errors = measure_rank_errors(
+                copy.deepcopy(model).float(), plan=plan, size=size, inputs=inputs
+            )
         except (RuntimeError, ValueError, TypeError) as error:
             line = (str(error).splitlines() or [""])[0]
             return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
@@ -215,7 +217,9 @@ def _compute_rank_results(
     model: nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
 ) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
-        parameter.data = take_parameter_part(parameter.data, plan.parameter(name), rank, group.size)
+        parameter.data = take_parameter_part(
+            parameter.data, plan=plan.parameter(name), rank=rank, size=group.size
+        )
     own_tokens = [
         compute_bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output
     ]
@@ -285,7 +289,7 @@ def _measure_error(
         pairs = [(torch.stack(ours).sum(0), expected)]
     else:
         pairs = [
-            (gradient, take_parameter_part(expected, treatment, rank, len(ours)))
+            (gradient, take_parameter_part(expected, plan=treatment, rank=rank, size=len(ours)))
             for rank, gradient in enumerate(ours)
         ]
     if any(left.shape != right.shape for left, right in pairs):
@@ -473,7 +477,9 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
     materialize(small, MemoryConfig(), torch.device("cpu"))
     randomize(small)
     small.forward = small.class_forward
-    certificate = certify(small, small_plan, ranks, next(build_example_inputs(small, "cpu")))
+    certificate = certify(
+        small, plan=small_plan, size=ranks, inputs=next(build_example_inputs(small, "cpu"))
+    )
     if certificate.failures:
         raise SetupError(
             f"parallel.tensor: the plan of {family} for {ranks} ranks is wrong"

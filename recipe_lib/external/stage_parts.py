@@ -29,9 +29,8 @@ from recipe_lib.external.inspection import (
     list_other_parts,
 )
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
+from recipe_lib.models import StageParts, allocate, build_meta
 from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
-from recipe_lib.models.meta_init import allocate, build_meta
-from recipe_lib.models.spec import StageParts
 
 
 def make_refusal(family: str, reason: str) -> ConfigError:
@@ -97,7 +96,9 @@ def run_alone(
     """Return the hidden states behind layers of these numbers; see `LanguageModel.run_stage`.
     inputs: of the class' forward.
     """
-    with run_only(model, parts, hidden, inputs["input_ids"], list(layers)):
+    with run_only(
+        model, parts=parts, hidden=hidden, tokens=inputs["input_ids"], layers=list(layers)
+    ):
         try:
             model.class_forward(**inputs)
         except _EndOfStage as reached:
@@ -352,7 +353,7 @@ def _prove(model: Any, parts: StageParts) -> None:
     hidden_states = [_get_hidden_states(output) for _, output in called]
     # Another forward runs before, and the last layers are first: no cache of the model helps.
     _run_whole(model, _make_tokens(model, 1))
-    with run_only(model, parts, hidden_states[-1], tokens, None):
+    with run_only(model, parts=parts, hidden=hidden_states[-1], tokens=tokens, layers=None):
         if not torch.equal(_run_whole(model, tokens)[0], logits):
             raise make_refusal(
                 family, "what is behind its layers takes more from them than hidden states"
@@ -360,7 +361,13 @@ def _prove(model: Any, parts: StageParts) -> None:
     for number in reversed(range(len(parts.layers))):
         received = hidden_states[number - 1] if number else None
         try:
-            hidden = run_alone(model, parts, received, model.build_inputs(tokens), [number])
+            hidden = run_alone(
+                model,
+                parts=parts,
+                hidden=received,
+                inputs=model.build_inputs(tokens),
+                layers=[number],
+            )
         except Exception as error:  # of the class' own code
             raise make_refusal(
                 family,

@@ -72,7 +72,7 @@ def shard_module(
     if head is not None:
         plan, columns = exclude_head_exchanges(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
-    place_parameters(model, plan, world.mesh["tensor"], stored)
+    place_parameters(model, plan=plan, mesh=world.mesh["tensor"], stored=stored)
     runs = {each.name: find_runs(each, group.size) for each in plan.parameters}
     # Lengths are cut as the rows of their matrix, which may hold several.
     rows = {name: f"{name.removesuffix(_LENGTHS)}lora_B.weight" for name in stored}
@@ -81,7 +81,11 @@ def shard_module(
     if head is not None:
         head.forward = partial(project, head, group, columns)
     run_by_plan(
-        model, plan, build_ranks(group), head, parallel.tensor_regather_in_backward != "false"
+        model,
+        plan=plan,
+        ranks=build_ranks(group),
+        head=head,
+        gathers_again=parallel.tensor_regather_in_backward != "false",
     )
     names = {name for name, _ in model.named_parameters()}
     of_stored = {
@@ -111,7 +115,11 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
         if weight.dim >= 0:
             is_one = len(weight.segments) == 1
             if not is_one or not can_cut(
-                inputs, outputs, module.kind, group.size, by_columns=by_columns
+                inputs,
+                out_features=outputs,
+                kind=module.kind,
+                parts=group.size,
+                by_columns=by_columns,
             ):
                 reason = (
                     "has no whole blocks of 64 numbers for each rank"
@@ -242,9 +250,9 @@ def project(
         parts = replace(group, columns=-(-vocabulary // group.size))
     return run_head_loss(
         head_loss,
-        hidden,
-        weight,
-        labels,
+        hidden=hidden,
+        weight=weight,
+        labels=labels,
         softcap=after.softcap,
         finish=after.finish,
         bias=bias,

@@ -22,12 +22,10 @@ from recipe_lib.config.registry import get_registered, register
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, render_prompt
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.models.decoder import Decoder, KVCache
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models import Decoder, DecoderSpec, KVCache, ModelSpec
 from recipe_lib.ops.attention import AttentionInfo, make_attention_info
 from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.parallel import World
-from recipe_lib.parallel.world import derive_seed
+from recipe_lib.parallel import World, derive_seed
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 
@@ -78,7 +76,9 @@ def sample_next(
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
-    probabilities = compute_next_probabilities(logits, temperature, top_k, top_p)
+    probabilities = compute_next_probabilities(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p
+    )
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
@@ -103,11 +103,15 @@ def generate(
     if not tokens:
         raise ValueError("generate needs at least one token to begin from")
     count = min(max_new_tokens, spec.max_positions - len(tokens))
-    read = make_prompt_reader(model, spec, [len(tokens)], len(tokens) + max(count, 0))
+    read = make_prompt_reader(
+        model, spec=spec, lengths=[len(tokens)], room=len(tokens) + max(count, 0)
+    )
     # `[1, s]`, later `[1, 1]`
     unread = torch.tensor([list(tokens)], device=next(model.parameters()).device)
     for _ in range(count):
-        chosen = sample_next(read(unread), temperature, top_k, top_p, generator)
+        chosen = sample_next(
+            read(unread), temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        )
         token = int(chosen)
         if token in stop_ids:
             return
@@ -135,7 +139,7 @@ def make_prompt_reader(
     has_padding = min(lengths) < longest
     if not isinstance(spec, DecoderSpec):
         return cast(Any, model).token_reader(padding if has_padding else None)
-    cache = KVCache(spec, len(lengths), room, weight.dtype, device)
+    cache = KVCache(spec, batch=len(lengths), max_len=room, dtype=weight.dtype, device=device)
     # The first document of a row is its padding.
     documents = [[longest - length, length] if length < longest else [length] for length in lengths]
     prompt_info = make_attention_info(documents, longest).to(device) if has_padding else None
@@ -228,7 +232,9 @@ def generate_batch(
             if temperature == 0 or not generators:
                 return sample_next(logits)
             chosen = [
-                sample_next(row, temperature, top_k, top_p, generator=generator)
+                sample_next(
+                    row, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+                )
                 for row, generator in zip(logits.split(1), generators, strict=True)
             ]
             return torch.cat(chosen)

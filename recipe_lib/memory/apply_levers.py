@@ -66,7 +66,9 @@ def apply_memory_levers(
     kernels = use_fused_kernels(cfg.fused_kernels, device)
     use_low_precision(model, cfg.matmul_dtype, device)
     if for_training:  # a reference model computes with its weights as they are
-        quantization = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, cfg.qat_start_step)
+        quantization = fake_quantize_linears(
+            model, kind=cfg.qat, group_size=cfg.qat_group_size, start=cfg.qat_start_step
+        )
     chunk_mlps(model, cfg.memory.mlp_tiles, is_stage=is_stage)
     if for_training:
         checkpointing = apply_activation_checkpointing(
@@ -79,7 +81,9 @@ def apply_memory_levers(
     if for_training:
         offload = offload_activations(model, cfg.memory, device, is_stage=is_stage)
     # Outermost: all of the above must see weights that are on the device already.
-    layers = stream_layers(model, cfg.memory, device, data_ranks, is_stage=is_stage)
+    layers = stream_layers(
+        model, memory=cfg.memory, device=device, ranks=data_ranks, is_stage=is_stage
+    )
     return MemoryLevers(
         kernels=kernels,
         checkpointing=checkpointing,

@@ -305,9 +305,16 @@ def measure_layer_costs(
                 if key not in records:
                     with _record_forward(layer, kernels) as records[key]:
                         tokens = torch.Size((num_sequences, length))
-                        trunk.run_layers(hidden, tokens, None, None, layers=[index])
+                        trunk.run_layers(
+                            hidden, shape=tokens, positions=None, info=None, layers=[index]
+                        )
                 costs.append(
-                    _build_layer_cost(f"model.layers.{index}", stage, hidden.nbytes, records[key])
+                    _build_layer_cost(
+                        f"model.layers.{index}",
+                        stage=stage,
+                        input_bytes=hidden.nbytes,
+                        record=records[key],
+                    )
                 )
     return costs
 
@@ -330,7 +337,7 @@ def _build_layer_cost(name: str, stage: int, input_bytes: int, record: _ForwardR
         if kind is None:
             other_seconds += seconds
             continue
-        operators.append(Operator(kind, counts[kind], size, seconds))
+        operators.append(Operator(kind, number=counts[kind], bytes=size, seconds=seconds))
         counts[kind] += 1
     return LayerCost(
         name=name,
@@ -411,7 +418,7 @@ class _OperatorRecorder(TorchDispatchMode):
         kind = get_operator_kind(operator)
         written_bytes = sum(leaf.nbytes for leaf in results)
         moved_bytes = written_bytes + sum(leaf.nbytes for leaf in read)
-        flops = _count_flops(operator, args, kwargs or {}, output)
+        flops = _count_flops(operator, args=args, kwargs=kwargs or {}, output=output)
         seconds = max(flops / FLOPS, moved_bytes / (LINK if kind == SUM else BANDWIDTH))
         # A piece of a tiled MLP is computed again in any case.
         self.record.operators.append(

@@ -72,7 +72,9 @@ def apply_activation_checkpointing(
     options: dict[str, dict[str, Any]]  # of `checkpoint`, by layer; none: not checkpointed
     if mode == "budget":
         assert cfg is not None
-        choice = _choose_within_budget(model, cfg, device or torch.device("cpu"), pipeline)
+        choice = _choose_within_budget(
+            model, cfg=cfg, device=device or torch.device("cpu"), pipeline=pipeline
+        )
         description = choice.describe()
         # Equal options are the same object, so that layers that keep the same operators share one
         # compilation.

@@ -78,7 +78,9 @@ def use_low_precision(
     if matmul_dtype == "fp8":
         _check_fp8(device)
     mixtures = "most of whose matmuls are grouped ones in dtype"
-    for module in find_plain_linears(model, "matmul_dtype", matmul_dtype, mixtures).values():
+    for module in find_plain_linears(
+        model, key="matmul_dtype", value=matmul_dtype, mixtures=mixtures
+    ).values():
         changed = "frozen_forward" if isinstance(module, AdaptedLinear) else "forward"
         setattr(module, changed, MethodType(_make_scaled_forward(matmul_dtype), module))
 
@@ -88,7 +90,7 @@ def _make_scaled_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
     """Return the forward of all linears of a kind."""
 
     def forward(module: Any, hidden: Tensor) -> Tensor:
-        return scaled_linear(hidden, module.weight, module.bias, kind)
+        return scaled_linear(hidden, weight=module.weight, bias=module.bias, kind=kind)
 
     return forward
 
@@ -298,4 +300,4 @@ def _compute_weight_gradient(gradient: Tensor, hidden: Tensor, kind: str) -> Ten
     """Return G.T X, with X scaled by the tokens that have a gradient."""
     # Padding has none, and its hidden states must not cost the others precision.
     has_gradient = torch.linalg.vector_norm(gradient, ord=float("inf"), dim=1) != 0
-    return scaled_mm(gradient.t(), hidden.t(), kind, has_gradient)
+    return scaled_mm(gradient.t(), right=hidden.t(), kind=kind, counted=has_gradient)

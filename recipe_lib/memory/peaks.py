@@ -205,7 +205,7 @@ def find_free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[i
         (left, "left in this process's control group")
         for left in _read_control_group_limits(proc, groups)
     ]
-    return min((free, "free on this machine"), *limits)
+    return min([(free, "free on this machine"), *limits])
 
 
 def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:

@@ -117,7 +117,7 @@ def fake_quantize_linears(
     if kind is None:
         return None
     linears = find_plain_linears(
-        model, "qat", kind, "whose weights are stacked and no linears to torchao"
+        model, key="qat", value=kind, mixtures="whose weights are stacked and no linears to torchao"
     )
     scheme = FakeQuantization(
         kind=kind, group_size=group_size, start_step=start, linears=len(linears)
@@ -227,7 +227,9 @@ class _RoundedLinear(torch.autograd.Function):
             None,
             None,
             hidden_grad,
-            *_split_gradient(parts, weight_grad, scaling, ctx.needs_input_grad[4:]),
+            *_split_gradient(
+                parts, gradient=weight_grad, scaling=scaling, needs_grad=ctx.needs_input_grad[4:]
+            ),
         )
 
 
@@ -261,7 +263,7 @@ def round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size:
         return cast(Tensor, _WEIGHT(list(parts), scaling, kind, group_size))
     # The matmul that merges an adapter is none of the layer's that checkpointing counts.
     with suspend_selective_checkpointing():
-        return _round_weight(parts, scaling, kind, group_size)
+        return _round_weight(parts, scaling=scaling, kind=kind, group_size=group_size)
 
 
 def round_weight_with_mask(

@@ -182,11 +182,11 @@ def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, R
     The second is None for families that have one embedding.
     """
     key = _find_spelling(fields)
-    ropes = _read_ropes(fields, family, key, head_width)
+    ropes = _read_ropes(fields, family=family, key=key, head_width=head_width)
     # transformers takes the older spelling then, with the base of rope_theta: a model that nobody
     # may have meant.
     both = key == NEWER and fields.config.get(OLDER)
-    if both and _read_ropes(fields, family, OLDER, head_width) != ropes:
+    if both and _read_ropes(fields, family=family, key=OLDER, head_width=head_width) != ropes:
         raise fields.make_fault(OLDER, f"what {NEWER} says as well; take one of the two out")
     return ropes
 
@@ -221,7 +221,9 @@ def _read_ropes(
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Return what one spelling of the two says."""
     ropes = [
-        _read_rope_object(fields, key, given, fields.read_number(base), head_width)
+        _read_rope_object(
+            fields, key=key, given=given, base=fields.read_number(base), head_width=head_width
+        )
         for base, given in _find_ropes(fields, family, key).items()
     ]
     return ropes[0], ropes[1] if len(ropes) > 1 else None
@@ -265,7 +267,7 @@ def _read_rope_object(
             f"{fields.where}: config.json: {key}: type {kind!r} is not supported; expected one of "
             f"{', '.join(ROPE_TYPES)}"
         )
-    numbers = Fields(given, fields.where, f"{key}.", ROPE_NUMBERS)
+    numbers = Fields(given, where=fields.where, inside=f"{key}.", bounds=ROPE_NUMBERS)
     base = numbers.read_optional_number("rope_theta", BASES) or base
     key = "partial_rotary_factor"
     fraction = numbers.read_optional_number(key) or fields.read_optional_number(key) or 1.0
@@ -461,7 +463,12 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
                 f" {_PLAIN}; {_REMEDY}"
             )
         else:
-            raise _make_refusal(key, section, where, f"{_PLAIN}, or fp8 with weight_block_size")
+            raise _make_refusal(
+                key,
+                section=section,
+                where=where,
+                expected=f"{_PLAIN}, or fp8 with weight_block_size",
+            )
     return codes
 
 
@@ -475,7 +482,7 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
         method = section.get("quant_method") if isinstance(section, Mapping) else None
         is_native = method in ("fp8", "mxfp4")
         remedy = f"{_PLAIN}, or model.implementation=native" if is_native else _PLAIN
-        raise _make_refusal(key, section, where, remedy)
+        raise _make_refusal(key, section=section, where=where, expected=remedy)
 
 
 def _make_refusal(key: str, section: Any, where: str, expected: str) -> CheckpointError:

@@ -287,7 +287,13 @@ class Trunk(nn.Module):
         info: AttentionInfo | None,
         cache: KVCache | None,
     ) -> Tensor:
-        hidden = self.run_layers(self.embed_tokens(tokens), tokens.shape, positions, info, cache)
+        hidden = self.run_layers(
+            self.embed_tokens(tokens),
+            shape=tokens.shape,
+            positions=positions,
+            info=info,
+            cache=cache,
+        )
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.norm(hidden)
@@ -360,7 +366,9 @@ class OutputHead(nn.Module):
         """
         if labels is None:
             return self.finish(F.linear(hidden, self.weight))
-        return run_head_loss(head_loss, hidden, self.weight, labels, softcap=self.softcap)
+        return run_head_loss(
+            head_loss, hidden=hidden, weight=self.weight, labels=labels, softcap=self.softcap
+        )
 
 
 class Decoder(LanguageModel):
@@ -413,7 +421,9 @@ class Decoder(LanguageModel):
         Tensor-parallel ranks have hidden states of a part of the tokens.
         """
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
-        return self.model.run_layers(hidden, tokens.shape, positions, attention, layers=layers)
+        return self.model.run_layers(
+            hidden, shape=tokens.shape, positions=positions, info=attention, layers=layers
+        )
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """Return `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
@@ -544,9 +554,9 @@ class LinearHead(nn.Linear):
         after = after or LogitTransform()
         return run_head_loss(
             head_loss,
-            hidden,
-            self.weight,
-            labels,
+            hidden=hidden,
+            weight=self.weight,
+            labels=labels,
             softcap=after.softcap,
             finish=after.finish,
             bias=self.bias,

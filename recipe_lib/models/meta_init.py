@@ -169,10 +169,10 @@ def _fill_normal(
     """Write the part at `offset` of a normal tensor of `shape`."""
     fill_random(
         local,
-        offset,
-        shape,
-        key,
-        lambda values, generator: values.normal_(0.0, std, generator=generator),
+        offset=offset,
+        shape=shape,
+        key=key,
+        draw=lambda values, generator: values.normal_(0.0, std, generator=generator),
     )
 
 
@@ -314,7 +314,12 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
         with seed_host_generators(f"{seed}/{path}"):
             values = _compute_reset_values(model.get_submodule(path))
         for name in sorted(names):
-            _keep_part(model, name, extras[name], values.get(name.removeprefix(f"{path}.")))
+            _keep_part(
+                model,
+                name=name,
+                tensor=extras[name],
+                value=values.get(name.removeprefix(f"{path}.")),
+            )
 
 
 def _get_computed_buffers(model: nn.Module) -> set[str]:

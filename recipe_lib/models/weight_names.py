@@ -336,7 +336,7 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
         arguments = (spec, file_name, file_shape, file_names)
         view = make_mixture_view(*arguments) or make_fp8_view(*arguments)
         if isinstance(view, PlainTensor):
-            entries.append(WeightEntry(name, view.name, start, length))
+            entries.append(WeightEntry(name, file_name=view.name, start=start, length=length))
         else:
             view = view if length is None else RowSlice(view, start, length)
             entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
@@ -472,7 +472,7 @@ def make_fp8_view(
     """Return a tensor of the file: as it is, or in FP8 if the file has scales for it."""
     scales = f"{name}_scale_inv"
     if spec.codes.fp8_block is not None and scales in file_names and len(shape) > 1:
-        return Fp8Blocks(name, scales, shape, spec.codes.fp8_block)
+        return Fp8Blocks(name, scales=scales, shape=shape, block=spec.codes.fp8_block)
     return PlainTensor(name, shape)
 
 
@@ -490,7 +490,10 @@ def make_mixture_view(
         fused_name = name.replace(".mlp.router.", f".mlp.{router}.")
         apart_name = name.replace(".mlp.router.", f".{block}.{router}.")
         return make_fp8_view(
-            spec, fused_name if fused_name in file_names else apart_name, shape, file_names
+            spec,
+            name=fused_name if fused_name in file_names else apart_name,
+            shape=shape,
+            file_names=file_names,
         )
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
@@ -516,15 +519,20 @@ def _make_experts_view(
         if spec.codes.mxfp4 and not file_names.isdisjoint((f"{fused}_blocks", f"{fused}_scales")):
             return Mxfp4Blocks(f"{fused}_blocks", f"{fused}_scales", (shape[0], shape[1], shape[2]))
         return TransposedView(
-            make_fp8_view(spec, fused, (shape[0], shape[2], shape[1]), file_names)
+            make_fp8_view(
+                spec, name=fused, shape=(shape[0], shape[2], shape[1]), file_names=file_names
+            )
         )
     if fused in file_names:
-        return make_fp8_view(spec, fused, shape, file_names)
+        return make_fp8_view(spec, name=fused, shape=shape, file_names=file_names)
     experts = []
     for expert in range(shape[0]):
-        names = list_expert_names(spec, name, part, expert)
+        names = list_expert_names(spec, name=name, part=part, expert=expert)
         matrix_shape = (shape[1] // len(names), shape[2])
-        views = [make_fp8_view(spec, file_name, matrix_shape, file_names) for file_name in names]
+        views = [
+            make_fp8_view(spec, name=file_name, shape=matrix_shape, file_names=file_names)
+            for file_name in names
+        ]
         experts.append(views[0] if len(views) == 1 else ConcatenatedRows(tuple(views)))
     return StackedView(tuple(experts))
 
@@ -576,7 +584,7 @@ def find_written_experts(
         return WrittenExperts(name, {name.rsplit(".", 1)[0]: (None, 0, 0)})
     tensors: dict[str, tuple[int | None, int, int]] = {}
     for expert in range(shape[0]):
-        names = list_expert_names(spec, name, part, expert)
+        names = list_expert_names(spec, name=name, part=part, expert=expert)
         rows = shape[1] // len(names)
         tensors |= {
             file_name: (expert, index * rows, (index + 1) * rows)

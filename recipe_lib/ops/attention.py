@@ -213,7 +213,8 @@ def prepare_attention(
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     for window in masked_windows:
         is_visible = make_visible_mask(
-            compute_reach(info.documents, queries, keys, window, device), keys
+            compute_reach(info.documents, queries=queries, keys=keys, window=window, device=device),
+            keys,
         )
         # In the scores' dtype: of a bool mask kernels would make this again in every layer.
         masks[window] = torch.zeros(is_visible.shape, dtype=dtype, device=device).masked_fill(
@@ -277,9 +278,9 @@ def attention(
     if sinks is not None:
         return attend_with_sinks(
             q,
-            k,
-            v,
-            sinks,
+            k=k,
+            v=v,
+            sinks=sinks,
             boundaries=info.boundaries if info.flattened else None,
             longest=info.longest,
             mask=info.masks.get(window) if info.masks else None,
@@ -288,8 +289,8 @@ def attention(
             scale=scale,
         )
     if info.flattened:
-        return _run_varlen(q, k, v, info, window=window, scale=scale)
-    return scaled_dot_product(q, k, v, info.masks[window], scale)
+        return _run_varlen(q, k=k, v=v, info=info, window=window, scale=scale)
+    return scaled_dot_product(q, k=k, v=v, mask=info.masks[window], scale=scale)
 
 
 def _run_varlen(

@@ -469,7 +469,9 @@ def _sum_over_chunks(
     def add_chunk(part: slice, targets: Tensor) -> Tensor | None:
         logits = head.compute_logits(part)
         if one_kernel:
-            value, gradient = fused_cross_entropy(logits, targets, softcap, head.trains)
+            value, gradient = fused_cross_entropy(
+                logits, labels=targets, softcap=softcap, with_grad=head.trains
+            )
         else:
             # Under the same name, so that the narrow logits are freed.
             logits = logits.to(wide)
@@ -485,7 +487,7 @@ def _sum_over_chunks(
         total.add_(value)
         return gradient
 
-    walk_chunks(head, labels, chunks, add_chunk)
+    walk_chunks(head, labels=labels, chunks=chunks, per_chunk=add_chunk)
     return total
 
 
@@ -517,9 +519,11 @@ def compute_chunk_loss(
         return value, None if grad is None else torch.autograd.grad(finished, logits, grad)[0]
     logits, tangents = cap_logits(logits, softcap, with_grad)
     if loss is None:
-        value, grad = _compute_cross_entropy(logits, labels, with_grad, group)
+        value, grad = _compute_cross_entropy(
+            logits, labels=labels, with_grad=with_grad, group=group
+        )
     else:
-        value, grad = _compute_custom_loss(loss, logits, labels, with_grad)
+        value, grad = _compute_custom_loss(loss, logits=logits, labels=labels, with_grad=with_grad)
     if grad is not None and tangents is not None:
         # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
         grad = grad.mul_(tangents.square_().neg_().add_(1))
@@ -544,7 +548,9 @@ def _compute_cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed cross-entropy, and softmax minus one-hot in the storage of the logits."""
     ignored = labels == IGNORED
-    columns, elsewhere = find_label_columns(labels, ignored, logits.shape[1], group)
+    columns, elsewhere = find_label_columns(
+        labels, ignored=ignored, width=logits.shape[1], group=group
+    )
     logits.sub_(compute_row_max(logits, group))
     label_logits = logits.gather(1, columns).squeeze(1)
     logits.exp_()

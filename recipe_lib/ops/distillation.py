@@ -164,7 +164,7 @@ def _run_chunks(
             grad.mul_(tangents.square_().neg_().add_(1))
         return grad.masked_fill_(ignored.unsqueeze(1), 0)
 
-    walk_chunks(student, labels, loss.chunks, compare_chunk)
+    walk_chunks(student, labels=labels, chunks=loss.chunks, per_chunk=compare_chunk)
 
 
 class TeacherHead:

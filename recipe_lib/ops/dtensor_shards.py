@@ -71,11 +71,14 @@ def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None
         rows = -(-sizes[0] // tensor_mesh.size())  # the last of a group may have fewer
         own_rows = max(0, min(rows, sizes[0] - rows * tensor_mesh.get_local_rank()))
         part = _gather_parts(
-            part, mesh[mesh_names[strided_dim]], [Shard(0)], [own_rows, *sizes[1:]]
+            part,
+            mesh=mesh[mesh_names[strided_dim]],
+            placements=[Shard(0)],
+            sizes=[own_rows, *sizes[1:]],
         )
         mesh = tensor_mesh
         placements = [Shard(0)]
-    return _gather_parts(part, mesh, placements, sizes)
+    return _gather_parts(part, mesh=mesh, placements=placements, sizes=sizes)
 
 
 def _gather_parts(

@@ -290,7 +290,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
         ctx.parameter = weight if deferred.is_split_backward_enabled() else None
-        return compute_gated_linear(gate, up, weight, activation)
+        return compute_gated_linear(gate, up=up, weight=weight, activation=activation)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -466,9 +466,9 @@ def _run_gated_linear_backward(
     """Return the gradients that are wanted: of gate and up, of the weight."""
     gradients = compute_gated_linear_gradients(
         gradient,
-        gate,
-        up,
-        weight,
+        gate=gate,
+        up=up,
+        weight=weight,
         activation=activation,
         wants_input=wants_input,
         wants_weight=wants_weight,

@@ -200,7 +200,7 @@ class TokenScores:
                 log_probs.masked_fill_((targets == IGNORED).unsqueeze(1), 0)
                 scores[:, part] = log_probs.unflatten(0, (head.ranks, -1))
 
-            walk_chunks(head, labels, self.chunks, score_chunk)
+            walk_chunks(head, labels=labels, chunks=self.chunks, per_chunk=score_chunk)
             return scores.view(*labels.shape, 2)
 
         return sum_in_chunks(score, hidden, weight, bias=bias, group=group, adapter=adapter)
@@ -277,7 +277,7 @@ class _TokenLogProbs(torch.autograd.Function):
             log_probs.view(log_sums.shape)[:, part] = chunk_log_probs.view(head.ranks, -1)
             log_sums[:, part] = sums.view(head.ranks, -1)
 
-        walk_chunks(head, labels, chunks, compute_chunk)
+        walk_chunks(head, labels=labels, chunks=chunks, per_chunk=compute_chunk)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
         ctx.settings = (chunks, softcap, group, finish)
         return log_probs
@@ -309,7 +309,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 finish=finish,
             )
 
-        walk_chunks(head, labels, chunks, differentiate_chunk)
+        walk_chunks(head, labels=labels, chunks=chunks, per_chunk=differentiate_chunk)
         hidden_grad, weight_grad, bias_grad = head.gradients
         if hidden_grad is not None:
             hidden_grad = hidden_grad.view_as(hidden)
@@ -333,7 +333,9 @@ def gather_label_logits(
 
     Each is `[m]`. It overwrites logits.
     """
-    columns, elsewhere = find_label_columns(labels, labels == IGNORED, logits.shape[1], group)
+    columns, elsewhere = find_label_columns(
+        labels, ignored=labels == IGNORED, width=logits.shape[1], group=group
+    )
     label_logits = logits.gather(1, columns).squeeze(1)
     largest = compute_row_max(logits, group)
     sums = logits.sub_(largest).exp_().sum(dim=1)
@@ -368,7 +370,9 @@ def _compute_logit_gradients(
     logits, tangents = cap_logits(logits, softcap, True)
     # d log p(label) / d logits is one-hot minus softmax.
     grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
-    columns, elsewhere = find_label_columns(labels, labels == IGNORED, grad.shape[1], group)
+    columns, elsewhere = find_label_columns(
+        labels, ignored=labels == IGNORED, width=grad.shape[1], group=group
+    )
     ones = grad.new_ones(()).expand_as(columns)
     grad.scatter_add_(
         1, columns, ones if elsewhere is None else ones.masked_fill(elsewhere.unsqueeze(1), 0)

@@ -75,7 +75,7 @@ def split_queries(
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     offset = keys - queries  # the position of query 0 among the keys: what a cache held before
-    reach = compute_reach(documents, queries, keys, window, q.device)
+    reach = compute_reach(documents, queries=queries, keys=keys, window=window, device=q.device)
     # Fused, scores are not wider than q: as many bytes are twice as many of them.
     halves = 2 if should_fuse(q.device) and q.dtype.itemsize == 2 else 1
     count = _count_pieces(batch * heads * keys // halves, queries)
@@ -155,8 +155,12 @@ def _compute_attention(
     scale: float,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for part, _, reach, keys, values in split_queries(q, k, v, documents, window=window):
-        scores = multiply_heads(stack_heads(q[:, :, part], k), keys, reach, q.shape[1])
+    for part, _, reach, keys, values in split_queries(
+        q, k=k, v=v, documents=documents, window=window
+    ):
+        scores = multiply_heads(
+            stack_heads(q[:, :, part], k), keys=keys, reach=reach, heads=q.shape[1]
+        )
         shares = capped_shares(scores, reach, softcap, scale)
         del scores  # each is as large as MAX_SCORES_AT_ONCE says; two would be at a time
         out[:, :, part] = torch.bmm(stack_heads(shares, k), values).view(out[:, :, part].shape)
@@ -179,14 +183,16 @@ def _compute_attention_gradients(
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
     k_grad, v_grad = (torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v))
-    for part, seen, reach, keys, values in split_queries(q, k, v, documents, window=window):
+    for part, seen, reach, keys, values in split_queries(
+        q, k=k, v=v, documents=documents, window=window
+    ):
         queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, out_grad))
-        scores = multiply_heads(queries, keys, reach, q.shape[1])
+        scores = multiply_heads(queries, keys=keys, reach=reach, heads=q.shape[1])
         shares = stack_heads(capped_shares(scores, reach, softcap, scale), k)
         v_grad[:, :, seen] += torch.bmm(shares.transpose(1, 2), slopes).view_as(v[:, :, seen])
         # Freed as soon as may be: without it, three tensors of scores would exist at a time.
         del shares
-        share_grads = multiply_heads(slopes, values, reach, q.shape[1])
+        share_grads = multiply_heads(slopes, keys=values, reach=reach, heads=q.shape[1])
         score_grads = stack_heads(
             capped_score_gradients(share_grads, scores, reach, softcap, scale), k
         )
@@ -205,7 +211,7 @@ def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -
 
     scores: products of queries and keys `[b, h, m, n]`. reach: int32 `[b or 1, m]`.
     """
-    return _compute_softmax(scores, reach, softcap, scale)[0].to(scores.dtype)
+    return _compute_softmax(scores, reach=reach, softcap=softcap, scale=scale)[0].to(scores.dtype)
 
 
 @register_fused(
@@ -218,7 +224,7 @@ def capped_score_gradients(
     share_grads: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float
 ) -> Tensor:
     """Return the gradient of the scores that `capped_shares` takes, by that of its result."""
-    shares, tangents = _compute_softmax(scores, reach, softcap, scale)
+    shares, tangents = _compute_softmax(scores, reach=reach, softcap=softcap, scale=scale)
     wide_grads = share_grads.to(shares.dtype)
     grad = shares * (wide_grads - (wide_grads * shares).sum(dim=-1, keepdim=True))
     # d cap*tanh(x/cap) / dx = 1 - tanh^2; shares are 0 where nothing is visible.
@@ -286,7 +292,9 @@ class _SinkAttention(torch.autograd.Function):
                 scale=scale,
             )
         else:
-            out, log_sums = _run_in_pieces(q, k, v, documents, window, scale=scale)
+            out, log_sums = _run_in_pieces(
+                q, k=k, v=v, documents=documents, window=window, scale=scale
+            )
         sink_scores = sinks.to(log_sums.dtype).view(1, -1, 1)
         with_sink = torch.logaddexp(log_sums, sink_scores)
         out = (out * torch.exp(log_sums - with_sink).unsqueeze(-1)).to(q.dtype)
@@ -437,7 +445,9 @@ def _run_in_pieces(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    for part, _, reach, keys, values in split_queries(q, k, v, documents, window=window):
+    for part, _, reach, keys, values in split_queries(
+        q, k=k, v=v, documents=documents, window=window
+    ):
         scores = _compute_scores(q[:, :, part], k, keys, reach=reach, scale=scale, wide=wide)
         log_sums[:, :, part] = scores.logsumexp(dim=-1)
         shares = scores.softmax(dim=-1).to(q.dtype)
@@ -463,7 +473,9 @@ def _run_backward_in_pieces(
     k_grad, v_grad = (torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v))
     # The sum over the keys of share x its gradient, which softmax's backward subtracts.
     row_sums = (out_grad * out).sum(dim=-1, keepdim=True, dtype=wide)
-    for part, seen, reach, keys, values in split_queries(q, k, v, documents, window=window):
+    for part, seen, reach, keys, values in split_queries(
+        q, k=k, v=v, documents=documents, window=window
+    ):
         queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, out_grad))
         # Nested: a name for the scores would hold one more tensor of their size.
         shares = torch.exp(
@@ -473,7 +485,7 @@ def _run_backward_in_pieces(
         v_grad[:, :, seen] += torch.bmm(
             stack_heads(shares.to(q.dtype), k).transpose(1, 2), slopes
         ).view_as(v[:, :, seen])
-        share_grads = multiply_heads(slopes, values, reach, q.shape[1])
+        share_grads = multiply_heads(slopes, keys=values, reach=reach, heads=q.shape[1])
         score_grads = stack_heads(
             (shares * (share_grads - row_sums[:, :, part]) * scale).to(q.dtype), k
         )
@@ -485,5 +497,7 @@ def _run_backward_in_pieces(
 def _compute_scores(
     q: Tensor, k: Tensor, keys: Tensor, *, reach: Tensor, scale: float, wide: torch.dtype
 ) -> Tensor:
-    scores = multiply_heads(stack_heads(q, k), keys, reach, q.shape[1]).to(wide) * scale
+    scores = (
+        multiply_heads(stack_heads(q, k), keys=keys, reach=reach, heads=q.shape[1]).to(wide) * scale
+    )
     return scores.masked_fill(~make_visible_mask(reach, keys.shape[1]), float("-inf"))

@@ -107,7 +107,7 @@ class OffloadedStates:
             states[stepped] = counts | moved
         if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):
             self._optimizer.add_stand_in(stepped, parameter)
-        step_parameter(self._optimizer, parameter, self._step, stepped)
+        step_parameter(self._optimizer, parameter=parameter, step=self._step, stand_in=stepped)
         after = states.get(stepped, {})
         if stepped is not parameter:
             states.pop(stepped, None)

@@ -74,7 +74,11 @@ class GradientAccumulation:
         self._offloaded: OffloadedGradients | None = None
         if is_sharded and device is not None:
             self._offloaded = OffloadedGradients(
-                model, device, self.sums, self._move, waits_at_end=parallel.pipeline == 1
+                model,
+                device=device,
+                sums=self.sums,
+                add=self._move,
+                waits_at_end=parallel.pipeline == 1,
             )
 
     def take_in_turn(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:

@@ -21,11 +21,9 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
-from recipe_lib.models.decoder import Decoder
+from recipe_lib.models import Decoder, DecoderSpec, find_extra_tensors
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
-from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import shard_sequences
 from recipe_lib.parallel.ddp import Replicas, find_replicas, sum_replica_gradients
@@ -122,13 +120,22 @@ def parallelize(
     """
     # In this order: each call takes the modules as those before it have left them.
     pipeline = split_pipeline(model, cfg, world)
-    tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
+    tensor_gradients = shard_tensors(model, parallel=cfg.parallel, memory=cfg.memory, world=world)
     shard_sequences(model, cfg.parallel, world)
     levers = apply_memory_levers(
-        model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.copies
+        model,
+        cfg=cfg,
+        device=world.device,
+        pipeline=pipeline,
+        for_training=for_training,
+        data_ranks=world.copies,
     )
     units = shard_model(
-        model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1
+        model,
+        parallel=cfg.parallel,
+        memory=cfg.memory,
+        world=world,
+        whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1,
     )
     if for_training and not cfg.compile:  # compiled layers count nothing
         for module in model.modules():
@@ -298,7 +305,9 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
             if type(module) is nn.Linear:
                 # So that its weight gradient can be deferred.
                 module.forward = MethodType(_run_linear, module)  # type: ignore[method-assign]
-    pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in stages}, dtype)
+    pipeline = Pipeline(
+        model, cfg=cfg, world=world, layers={stage: layers[stage] for stage in stages}, dtype=dtype
+    )
     model.forward = pipeline.run_part  # type: ignore[method-assign, assignment]
     return pipeline
 

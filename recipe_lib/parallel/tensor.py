@@ -79,7 +79,7 @@ def shard_tensors(
     sharing = forwards.Sharing(group, keep_gathered, kv_head)
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts) and spec.mixture is not None:
-            _share_quantized_experts(module, name, group, spec.mixture)
+            _share_quantized_experts(module, name=name, group=group, mixture=spec.mixture)
         elif isinstance(module, QuantizedLinear):
             head = kv_head if name.endswith(("k_proj", "v_proj")) else None
             _take_part(
@@ -300,7 +300,7 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         for ranks in range(1, spec.num_heads + 1)
         if all(count % ranks == 0 for count in counts.values())
         and (spec.num_kv_heads % ranks == 0 or _copies_kv_heads(spec, copies, ranks))
-        and not _list_uncuttable(spec, quantize, ranks, copies)
+        and not _list_uncuttable(spec, quantize=quantize, size=ranks, copies=copies)
     ]
     if not _copies_kv_heads(spec, copies, size):
         counts["key and value heads"] = spec.num_kv_heads
@@ -314,7 +314,9 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     helps_to_copy = not copies and not spec.width_norms and _copies_kv_heads(spec, True, size)
     if helps_to_copy and spec.num_kv_heads % size and spec.num_heads % size == 0:
         faults[-1] += "; parallel.tensor_replicate_kv_heads=true gives every rank their weights"
-    uncuttable = [] if faults else _list_uncuttable(spec, quantize, size, copies)
+    uncuttable = (
+        [] if faults else _list_uncuttable(spec, quantize=quantize, size=size, copies=copies)
+    )
     if uncuttable:
         faults.append(
             f"parallel.tensor={size}: lora.quantize_base={quantize} does not cut"
@@ -361,7 +363,11 @@ def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) 
             else size
         )
         if can_quantize(in_features, out_features, quantize) and not can_cut(
-            in_features, out_features, quantize, parts, by_columns=matrix in ROW_PARALLEL
+            in_features,
+            out_features=out_features,
+            kind=quantize,
+            parts=parts,
+            by_columns=matrix in ROW_PARALLEL,
         ):
             uncuttable.append(matrix)
     return uncuttable
@@ -375,9 +381,13 @@ def _list_uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> lis
     mixture = spec.mixture
     if mixture is None or not can_quantize(spec.width, mixture.mlp_width, quantize):
         return []
-    down = can_cut(mixture.mlp_width, spec.width, quantize, size, by_columns=True)
+    down = can_cut(
+        mixture.mlp_width, out_features=spec.width, kind=quantize, parts=size, by_columns=True
+    )
     height = mixture.mlp_width * (2 if mixture.interleaved else 1)
-    gate_up = quantize == "nf4" and can_cut(spec.width, height, quantize, size, by_columns=False)
+    gate_up = quantize == "nf4" and can_cut(
+        spec.width, out_features=height, kind=quantize, parts=size, by_columns=False
+    )
     return [
         name
         for name, cut in (("experts.gate_up_proj", gate_up), ("experts.down_proj", down))

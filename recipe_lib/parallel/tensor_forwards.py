@@ -130,7 +130,11 @@ def run_attention(
     """Return what this rank's tokens attend to, `[n, d]`, of some heads on each rank."""
     rows, length = rotation[0].shape[:2]
     projected = _run_column_parallel(
-        [module.q_proj, module.k_proj, module.v_proj], hidden, norm, sharing, module.head_width
+        [module.q_proj, module.k_proj, module.v_proj],
+        hidden=hidden,
+        norm=norm,
+        sharing=sharing,
+        head_width=module.head_width,
     )
     # The number of heads from it, since for -1 a compiled layer of dynamic lengths has no number.
     width = module.head_width
@@ -154,12 +158,17 @@ def run_mlp(
     real: RealTokens | None = None,
 ) -> Tensor:
     """Return the MLP of this rank's tokens, `[n, d]`, of some channels on each rank."""
-    gate, up = _run_column_parallel([module.gate_proj, module.up_proj], hidden, norm, sharing)
+    gate, up = _run_column_parallel(
+        [module.gate_proj, module.up_proj], hidden=hidden, norm=norm, sharing=sharing
+    )
     down = module.down_proj
     if isinstance(down, QuantizedLinear):
         plain = scatter(down.product(gated_activation(gate, up, activation)), sharing.group)
     else:
-        plain = scatter(gated_linear(gate, up, get_local(down.weight), activation), sharing.group)
+        plain = scatter(
+            gated_linear(gate, up=up, weight=get_local(down.weight), activation=activation),
+            sharing.group,
+        )
     plain = plain if down.bias is None else plain + get_local(down.bias)
     if not _is_adapted(down):
         return plain
@@ -169,7 +178,9 @@ def run_mlp(
             F.dropout(gated_activation(gate, up, activation), rate), get_local(down.lora_A.weight)
         )
     else:
-        narrow = gated_linear(gate, up, get_local(down.lora_A.weight), activation)
+        narrow = gated_linear(
+            gate, up=up, weight=get_local(down.lora_A.weight), activation=activation
+        )
     return _add_lora_up(down, plain, scatter(narrow, sharing.group))
 
 
@@ -185,11 +196,18 @@ def _run_column_parallel(
     take_rows = [_choose_rows(linear, sharing, head_width) for linear in linears]
     if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
         kind = "offset" if norm.norm is offset_rms_norm else "rms"
-        normed = NormedFrom(hidden.detach(), get_local(norm.weight).detach(), norm.eps, kind)
+        normed = NormedFrom(
+            hidden.detach(), weight=get_local(norm.weight).detach(), eps=norm.eps, kind=kind
+        )
         weights = [rows(linear.weight) for linear, rows in zip(linears, take_rows, strict=True)]
         biases = [rows(linear.bias) for linear, rows in zip(linears, take_rows, strict=True)]
         return gather_linears(
-            shard, weights, biases, group, keep_gathered=sharing.keep_gathered, normed=normed
+            shard,
+            weights=weights,
+            biases=biases,
+            group=group,
+            keep_gathered=sharing.keep_gathered,
+            normed=normed,
         )
     gathered = gather(shard, group)
     plain = [
@@ -202,7 +220,9 @@ def _run_column_parallel(
     narrow = torch.cat([_apply_lora_down(linear, shard) for linear in adapted], dim=-1)
     parts = iter(gather(narrow, group).split([linear.settings.rank for linear in adapted], dim=-1))
     return [
-        _add_lora_up(linear, out, next(parts), rows) if _is_adapted(linear) else out
+        _add_lora_up(linear, plain=out, narrow=next(parts), rows=rows)
+        if _is_adapted(linear)
+        else out
         for linear, out, rows in zip(linears, plain, take_rows, strict=True)
     ]
 
@@ -296,7 +316,9 @@ def run_head(
     if labels is None:
         logits = F.linear(gather(hidden, group), weight)
         return head.finish(gather(logits.t(), group).t())
-    return run_head_loss(head_loss, hidden, weight, labels, softcap=head.softcap, group=group)
+    return run_head_loss(
+        head_loss, hidden=hidden, weight=weight, labels=labels, softcap=head.softcap, group=group
+    )
 
 
 def run_score_head(
@@ -396,9 +418,9 @@ def _run_expert_matrix(module: Any, rows: Tensor, groups: Groups, *, of_tokens: 
         return plain
     return module.add_update(
         plain,
-        rows,
-        groups,
-        of_tokens,
+        rows=rows,
+        groups=groups,
+        of_tokens=of_tokens,
         lora_a=get_local(module.lora_A.weight),
         lora_b=get_local(module.lora_B.weight),
     )

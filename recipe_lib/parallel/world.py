@@ -68,16 +68,16 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
         local_rank = _read_integer("LOCAL_RANK", default=0)
         is_simulated = dist.get_backend() == "fake"
         store = None if is_simulated else dist.distributed_c10d._get_default_store()
-        with Heartbeat(store, rank, size, timeout) as heartbeat:
-            yield Meeting(rank, size, local_rank, heartbeat)
+        with Heartbeat(store, rank=rank, size=size, timeout=timeout) as heartbeat:
+            yield Meeting(rank, size=size, local_rank=local_rank, heartbeat=heartbeat)
         return
     rank, size, local_rank = _read_environment()
     _check_device_count(_choose_device_type(cfg.device), local_rank)
     store = _connect_store(rank, size, timeout)
     healthy = size == 1
     try:
-        with Heartbeat(store, rank, size, timeout) as heartbeat:
-            yield Meeting(rank, size, local_rank, heartbeat, store)
+        with Heartbeat(store, rank=rank, size=size, timeout=timeout) as heartbeat:
+            yield Meeting(rank, size=size, local_rank=local_rank, heartbeat=heartbeat, store=store)
         healthy = True
     except StoppedAndSaved:
         healthy = True
@@ -183,7 +183,9 @@ def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
         return dist.HashStore()
     # Not `dist.rendezvous`, which would wait in rank 0 for the other ranks.
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    with Heartbeat(None, rank, size, timeout).limit_connecting(is_made=is_held_by_torchrun):
+    with Heartbeat(None, rank=rank, size=size, timeout=timeout).limit_connecting(
+        is_made=is_held_by_torchrun
+    ):
         return dist.TCPStore(
             os.environ["MASTER_ADDR"],
             _read_integer("MASTER_PORT"),

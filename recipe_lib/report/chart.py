@@ -78,7 +78,7 @@ class Chart:
         self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
     ) -> None:
         """Add a shape, like `_make_shape`."""
-        self.shapes.append(_make_shape(tag, style, text, title, **places))
+        self.shapes.append(_make_shape(tag, style=style, text=text, title=title, **places))
 
 
 def _make_shape(

@@ -107,7 +107,7 @@ def _make_sandbox() -> Any:
                 sizes = [len(side) if hasattr(side, "__len__") else abs(side) for side in sides]
                 if operator == "**" or sizes[0] * sizes[1] > self.largest:
                     raise jinja2.sandbox.SecurityError(f"{operator} is too large here")
-            return super().call_binop(context, operator, left, right)
+            return super().call_binop(context, operator=operator, left=left, right=right)
 
     return Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]

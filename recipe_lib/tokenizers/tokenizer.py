@@ -168,7 +168,10 @@ class Tokenizer:
         }
         bos = None if self.bos_id is None else self.get_token_bytes(self.bos_id).decode()
         return find_turn_end(
-            self._template.render_many, lambda text: _split(text, self._split_special), stops, bos
+            self._template.render_many,
+            split=lambda text: _split(text, self._split_special),
+            stops=stops,
+            bos=bos,
         )
 
     def is_special(self, token: int) -> bool:
@@ -388,7 +391,7 @@ def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
         return tiktoken
     _add_tokens_of_json(settings, file.parent)
     special = [content for content, token in settings.added.items() if token.special]
-    return SentencePieceVocabulary(file, content, settings.legacy, special)
+    return SentencePieceVocabulary(file, model=content, legacy=settings.legacy, special=special)
 
 
 def _add_tokens_of_json(settings: Settings, folder: Path) -> None:

@@ -193,7 +193,7 @@ class BestStep:
                     f"{path}: holds the weights of the best step: {damage}; to export the last step"
                     " in its place, resume=latest checkpoint.keep_best=false"
                 )
-            load_state(path, model, None, world)
+            load_state(path, model=model, optimizer=None, world=world)
 
     def describe_outcome(self, total_steps: int) -> str | None:
         """Return `best step 40 of 60: validation_loss 1.2340`, and if the run stopped early; None

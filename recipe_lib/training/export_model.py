@@ -1,5 +1,5 @@
-"""What a run leaves for others: the trained model or an adapter, its model card, and the commands to
-go on with.
+"""What a run leaves for others: the trained model or an adapter, its model card, and the commands
+to go on with.
 
 Recipes end with `export_trained_model` or `export_trained_adapter`. The commands are ready to be
 copied, and only such as work with what was written; `tune export` prints them too.
@@ -25,8 +25,7 @@ from recipe_lib.data import find_trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.meta_init import find_extra_tensors
-from recipe_lib.parallel import DTYPES
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import DTYPES, World
 from recipe_lib.training.records import read_run_metrics
 from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
 from recipe_lib.training.training_data import TrainingData
@@ -53,15 +52,17 @@ def export_trained_model(
     card_commands = list_model_commands(ANYWHERE) if is_usable else []
     export_model(
         model,
-        source.spec,
-        source.config,
-        folder,
+        spec=source.spec,
+        source_config=source.config,
+        out=folder,
         tokenizer_folder=data.tokenizer_path,
         max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
         world=world,
         **_find_chat_conventions(cfg, data),
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_make_card(cfg, source, data, world, commands=card_commands, is_adapter=False),
+        card=_make_card(
+            cfg, source=source, data=data, world=world, commands=card_commands, is_adapter=False
+        ),
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
@@ -97,9 +98,9 @@ def export_trained_adapter(
     card_commands = list_commands(ANYWHERE, public_base) if is_usable else []
     export_adapter(
         model,
-        source.spec,
-        cfg.lora,
-        folder,
+        spec=source.spec,
+        cfg=cfg.lora,
+        out=folder,
         base=source.name,
         world=world,
         base_folder=source.folder,
@@ -107,7 +108,9 @@ def export_trained_adapter(
         tokenizer_folder=data.tokenizer_path,
         **chat_conventions,
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_make_card(cfg, source, data, world, commands=card_commands, is_adapter=True),
+        card=_make_card(
+            cfg, source=source, data=data, world=world, commands=card_commands, is_adapter=True
+        ),
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
@@ -125,7 +128,9 @@ def export_trained_adapter(
             tokenizer_folder=data.tokenizer_path,
             **chat_conventions,
             max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
-            card=_make_card(cfg, source, data, world, commands=card_commands, is_adapter=False),
+            card=_make_card(
+                cfg, source=source, data=data, world=world, commands=card_commands, is_adapter=False
+            ),
         )
         get_logger().info("model: %s", merged_folder)
     _log_rounding(cfg, is_adapter=not cfg.lora.merge_on_save or source.folder is None)

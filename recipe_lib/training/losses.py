@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.config.registry import get_registered
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config import FullFinetuneConfig, get_registered
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.generation.sample import compute_metric, generate_answers
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.head_losses import CrossEntropy, TokenScores
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import Parallel, World
 from recipe_lib.training.training_data import TrainingData
 
 _PIPELINE_BATCHES = 16  # that go through a pipeline at a time
@@ -185,7 +183,7 @@ def compute_validation_loss(
         "validation_tokens": num_label_tokens,
     }
     if data.scored_metrics:
-        metrics |= _compute_score_metrics(model, parallel, data, world)
+        metrics |= _compute_score_metrics(model, parallel=parallel, data=data, world=world)
     if data.generated_metrics:
         metrics |= _compute_answer_metrics(model, data, world)
     return metrics
@@ -228,9 +226,9 @@ def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dic
     model.eval()
     answers = generate_answers(
         model,
-        model.spec,
-        data.questions,
-        world,
+        spec=model.spec,
+        questions=data.questions,
+        world=world,
         batch_size=cfg.validation.batch_size or cfg.batch_size,
         seed=cfg.seed,
         max_new_tokens=cfg.validation.max_new_tokens,
@@ -239,7 +237,9 @@ def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dic
     model.train()
     means = {}
     for name in data.generated_metrics:
-        values = compute_metric(name, answers, data.questions, data.tokenizer)
+        values = compute_metric(
+            name, answers=answers, questions=data.questions, tokenizer=data.tokenizer
+        )
         means[f"validation_{name}"] = math.fsum(values.values()) / len(values)
     return means
 
@@ -259,7 +259,11 @@ def compute_token_scores(
 def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:
     """Return a function from a micro-batch to its token scores, which calls the model."""
     return lambda batch: compute_token_scores(
-        model, batch.tokens, batch.labels, batch.positions, batch.attention
+        model,
+        tokens=batch.tokens,
+        labels=batch.labels,
+        positions=batch.positions,
+        attention=batch.attention,
     )
 
 

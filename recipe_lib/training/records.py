@@ -294,7 +294,10 @@ def write_report(output_dir: Path) -> Path:
     config = output_dir / "config.yaml"
     config_text = read_text(config) if config.exists() else ""
     path = output_dir / REPORT_FILE
-    replace_text(path, redact(render_report(output_dir.name, summary, lines, config_text)))
+    replace_text(
+        path,
+        redact(render_report(output_dir.name, summary=summary, lines=lines, config=config_text)),
+    )
     return path
 
 
@@ -309,9 +312,9 @@ def render_report(
     changed = summary.get("changed_settings") or {}
     settings = Table(
         "Settings",
-        ["key", "value", "default"],
-        [[name, *texts] for name, texts in changed.items()],
-        ("key", "value", "default"),
+        header=["key", "value", "default"],
+        rows=[[name, *texts] for name, texts in changed.items()],
+        left=("key", "value", "default"),
     )
     sections = [
         Section("Curves", figures=_draw_run_charts(lines)),
@@ -327,7 +330,12 @@ def render_report(
         Section("All settings", listing=config, closed=True),
     ]
     return render_page(
-        "run", f"{name}: {headline}", name, headline, sections, status=summary["status"]
+        "run",
+        title=f"{name}: {headline}",
+        name=name,
+        headline=headline,
+        sections=sections,
+        status=summary["status"],
     )
 
 
@@ -418,7 +426,7 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
     figures = summary.get("planned")
     if not isinstance(figures, dict):
         return Section(title, items=[_NO_PLAN] if "planned" in summary else [])
-    # What a CPU run measures is another quantity than what is planned for a GPU: no difference then.
+    # What a CPU run measures is another quantity than is planned for a GPU: no difference then.
     on_gpu = summary.get("memory_kind") == "device"
     # Those of the first rank, which records.
     planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures
@@ -444,7 +452,9 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
         " measured one is the median of the run's steps after the first."
     )
     header = ["", "planned", "measured", "planned / measured"]
-    return Section(title, table=Table(title, header, rows, ("",), notes=tuple(notes)))
+    return Section(
+        title, table=Table(title, header=header, rows=rows, left=("",), notes=tuple(notes))
+    )
 
 
 def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: bool) -> list[Any]:
@@ -488,7 +498,7 @@ def _build_data_table(data: Mapping[str, Any] | None) -> Table | None:
         for title, key in _DATA_ROWS
     ]
     rows = [row for row in rows if any(text not in ("", "0") for text in row[1:])]
-    return Table("Data", ["", *names], rows, ("", *names))
+    return Table("Data", header=["", *names], rows=rows, left=("", *names))
 
 
 _DATA_ROWS = (

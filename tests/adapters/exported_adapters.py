@@ -1,5 +1,6 @@
-"""Tiny bases of every family, and adapters of every kind that we write for them: what PEFT has to
-open as trained.
+"""Write tiny bases of every family and adapters for them, and open these with PEFT.
+
+`make_base` and `write_adapter` write; `open_with_peft` asserts that PEFT finds every tensor.
 """
 
 import warnings
@@ -64,7 +65,7 @@ EVERYWHERE |= {
     for kind in OF_RUNS
     if f"{kind} of transformers" not in EVERYWHERE
 }
-MOVED = 0.05
+MOVED = 0.05  # size of the random numbers that stand for an adapter's training
 
 
 def make_base(base: str, folder: Path) -> Path:
@@ -91,8 +92,9 @@ def read_base_spec(base: str, folder: Path) -> Any:
 
 
 def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
-    """Train a little by moving what is trained, write `out`/adapter as a run does, and the merged
-    model `out`/model.
+    """Write an adapter `out`/adapter as a run does, and the merged model `out`/model; return `out`.
+
+    Random numbers stand for its training.
     """
     spec = read_base_spec(base, folder)
     model = load_model(spec, folder, torch.float32, torch.device("cpu"), cfg)
@@ -123,18 +125,19 @@ def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
 
 
 def open_with_peft(folder: Path, adapter: Path) -> Any:
-    """Open the adapter with PEFT on transformers' base; PEFT must have the file's tensors, and no
-    others.
+    """Open the adapter with PEFT on transformers' base; return PEFT's model.
+
+    Raises AssertionError unless PEFT has exactly the file's tensors.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = PeftModel.from_pretrained(load_theirs(folder), str(adapter)).eval()
-    spoken = [str(warning.message) for warning in said]
-    assert not [
-        text for text in spoken if "keys" in text or "matched" in text or "ignored" in text
-    ], spoken
+    # PEFT only warns of tensors that are missing or left over.
+    for warning in caught:
+        text = str(warning.message)
+        assert not any(word in text for word in ("keys", "matched", "ignored")), text
     with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as file:
         names = set(file.keys())
     opened = set(get_peft_model_state_dict(model, save_embedding_layers=False))
@@ -144,12 +147,12 @@ def open_with_peft(folder: Path, adapter: Path) -> Any:
 
 @torch.no_grad()
 def compute_logits(model: Any) -> Tensor:
-    """Logits of a fixed prompt, as fp64."""
+    """Return the logits of a fixed prompt, fp64 `[2, 24, v]`."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (2, 24), generator=torch.Generator().manual_seed(2))
     return model(input_ids=tokens, use_cache=False).logits.double()
 
 
-def compute_relative_difference(mine: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest number."""
-    return float((mine - expected).abs().max() / expected.abs().max())
+def compute_relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    return float((actual - expected).abs().max() / expected.abs().max())

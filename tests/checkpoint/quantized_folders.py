@@ -1,5 +1,6 @@
-"""Checkpoints that are quantized already, made by torchao's and transformers' quantizers, and what
-they stand for.
+"""Write quantized checkpoints with torchao's and transformers' quantizers, and their plain twins.
+
+A twin has the weights that transformers dequantizes; our model must load both alike.
 """
 
 import json
@@ -30,32 +31,33 @@ Tensors = dict[str, Tensor]
 
 
 def build_fp8_section(block: tuple[int, int] = (128, 128), **more: Any) -> dict[str, Any]:
-    """The section quantization_config of FP8 with scales of such blocks."""
-    said = {
+    """Return the section quantization_config of FP8 with a scale for each block.
+
+    more: further keys.
+    """
+    section = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(block),
     }
-    return said | more
+    return section | more
 
 
 def write_mxfp4_folder(folder: Path) -> Path:
-    """A gpt-oss whose experts torchao has quantized; everything else is in bf16."""
+    """Write a gpt-oss whose experts torchao has quantized; everything else is in bf16."""
     build_reference_model("gpt-oss", dtype=torch.bfloat16, **WIDE).save_pretrained(folder)
 
     def quantize(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
+        quantized: Tensors = {}
         for name, value in tensors.items():
             if not name.endswith(("gate_up_proj", "down_proj")):
-                found[name] = value
+                quantized[name] = value
                 continue
-            matrices = value.transpose(1, 2)
-            codes = [compute_mxfp4_codes(matrix) for matrix in matrices]
-            found[f"{name}_blocks"], found[f"{name}_scales"] = map(
-                torch.stack, zip(*codes, strict=True)
-            )
-        return found
+            experts = [compute_mxfp4_codes(matrix) for matrix in value.transpose(1, 2)]
+            quantized[f"{name}_blocks"] = torch.stack([codes for codes, _ in experts])
+            quantized[f"{name}_scales"] = torch.stack([scales for _, scales in experts])
+        return quantized
 
     return rewrite(folder, quantize, MXFP4)
 
@@ -70,8 +72,10 @@ def write_fp8_folder(
     fused: bool = False,
     **changes: Any,
 ) -> Path:
-    """A model whose matrices transformers has quantized, but for those with one of `left` in their
-    names.
+    """Write a model whose matrices transformers has quantized.
+
+    left: parts of the names of matrices that are not quantized. fused: with the names and fused
+    matrices of transformers 5. changes: of the case's config.
     """
     model = build_reference_model(case, dtype=torch.bfloat16, **WIDE | changes)
     model.save_pretrained(folder, save_original_format=not fused)
@@ -79,63 +83,63 @@ def write_fp8_folder(
     quantizer = Fp8Quantize(_write_with_config(block, kind))
 
     def quantize(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
+        quantized: Tensors = {}
         for name, value in tensors.items():
             if value.dim() < 2 or any(part in name for part in left):
-                found[name] = value
+                quantized[name] = value
                 continue
             rows, columns = value.shape[-2:]
+            # transformers quantizes full blocks only.
             padded = F.pad(value, (0, -columns % block[1], 0, -rows % block[0]))
-            made = quantizer.convert({name: padded})
-            found[name] = made.pop(name)[..., :rows, :columns].contiguous()
-            found |= {name: value.to(scales) for name, value in made.items()}
-        return found
+            converted = quantizer.convert({name: padded})
+            quantized[name] = converted.pop(name)[..., :rows, :columns].contiguous()
+            for scale_name, scale in converted.items():
+                quantized[scale_name] = scale.to(scales)
+        return quantized
 
-    said = build_fp8_section(block, modules_to_not_convert=["lm_head", *left], scale_fmt=kind)
-    return rewrite(folder, quantize, said)
+    section = build_fp8_section(block, modules_to_not_convert=["lm_head", *left], scale_fmt=kind)
+    return rewrite(folder, quantize, section)
 
 
 def write_twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The folder with plain weights, as transformers' own functions dequantize its codes."""
+    """Write a copy of the folder with plain weights, as transformers dequantizes its codes."""
     section = json.loads((folder / "config.json").read_text())["quantization_config"]
 
     def dequantize(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
+        plain: Tensors = {}
         for name, value in tensors.items():
             if name.endswith("_blocks"):
-                bare = name.removesuffix("_blocks")
-                found[bare] = convert_moe_packed_tensors(
-                    value, tensors[f"{bare}_scales"], dtype=dtype
-                )
+                weight_name = name.removesuffix("_blocks")
+                scales = tensors[f"{weight_name}_scales"]
+                plain[weight_name] = convert_moe_packed_tensors(value, scales, dtype=dtype)
             elif f"{name}_scale_inv" in tensors:
-                found[name] = decode_fp8(
-                    value, tensors[f"{name}_scale_inv"], section["weight_block_size"], dtype
-                )
+                scales = tensors[f"{name}_scale_inv"]
+                plain[name] = decode_fp8(value, scales, section["weight_block_size"], dtype)
             elif not name.endswith(("_scales", "_scale_inv")):
-                found[name] = value.to(dtype)
-        return found
+                plain[name] = value.to(dtype)
+        return plain
 
     return rewrite(copy(folder, out), dequantize, None)
 
 
 def decode_fp8(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
-    """What transformers makes of FP8; it knows whole blocks alone, so that others are made so
-    before.
-    """
+    """Return the weights that transformers dequantizes from FP8 codes."""
     rows, columns = codes.shape[-2:]
+    # transformers dequantizes full blocks only; torch pads no float8.
     bits = F.pad(codes.view(torch.uint8), (0, -columns % block[1], 0, -rows % block[0]))
-    whole = Fp8Dequantize(None)._dequantize_one(bits.view(torch.float8_e4m3fn), scales, dtype)
-    return whole[..., :rows, :columns]
+    weights = Fp8Dequantize(None)._dequantize_one(bits.view(torch.float8_e4m3fn), scales, dtype)
+    return weights[..., :rows, :columns]
 
 
 def _write_with_config(block: tuple[int, int], kind: str) -> SimpleNamespace:
+    """Return what stands for transformers' quantizer, of which only the config is read."""
     return SimpleNamespace(
         quantization_config=FineGrainedFP8Config(weight_block_size=block, scale_fmt=kind)
     )
 
 
 def copy(folder: Path, out: Path) -> Path:
-    """The folder's config.json and tensors in a new one."""
+    """Copy a folder's config.json and tensors into a new folder; return it."""
     out.mkdir()
     for name in ("config.json", "model.safetensors"):
         (out / name).write_bytes((folder / name).read_bytes())
@@ -143,15 +147,16 @@ def copy(folder: Path, out: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors], section: Any) -> Path:
-    """Changes a folder's tensors, and what its config.json says of quantized weights (None:
-    nothing).
+    """Change a folder's tensors, and quantization_config of its config.json; return the folder.
+
+    section: None removes it.
     """
     tensors = change(load_file(folder / "model.safetensors"))
     contiguous = {name: value.contiguous() for name, value in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config", None)
-    (folder / "config.json").write_text(
-        json.dumps(config | ({"quantization_config": section} if section else {}))
-    )
+    if section:
+        config["quantization_config"] = section
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

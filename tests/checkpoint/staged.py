@@ -1,5 +1,6 @@
-"""Models divided as a recipe divides them, with optimizer states, and what all ranks hold of them,
-by name.
+"""Build models that are divided over ranks as recipes divide them, and hash what all ranks have.
+
+A test saves in one of WORLDS, loads in another, and compares `hash_trained`.
 """
 
 import hashlib
@@ -27,8 +28,8 @@ from recipe_lib.parallel import (
     start_world,
 )
 
-# Four layers for as many ranks, and what a tensor-parallel group of two can share; a vocabulary
-# that 4 do not divide.
+# Four layers, one for each of four stages; sizes that two tensor-parallel ranks can divide; a
+# vocabulary that four ranks cannot divide evenly.
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -45,8 +46,7 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# By a name: how many ranks it takes, and the section `parallel`; further layers would be the last
-# stage's.
+# name -> (ranks, section `parallel`). Layers beyond four belong to the last stage.
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "stages": (2, {"pipeline": 2, "pipeline_layers_per_stage": [3, 1]}),
@@ -62,12 +62,13 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def build_spec_of(config: dict[str, Any], **changes: Any) -> DecoderSpec:
+    """Return the spec of a config with changes, with large random weights."""
     return replace(build_spec(config | changes, "staged"), init_std=0.2)
 
 
 @contextmanager
 def build_world(name: str) -> Iterator[tuple[FullFinetuneConfig, World]]:
-    """One of WORLDS on the ranks that are there, and the config that made it."""
+    """Enter one of WORLDS on the ranks of the process group; yield its config and the world."""
     cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**WORLDS[name][1]))
     with start_world(cfg) as world:
         yield cfg, world
@@ -80,13 +81,16 @@ def build(
     lora: LoraConfig | None = None,
     seed: int | None = 3,
 ) -> Decoder:
-    """This rank's part of a model in fp32 with weights from the seed; None: NaN where it is
-    trained.
+    """Return this rank's part of a model in fp32.
+
+    seed: of the weights; None fills trained ones with NaN, so that a test sees what is not loaded.
     """
-    parallel, memory = replace(cfg.parallel), MemoryConfig()
+    parallel = replace(cfg.parallel)
+    memory = MemoryConfig()
     if parallel.pipeline_layers_per_stage is not None:
-        *others, _ = parallel.pipeline_layers_per_stage
-        parallel.pipeline_layers_per_stage = [*others, spec.num_layers - sum(others)]
+        *first_stages, _ = parallel.pipeline_layers_per_stage
+        last_stage = spec.num_layers - sum(first_stages)
+        parallel.pipeline_layers_per_stage = [*first_stages, last_stage]
     model = build_meta(spec, torch.float32)
     if lora is not None:
         add_adapters(model, lora, torch.float32)
@@ -109,63 +113,65 @@ def build(
 def load_staged(
     name: str, spec: DecoderSpec, lora: LoraConfig | None = None
 ) -> Iterator[tuple[Decoder, World]]:
-    """The model in one of WORLDS."""
+    """Enter one of WORLDS with a model in it; yield both."""
     with build_world(name) as (cfg, world):
         yield build(cfg, world, spec, lora), world
 
 
 def build_optimizer(model: Decoder) -> torch.optim.Optimizer:
+    """Return AdamW over the trained parameters of this rank."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": trained}]  # of a rank that has nothing trained it may be empty
+    groups = [{"params": trained}]  # a group may be empty, a list of parameters may not
     return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, foreach=False)
 
 
 def step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """An optimizer step with gradients that follow from a parameter's name and the step's number
-    alone.
+    """Do an optimizer step with random gradients, the same on any number of ranks.
+
+    They follow from a parameter's name and the step's number alone.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             for part, offset in list_local_parts(model, name, parameter.grad):
-                fill_random(part, offset, parameter.shape, f"{number}/{name}", _normalize)
+                fill_random(part, offset, parameter.shape, f"{number}/{name}", _fill_normal)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _normalize(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _fill_normal(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Fill with normal random numbers."""
     return values.normal_(generator=generator)
 
 
 def hash_trained(
     model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGroup
 ) -> dict[str, str]:
-    """SHA-256 of every trained parameter and its states of the whole model, by name, in the file's
-    order. Collective.
+    """Return the SHA-256 of every full trained parameter and state of all ranks, by name.
 
-    Where several ranks hold the same, they have to hold it alike.
+    Rows are in the order of the checkpoint's file. A collective. Raises AssertionError where two
+    ranks have different values of one tensor.
     """
-    own: dict[str, str] = {}
+    hashes: dict[str, str] = {}  # of this rank's stages
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in [("", parameter.detach()), *sorted(states.items())]:
-            found = gather_whole(value)
-            found = restore_file_order(found, get_runs(model).get(name)) if found.dim() else found
-            content = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            own[f"{key}/{name}"] = hashlib.sha256(
-                f"{found.dtype} {tuple(found.shape)}".encode() + content
-            ).hexdigest()
+            tensor = gather_whole(value)
+            if tensor.dim():
+                tensor = restore_file_order(tensor, get_runs(model).get(name))
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            description = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+            hashes[f"{key}/{name}"] = hashlib.sha256(description + content).hexdigest()
     merged: dict[str, str] = {}
-    for part in world.gather_json(own):
-        for name, content in part.items():
-            assert merged.setdefault(name, content) == content, (
-                f"{name} is not the same on two ranks"
-            )
+    for rank_hashes in world.gather_json(hashes):
+        for name, tensor_hash in rank_hashes.items():
+            known_hash = merged.setdefault(name, tensor_hash)
+            assert known_hash == tensor_hash, f"{name} is not the same on two ranks"
     return merged
 
 
 def read_tensors(folder: Path) -> dict[str, bytes]:
-    """The bytes of a folder's safetensors files, by name."""
+    """Return the bytes of a folder's safetensors files, by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}

@@ -1,5 +1,7 @@
-"""Checkpoint folders with one thing wrong or unusual, and what loading them comes to, here and in
-transformers.
+"""Make checkpoint folders with one fault, and compare how we and transformers load them.
+
+`explain_unaccounted(folder, fault)` returns why a user could not rely on the outcome: every tensor
+has to be used as transformers uses it, named in the log, or refused.
 """
 
 import json
@@ -21,40 +23,40 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_spec
 from recipe_lib.models.meta_init import allocate
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 Tensors = dict[str, Tensor]
 _TOKENS = torch.arange(3, 17).view(2, 7)
 
 
 @dataclass
 class Fault:
-    """A folder's change. change: the tensors and the config, in place. names: what a refusal or a
-    line has to name.
+    """What is changed in a folder."""
 
-    files: more files of the folder, by name; `b""` stands for a copy of the weights. shards:
-    tensors of each file, in place of one file; index: what the index says otherwise than the files.
-    """
-
+    # Changes the tensors and the config in place.
     change: Callable[[Tensors, dict[str, Any]], None] = lambda tensors, config: None
-    names: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # one of which a refusal or a line of the log has to have
+    files: tuple[str, ...] = ()  # names of further copies of the weights
+    # Returns the tensors of each file, in place of one file.
     shards: Callable[[Tensors], dict[str, Tensors]] | None = None
+    # Changes the index (file by tensor) in place.
     index: Callable[[dict[str, str]], None] = lambda names: None
 
 
 @dataclass
 class Outcome:
-    """What became of a folder: the lines of its refusal, or logits and the lines of the log."""
+    """How loading a folder ended."""
 
-    refused: tuple[str, ...] = ()
-    logits: Tensor | None = None
-    said: list[str] = field(default_factory=list)
+    refused: tuple[str, ...] = ()  # lines of the refusal
+    logits: Tensor | None = None  # None if it was refused
+    said: list[str] = field(default_factory=list)  # lines of the log
 
 
 def make_folder(source: Path, fault: Fault, folder: Path) -> None:
-    """Copies a model folder of one file, with the fault."""
+    """Copy a model folder of one file and put the fault in."""
     shutil.copytree(source, folder)
-    tensors, config = load_file(folder / SINGLE), json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / SINGLE)
+    config = json.loads((folder / "config.json").read_text())
     fault.change(tensors, config)
     (folder / "config.json").write_text(json.dumps(config))
     for name in fault.files:
@@ -64,16 +66,17 @@ def make_folder(source: Path, fault: Fault, folder: Path) -> None:
         return
     (folder / SINGLE).unlink()
     shards = fault.shards(tensors)
-    names = {name: file for file, held in shards.items() for name in held}
-    fault.index(names)
-    for file, held in shards.items():
-        save_file(held, folder / file, {"format": "pt"})
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    weight_map: dict[str, str] = {}
+    for file, shard in shards.items():
+        save_file(shard, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    fault.index(weight_map)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 @torch.no_grad()
 def load(folder: Path, implementation: str = "native") -> Outcome:
-    """Loads it as a run and `tune generate` do."""
+    """Load a folder as a run and `tune generate` do."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -98,7 +101,10 @@ def load(folder: Path, implementation: str = "native") -> Outcome:
 
 @torch.no_grad()
 def load_theirs(folder: Path) -> Tensor:
-    """The logits of what transformers loads; what it has to make up is random, and so differs."""
+    """Return the logits of what transformers loads.
+
+    Weights that it does not find are random, so that the logits differ from ours.
+    """
     transformers.utils.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
@@ -107,19 +113,15 @@ def load_theirs(folder: Path) -> Tensor:
 
 
 def explain_unaccounted(folder: Path, fault: Fault, implementation: str = "native") -> str | None:
-    """Why the outcome is none that a user can rely on; None: all is used as transformers does,
-    said, or refused.
-    """
+    """Return why a user cannot rely on the outcome; None if all is accounted for."""
     outcome = load(folder, implementation)
     if outcome.refused:
         text = "\n".join(outcome.refused)
         if not any(name in text for name in fault.names):
             return f"refused without a name of {fault.names}: {text}"
-        return (
-            None
-            if all("; " in line for line in outcome.refused)
-            else f"refused without a remedy: {text}"
-        )
+        if not all("; " in line for line in outcome.refused):
+            return f"refused without a remedy: {text}"
+        return None
     assert outcome.logits is not None
     theirs = load_theirs(folder)
     difference = float((outcome.logits - theirs).abs().max())
@@ -128,29 +130,29 @@ def explain_unaccounted(folder: Path, fault: Fault, implementation: str = "nativ
     lines = [
         line for line in outcome.said if "left out" in line or "not read" in line or "keep" in line
     ]
-    shown = "\n".join(lines)
-    said = any(re.sub(r"\.\d+\.", ".*.", name) in shown or name in shown for name in fault.names)
-    if fault.names and not said and not _is_used(outcome, folder, fault, implementation):
+    text = "\n".join(lines)
+    # Lines may name the tensors of all layers at once.
+    patterns = [re.sub(r"\.\d+\.", ".*.", name) for name in fault.names]
+    is_named = any(name in text for name in (*fault.names, *patterns))
+    if fault.names and not is_named and not _is_used(outcome, folder, fault, implementation):
         return f"nothing says {fault.names}: {outcome.said}"
     return None
 
 
 def _is_used(outcome: Outcome, folder: Path, fault: Fault, implementation: str) -> bool:
-    """Whether the tensors that the fault is about are what the model has: other numbers in them,
-    other logits.
-    """
+    """Return True if the model uses the fault's tensors: other values in them give other logits."""
     files = [path for path in folder.glob("model*.safetensors") if path.name not in fault.files]
     for path in files:
         tensors = load_file(path)
-        held = set(tensors) & set(fault.names)
-        if held:
+        names = set(tensors) & set(fault.names)
+        if names:
             changed = folder.with_name(folder.name + "-changed")
             shutil.rmtree(changed, ignore_errors=True)
             shutil.copytree(folder, changed)
-            for name in held:
+            for name in names:
                 tensors[name] = tensors[name].float() * -1.5
             save_file(tensors, changed / path.name, {"format": "pt"})
-            other = load(changed, implementation)
+            logits = load(changed, implementation).logits
             assert outcome.logits is not None
-            return other.logits is not None and not torch.equal(other.logits, outcome.logits)
+            return logits is not None and not torch.equal(logits, outcome.logits)
     return False

@@ -1,4 +1,8 @@
-"""A Hugging Face hub on 127.0.0.1, as much of it as a download asks for."""
+"""Serve a Hugging Face hub on 127.0.0.1, as much of it as a download needs.
+
+with run_hub() as hub:
+    tune("download", "owner/good", HF_ENDPOINT=hub.address)
+"""
 
 import hashlib
 import json
@@ -6,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 COMMIT = "c0ffee" + "0" * 34
 SAFE = {
@@ -42,11 +46,11 @@ REPOSITORIES = {
     "owner/large": {"model.safetensors": b"x", "config.json": b"{}"},
     "owner/broken": SAFE,
 }
-LARGE = 10**18
+LARGE = 10**18  # bytes that the API claims for a file
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """Answers the API for a model's information and its tree, and the address of a file."""
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the API for a model's information and its tree, and requests of files."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -58,6 +62,7 @@ class _Hub(BaseHTTPRequestHandler):
         pass
 
     def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
+        """Send a response. headers: with `_` for `-` in their names."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -67,21 +72,24 @@ class _Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _refuse(self, status: int, code: str) -> None:
+        """Send an error as the hub does, with its own code."""
         self._send(status, b"{}", X_Error_Code=code, X_Error_Message=code)
 
     def _answer(self) -> None:
+        """Answer a HEAD or GET request."""
         address = urlsplit(self.path)
         path = unquote(address.path)
         self.server.asked.append(path)
         if path.startswith("/api/models/"):
             name, _, rest = path.removeprefix("/api/models/").partition("/revision/")
             name, _, tree = name.partition("/tree/")
-            self._api(name, rest or "main", bool(tree), parse_qs(address.query))
+            self._send_listing(name, rest or "main", tree=bool(tree))
         else:
             name, _, rest = path[1:].partition("/resolve/")
-            self._file(name, rest.partition("/")[2])
+            self._send_file(name, rest.partition("/")[2])
 
-    def _api(self, name: str, revision: str, tree: bool, query: dict[str, list[str]]) -> None:
+    def _send_listing(self, name: str, revision: str, *, tree: bool) -> None:
+        """Send a repository's information, or its files as a tree."""
         if name == "owner/broken":
             return self._send(500)
         if self.headers.get("Authorization") == "Bearer hf_expired_token":
@@ -90,20 +98,15 @@ class _Hub(BaseHTTPRequestHandler):
             return self._refuse(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
         if revision not in ("main", "v2", COMMIT):
             return self._refuse(404, "RevisionNotFound")
-        sizes = {
-            file: LARGE if name == "owner/large" and file.endswith("safetensors") else len(content)
-            for file, content in REPOSITORIES[name].items()
-        }
+        sizes = {file: len(content) for file, content in REPOSITORIES[name].items()}
+        if name == "owner/large":
+            sizes["model.safetensors"] = LARGE
         if tree:
-            body: object = [
-                {
-                    "type": "file",
-                    "path": file,
-                    "size": size,
-                    "oid": _compute_etag(REPOSITORIES[name][file]),
-                }
-                for file, size in sizes.items()
-            ]
+            entries = []
+            for file, size in sizes.items():
+                etag = _compute_etag(REPOSITORIES[name][file])
+                entries.append({"type": "file", "path": file, "size": size, "oid": etag})
+            body: object = entries
         else:
             siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
             body = {
@@ -116,7 +119,8 @@ class _Hub(BaseHTTPRequestHandler):
             }
         self._send(200, json.dumps(body).encode(), Content_Type="application/json")
 
-    def _file(self, name: str, file: str) -> None:
+    def _send_file(self, name: str, file: str) -> None:
+        """Send a file of a repository."""
         if name == "owner/gated":
             allowed = self.headers.get("Authorization") == "Bearer hf_allowed_token"
             if not allowed:
@@ -128,27 +132,28 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 def _compute_etag(content: bytes) -> str:
+    """Return what stands for the hub's hash of a file."""
     return hashlib.sha1(content).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
-    """The server; `asked` are the paths that were requested."""
+    """The server."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Hub)
-        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[str] = []  # paths that were requested
 
     @property
     def address(self) -> str:
-        """For HF_ENDPOINT."""
+        """Return the value for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_port}"
 
 
 @contextmanager
 def run_hub() -> Iterator[Hub]:
-    """A hub while the block runs."""
+    """Serve a hub while the block runs."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()

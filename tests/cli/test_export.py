@@ -211,11 +211,11 @@ def test_an_export_that_differs_is_an_error(
     make_run(tmp_path / "run", base)
     real = open_exports.load_model_with_adapter
 
-    def changed(folder: Path, *args: Any) -> Any:
+    def changed(folder: Path, **arguments: Any) -> Any:
         tensors = load_file(folder / "adapter_model.safetensors")
         tensors["base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"][3, 1] += 1.0
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-        return real(folder, *args)
+        return real(folder, **arguments)
 
     monkeypatch.setattr(export_trained, "load_model_with_adapter", changed)
     code, out, err = call(capsys, tmp_path / "run", "--adapter")

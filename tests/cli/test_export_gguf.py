@@ -200,8 +200,8 @@ def test_a_file_that_was_changed_is_noticed(
     save_model("qwen2", tmp_path / "model", num_hidden_layers=1)
     write = gguf_adapter.write_gguf
 
-    def damaged(out: Path, *rest: Any) -> None:
-        write(out, *rest)
+    def damaged(out: Path, **rest: Any) -> None:
+        write(out, **rest)
         first = next(
             tensor for tensor in gguf.GGUFReader(out).tensors if tensor.name == "token_embd.weight"
         )

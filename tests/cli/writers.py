@@ -1,5 +1,6 @@
-"""All that `tune` writes where its user says: one row a writer, for the table in
-test_writers.py.
+"""Every file and folder that `tune` writes where its user says: a row of WRITERS for each.
+
+test_writers.py runs every row on paths that exist, cannot be written, or are on a full disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,14 @@ from tests.recipes.runs import LORA, build_arguments
 
 TORCHTUNE = ROOT / "tests" / "config" / "torchtune_lora.yaml"
 RATES = {"version": 1, "device": "cuda", "dry_run": False, "matmul": {}}
-FILE, NEW_FOLDER, FOLDER = "file", "new folder", "folder"
+# What a writer writes: a file, a folder that must not exist, or one that may.
+FILE = "file"
+NEW_FOLDER = "new folder"
+FOLDER = "folder"
 
 
 class Material:
-    """What the writers read, made once."""
+    """What the commands read, made once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -34,79 +38,65 @@ class Material:
 
     @property
     def of_model(self) -> list[str]:
-        """Words of a run that begins from the model, in place of the preset."""
-        begin = [
+        """Return the words of a run that starts from the model instead of the preset."""
+        words = [
             word
             for word in build_arguments(self.folder / "unused")
             if not word.startswith(("model.", "output_dir="))
         ]
-        return [*begin, "~model.preset", f"model.path={self.model}", "device=cpu", "max_steps=1"]
+        return [*words, "~model.preset", f"model.path={self.model}", "device=cpu", "max_steps=1"]
 
     @cached_property
     def trained(self) -> Path:
-        """Of all weights, with a state."""
+        """Return the folder of a run that trained all weights and saved its state."""
         out = self.folder / "trained"
-        assert (
-            main(
-                [
-                    "run",
-                    *build_arguments(out),
-                    "max_steps=1",
-                    "checkpoint.save_every_n_steps=1",
-                    "device=cpu",
-                ]
-            )
-            == 0
-        )
+        words = ["max_steps=1", "checkpoint.save_every_n_steps=1", "device=cpu"]
+        assert main(["run", *build_arguments(out), *words]) == 0
         return out
 
     @cached_property
     def adapted(self) -> Path:
-        """Of an adapter."""
+        """Return the folder of a run that trained an adapter."""
         out = self.folder / "adapted"
         assert main(["run", LORA, *self.of_model, f"recipe={LORA}", f"output_dir={out}"]) == 0
         return out
 
     @cached_property
     def plan(self) -> Any:
-        """A plan and its trace, as `tune plan` makes them."""
+        """Return a plan and its trace, as `tune plan` makes them."""
         from recipe_lib.cli import plan
 
-        assert self.trained  # before there is a simulated device, with which no fork could train
+        # Trained before there is a simulated device, with which no fork could train.
+        assert self.trained
         with mock.patch.object(plan, "write_files") as write:
             assert main(["plan", *self.run_words, "--device", "24GB"]) == 0
         return write.call_args.args[:2]
 
     @cached_property
     def run_words(self) -> list[str]:
-        """Of the smallest run."""
+        """Return the words of the smallest run."""
         return [*build_arguments(self.folder / "unused"), "max_steps=1", "device=cpu"]
 
 
+# Returns the words of the command that writes a path.
 Words = Callable[[Material, Path], Sequence[object]]
 
 
 @dataclass(frozen=True)
 class Writer:
-    """verb, option: as they are typed; a key of the config where the option is none. words: of the
-    command that writes a path. kind: a file, a folder that must not be there, or one that is gone
-    on with. ending: of the path's name. reads: attributes of `Material` that are read, which the
-    path may not be. full: bytes that a file may have on a full disk, to be tried one by one. names:
-    of a folder's files that are written over. source: of `Material`, what is written. slow: takes
-    seconds to get to the writing.
-    """
+    """A command and the option, or key of the config, that names what it writes."""
 
     verb: str
     option: str
     words: Words
     kind: str = FILE
-    ending: str = ""
-    reads: tuple[str, ...] = ()
-    full: tuple[int, ...] = (100,)
-    names: tuple[str, ...] = ()
-    note: str = ""
-    source: str = ""
-    slow: bool = False
+    ending: str = ""  # of the path's name
+    reads: tuple[str, ...] = ()  # attributes of `Material` that it reads: the path may not be one
+    full: tuple[int, ...] = (100,)  # bytes that a file may have on a full disk, each of them tried
+    names: tuple[str, ...] = ()  # files of a folder that are overwritten
+    note: str = ""  # tells rows of one option apart
+    source: str = ""  # attribute of `Material` that is written
+    slow: bool = False  # takes seconds until it writes
 
     def __str__(self) -> str:
         return f"{self.verb} {self.option} {self.note}".strip()
@@ -155,20 +145,23 @@ WRITERS = (
            ending=".jsonl", reads=("prompts",)),
 )  # fmt: skip
 
-# Written by somebody else's code, or tested where it is written.
+# Options whose files other code writes, or that have tests of their own.
 NOT_IN_THE_TABLE = {
     ("download", "--output-dir"): "the hub's own client writes aside; tests/cli/test_download.py",
     ("run", "--log-dir"): "torchrun's own",
+    # fmt: off
     (
         "run",
         "data.cache_dir",
     ): "what cannot be kept there stays in memory; tests/data/test_cache.py",
+    # fmt: on
 }
 
 
 def write(writer: Writer, material: Material, out: Path) -> int:
-    """Run the command in this process; what it measures or plans first is known already. Returns
-    its exit code.
+    """Run the command in this process and return its exit code.
+
+    What it would measure or plan first is replaced by results at hand.
     """
     from recipe_lib.cli import doctor, plan
     from recipe_lib.plan.measured import measure_rates as calibrate

@@ -1,9 +1,9 @@
-"""Real chat templates with tokenizers that know their special tokens, rows of each format, and the
-table of what the loss counts in them: `python -m tests.data.masks_cases > docs/masks.md`
-(REALDATA_DIR names the folder of real files).
+"""Real chat templates with tokenizers, rows of each format, and the table of their label tokens.
+
+    REALDATA_DIR=... python -m tests.data.masks_cases > docs/masks.md
 
 Where a model's own vocabulary is not at hand, another real one with its special tokens added stands
-in: what is trained is a question of the template and of the special tokens.
+in: the labels depend on the template and the special tokens alone.
 """
 
 import gzip
@@ -70,7 +70,8 @@ CASES = [
     Case("none: plain", "gpt2"),
 ]  # fmt: skip
 
-HOT, MILD = "It is 31 degrees.", "It is 18 degrees."
+HOT = "It is 31 degrees."
+MILD = "It is 18 degrees."
 ASKS = ["How hot is it in Rome?", "And in Oslo?"]
 THOUGHT = "<think>\nI look it up.\n</think>\n\n"
 TOOL = {
@@ -87,10 +88,12 @@ CALL = {
 
 
 def say_turns(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    """Return messages of (role, content)."""
     return [{"role": role, "content": content} for role, content in turns]
 
 
-_FIRST, _SECOND = [("user", ASKS[0]), ("assistant", HOT)], [("user", ASKS[1]), ("assistant", MILD)]
+_FIRST = [("user", ASKS[0]), ("assistant", HOT)]
+_SECOND = [("user", ASKS[1]), ("assistant", MILD)]
 # column of the table -> format, row
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "alpaca": ("alpaca", {"instruction": ASKS[0], "output": HOT}),
@@ -122,43 +125,44 @@ PAIR = Preference(say_turns(_FIRST[0]), say_turns(_FIRST[1]), say_turns(("assist
 
 
 def write_folder(case: Case, realdata: Path, folder: Path) -> Path:
-    """Return a tokenizer folder, or file with a config beside it, as a checkpoint would have it."""
-    name, _, only = case.tokenizer.partition("/")
+    """Write a case's tokenizer as a checkpoint has it; return its folder, or the file in it."""
+    name, _, single_file = case.tokenizer.partition("/")
     folder.mkdir(parents=True)
     for file in (realdata / "tokenizers" / name).iterdir():
-        if only and file.name != only:
+        if single_file and file.name != single_file:
             continue
         packed = file.suffix == ".gz"
         content = gzip.decompress(file.read_bytes()) if packed else file.read_bytes()
         (folder / (file.stem if packed else file.name)).write_bytes(content)
-    place = folder / "tokenizer_config.json"
+    config_file = folder / "tokenizer_config.json"
     if case.config:
         for file in (realdata / case.config).glob("*.json"):
             (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads(place.read_text()) if place.is_file() else {}
-    config |= {
-        f"{role}_token": text for role, text in (("bos", case.bos), ("eos", case.eos)) if text
-    }
-    kind, _, where = case.template.partition(":")
+    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    if case.bos:
+        config["bos_token"] = case.bos
+    if case.eos:
+        config["eos_token"] = case.eos
+    kind, _, path = case.template.partition(":")
     if kind == "jinja":
-        config["chat_template"] = (realdata / "chat-templates" / f"{where}.jinja").read_text()
+        config["chat_template"] = (realdata / "chat-templates" / f"{path}.jinja").read_text()
     elif kind == "config":
-        config["chat_template"] = json.loads(
-            (realdata / where / "tokenizer_config.json").read_text()
-        )["chat_template"]
+        other_config = json.loads((realdata / path / "tokenizer_config.json").read_text())
+        config["chat_template"] = other_config["chat_template"]
     elif case.template:
         config["chat_template"] = case.template
-    place.write_text(json.dumps(config))
+    config_file.write_text(json.dumps(config))
     if case.extra:
         _add_tokens(folder / "tokenizer.json", case.extra)
-    return folder / only if only else folder
+    return folder / single_file if single_file else folder
 
 
 def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
+    """Add special tokens to a tokenizer.json."""
     content = json.loads(file.read_text())
-    first = 1 + max(
-        [*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])]
-    )
+    known_ids = list(content["model"]["vocab"].values())
+    known_ids += [token["id"] for token in content["added_tokens"]]
+    first_id = 1 + max(known_ids)
     flags = {
         "single_word": False,
         "lstrip": False,
@@ -167,7 +171,7 @@ def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
         "special": True,
     }
     content["added_tokens"] += [
-        {"id": first + n, "content": text, **flags} for n, text in enumerate(texts)
+        {"id": token_id, "content": text, **flags} for token_id, text in enumerate(texts, first_id)
     ]
     file.write_text(json.dumps(content))
 
@@ -180,36 +184,33 @@ def read_row(column: str) -> Sample:
 
 def list_trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
     """Return the text of each run of trained ids, decoded behind what stands before it."""
-    tokenizer, runs = encoder.tokenizer, []
-    for at, trained in enumerate(encoded.trained):
-        if trained and not encoded.trained[at - 1]:
-            runs.append([at, at])
+    tokenizer = encoder.tokenizer
+    runs: list[list[int]] = []  # [start, end]
+    for position, trained in enumerate(encoded.trained):
+        if trained and not encoded.trained[position - 1]:
+            runs.append([position, position])
         if trained:
-            runs[-1][1] = at + 1
-    return [
-        tokenizer.decode(encoded.ids[:b]).removeprefix(tokenizer.decode(encoded.ids[:a]))
-        for a, b in runs
-    ]
+            runs[-1][1] = position + 1
+    texts = []
+    for start, end in runs:
+        prefix = tokenizer.decode(encoded.ids[:start])
+        texts.append(tokenizer.decode(encoded.ids[:end]).removeprefix(prefix))
+    return texts
 
 
 def describe_outcome(encoder: Encoder, column: str) -> list[str] | str:
-    """Return what is trained of a row, or why it is refused; behind `|`: another sequence begins."""
+    """Return the trained texts of a row, `|` between its sequences, or why it is refused."""
+    texts: list[str] = []
     try:
         if column == "preference":
-            return [
-                text
-                for encoded in encoder.encode_answers(PAIR)
-                for text in list_trained_texts(encoder, encoded)
-            ]
-        sequences = [
-            list_trained_texts(encoder, encoded)
-            for encoded in encoder.encode_sample(read_row(column)).sequences
-        ]
-        return [
-            text
-            for number, texts in enumerate(sequences)
-            for text in (["|"] if number else []) + texts
-        ]
+            for encoded in encoder.encode_answers(PAIR):
+                texts += list_trained_texts(encoder, encoded)
+            return texts
+        for number, encoded in enumerate(encoder.encode_sample(read_row(column)).sequences):
+            if number:
+                texts.append("|")
+            texts += list_trained_texts(encoder, encoded)
+        return texts
     except SampleFault as fault:
         return f"refused: {fault.cause}"
 
@@ -281,19 +282,20 @@ with what transformers renders for generation.
 """
 
 
-def format_cell(found: list[str] | str) -> str:
-    """Return a cell of the table."""
-    if isinstance(found, str):
-        return found.replace("refused by the chat template", "the template objects")
-    short = [text.replace(THOUGHT, "T").replace(HOT, "A").replace(MILD, "B") for text in found]
-    return "<br>".join(
-        "*and*" if text == "|" else "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`"
-        for text in short
-    )
+def format_cell(outcome: list[str] | str) -> str:
+    """Return a cell of the table. outcome: of `describe_outcome`."""
+    if isinstance(outcome, str):
+        return outcome.replace("refused by the chat template", "the template objects")
+    lines = []
+    for text in outcome:
+        short = text.replace(THOUGHT, "T").replace(HOT, "A").replace(MILD, "B")
+        escaped = short.replace("\n", "\\n").replace("|", "\\|")
+        lines.append("*and*" if text == "|" else f"`{escaped}`")
+    return "<br>".join(lines)
 
 
 def build_page(encoders: Iterable[Encoder]) -> str:
-    """Return docs/masks.md. encoders: of each case."""
+    """Return docs/masks.md. encoders: one for each of CASES."""
     columns = [*ROWS, "preference"]
     lines = [HEAD, f"| template | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for case, encoder in zip(CASES, encoders, strict=True):
@@ -303,8 +305,7 @@ def build_page(encoders: Iterable[Encoder]) -> str:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        folders = [
-            write_folder(c, Path(os.environ["REALDATA_DIR"]), Path(made) / c.name) for c in CASES
-        ]
+    realdata = Path(os.environ["REALDATA_DIR"])
+    with tempfile.TemporaryDirectory() as root:
+        folders = [write_folder(case, realdata, Path(root) / case.name) for case in CASES]
         sys.stdout.write(build_page(Encoder(load_tokenizer(folder), "auto") for folder in folders))

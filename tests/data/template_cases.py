@@ -1,8 +1,7 @@
-"""Chat templates of today (of trl's wheel, and of REALDATA_DIR), a tokenizer for each, and kinds of
-conversations.
+"""Current chat templates (of trl's wheel, and of REALDATA_DIR) and kinds of conversations.
 
-The tokenizers are byte-level ones with each template's special tokens; what ends a turn is what the
-models' generation_config.json says.
+`write_tokenizer` writes a byte-level tokenizer with a template's special tokens; the ids that end a
+turn stand in its generation_config.json, as in the models' own.
 """
 
 import importlib.util
@@ -17,7 +16,8 @@ import pytest
 
 from tests.tokenizers.made import write_json
 
-TRL, REALDATA = "trl", "realdata"
+TRL = "trl"
+REALDATA = "realdata"
 SPECIAL = re.compile(
     r'<\|[A-Za-z_"]+\|?>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|<\|(?:START|END)[A-Z_]+\|>|\[gMASK\]|<sop>'
     r"|\[/?[A-Z_]+\]|</?s>"
@@ -44,10 +44,12 @@ class Template:
 
 
 def make_trl_template(name: str, end: str, **more: Any) -> Template:
+    """Return a template of trl's wheel. more: further fields."""
     return Template(name, TRL, name, end, **more)
 
 
 def make_real_template(name: str, file: str, end: str, **more: Any) -> Template:
+    """Return a template of REALDATA_DIR. more: further fields."""
     return Template(name, REALDATA, file, end, **more)
 
 
@@ -115,29 +117,29 @@ def read_source(template: Template, training: bool = False) -> str:
     training: trl's version with `generation`.
     """
     if template.place == TRL:
-        found = importlib.util.find_spec("trl")  # its files alone are wanted: it is not imported
-        if found is None or not found.submodule_search_locations:
+        trl = importlib.util.find_spec("trl")  # only its files are read: it is not imported
+        if trl is None or not trl.submodule_search_locations:
             pytest.skip("trl, whose wheel holds chat templates, is not installed")
-        folder = Path(found.submodule_search_locations[0]) / "chat_templates"
+        folder = Path(trl.submodule_search_locations[0]) / "chat_templates"
         return (folder / f"{template.file}{'_training' if training else ''}.jinja").read_text()
     if "REALDATA_DIR" not in os.environ:
         pytest.skip("REALDATA_DIR is not set")
-    return (
-        Path(os.environ["REALDATA_DIR"]) / "chat-templates" / f"{template.file}.jinja"
-    ).read_text()
+    folder = Path(os.environ["REALDATA_DIR"]) / "chat-templates"
+    return (folder / f"{template.file}.jinja").read_text()
 
 
 def write_tokenizer(
     folder: Path, template: Template, source: str, more: tuple[str, ...] = ()
 ) -> Path:
-    """Return a tokenizer folder with the template. more: special tokens that it has besides."""
+    """Write a tokenizer with the template and return its folder. more: further special tokens."""
     ends = [
         text for text in (template.eos or template.end, template.end, template.call_end) if text
     ]
     eos = SPECIAL.findall(ends[0])[-1]
-    texts = dict.fromkeys(
-        [*SPECIAL.findall(source), *(t for end in ends for t in SPECIAL.findall(end)), eos, *more]
-    )
+    texts = dict.fromkeys(SPECIAL.findall(source))  # a set that keeps its order
+    for end in ends:
+        texts |= dict.fromkeys(SPECIAL.findall(end))
+    texts |= dict.fromkeys([eos, *more])
     if template.bos:
         texts[template.bos] = None
     write_json(folder, template=source, bos_token=template.bos or None, eos_token=eos)
@@ -161,6 +163,7 @@ def write_tokenizer(
 
 
 def say(role: str, content: str, **more: Any) -> dict[str, Any]:
+    """Return a message."""
     return {"role": role, "content": content, **more}
 
 
@@ -242,9 +245,10 @@ def place_thoughts(messages: list[dict[str, Any]], template: Template) -> list[d
 
     Thoughts and arguments stand where its template reads them.
     """
-    found = []
-    for message in json.loads(json.dumps(messages)):
-        thought, content = message.pop(THINKING, None), message["content"]
+    placed = []
+    for message in json.loads(json.dumps(messages)):  # a deep copy
+        thought = message.pop(THINKING, None)
+        content = message["content"]
         if not template.tags and content.startswith("<think>\n"):
             thought, message["content"] = content.removeprefix("<think>\n").split("\n</think>\n\n")
         if thought is not None:
@@ -252,5 +256,5 @@ def place_thoughts(messages: list[dict[str, Any]], template: Template) -> list[d
         for call in message.get("tool_calls", ()):
             if template.calls != "object":
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        found.append(message)
-    return found
+        placed.append(message)
+    return placed

@@ -1,8 +1,10 @@
-"""Ranks as `tune run` starts them, each a process with torchrun's environment, which has imported
-beforehand.
+"""Run recipes on ranks as `tune run` starts them, without importing torch for every run.
 
-A rank's process imports what a run needs, and each run is a fork of it: `/proc` shows a fork the
-same environment.
+    with start_ranks() as ranks:
+        ended = ranks.run(folder, recipe, words)
+
+A rank is a process with torchrun's environment that imports what a run needs; each run is a fork of
+it, which has the same environment in `/proc`.
 """
 
 import json
@@ -27,25 +29,24 @@ from recipe_lib.training import run as _run  # noqa: F401  (so that no rank pays
 from tests.distributed.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
-START = "before it has imported anything"
+START = "before it has imported anything"  # the phase before the recipe's first
 
 
 @dataclass
 class Ended:
-    """What is left of a run. codes: by rank; -9 of one that was stopped, and killed at the end.
-    said: standard error of all ranks. phases: those that rank 0 has come to.
-    """
+    """How a run ended."""
 
-    codes: list[int]
-    said: str
-    phases: list[str]
+    codes: list[int]  # by rank; -9 of a rank that was stopped, and killed at the end
+    said: str  # standard error of all ranks
+    phases: list[str]  # that rank 0 has entered
 
 
 class Ranks:
-    """The processes of two ranks, of which forks run; torchrun's store is here."""
+    """The processes of the ranks, whose forks run recipes; this process has torchrun's store."""
 
     def __init__(self, port: int, processes: Sequence[subprocess.Popen[str]]) -> None:
-        self._port, self._processes = port, processes
+        self._port = port
+        self._processes = processes
 
     def run(
         self,
@@ -55,9 +56,7 @@ class Ranks:
         stopped: int | None = None,
         at: str = "",
     ) -> Ended:
-        """Run a recipe's file on all ranks; `stopped` stops itself when it comes to the phase
-        `at`.
-        """
+        """Run a recipe's file on all ranks; rank `stopped` stops itself at the phase `at`."""
         (folder / "pids").mkdir(parents=True)
         store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
         case = {
@@ -78,14 +77,12 @@ class Ranks:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
         codes = [int(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
-        del store
-        phases = (
-            (folder / "phases").read_text().splitlines() if (folder / "phases").exists() else []
-        )
+        del store  # alive until all ranks have ended
+        phases = folder / "phases"
         return Ended(
-            codes,
-            "".join((folder / f"said{rank}").read_text() for rank in range(len(pids))),
-            phases,
+            codes=codes,
+            said="".join((folder / f"said{rank}").read_text() for rank in range(len(pids))),
+            phases=phases.read_text().splitlines() if phases.exists() else [],
         )
 
 
@@ -93,15 +90,27 @@ class Ranks:
 def start_ranks(size: int = 2) -> Iterator[Ranks]:
     """Yield ranks that have imported what they need."""
     port = free_port()
-    common = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                           "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0",
-                           "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment = os.environ | {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_RANK": "0",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     processes = [
-        subprocess.Popen([sys.executable, "-m", "tests.distributed.launched"], cwd=ROOT, text=True,
-                         env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.launched"],
+            cwd=ROOT,
+            text=True,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     try:
         yield Ranks(port, processes)
     finally:
@@ -111,6 +120,7 @@ def start_ranks(size: int = 2) -> Iterator[Ranks]:
 
 
 def _serve() -> None:
+    """Run each case that is read in a fork; write its process id, then its exit code."""
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -120,6 +130,7 @@ def _serve() -> None:
 
 
 def _be_rank(folder: str, recipe: str, words: list[str], stopped: int | None, at: str) -> None:
+    """Run the recipe in this process, noting its phases, and end with its exit code."""
     rank = int(os.environ["RANK"])
     os.environ |= {FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getppid())}
     os.dup2(os.open(Path(folder, f"said{rank}"), os.O_WRONLY | os.O_CREAT), 2)

@@ -68,7 +68,7 @@ def show(outcome: Outcome) -> None:
 
 
 def summarize(outcomes: list[Outcome]) -> str:
-    """Return the counts of verdicts, ranks, recipes, dtypes and draws that the validator refused."""
+    """Return the counts of verdicts, ranks, recipes, dtypes and refused draws."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     cases = [outcome.case for outcome in outcomes if outcome.verdict != "refused"]
     ranks = ", ".join(

@@ -1,4 +1,4 @@
-"""Run a combination on its ranks, without its levers on one process, and by hand; compare the three.
+"""Run a combination on its ranks, on one process without levers, and by hand; compare the three.
 
 `try_case` compares losses, gradient norms and every exported tensor. `prepare` writes the models
 and rows that it reads.

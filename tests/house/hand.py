@@ -20,13 +20,18 @@ VERBS = frozenset((ROOT / "tests" / "house" / "verbs.txt").read_text(encoding="u
 RELATIVE = frozenset(("What", "Whether", "Where", "How", "Which", "Those", "Of", "As"))
 MANY_POSITIONALS = 6
 _LAYOUT = (
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
-)  # fmt: skip
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def measure(paths: list[Path]) -> Counter[str]:
-    """Count what the hand is judged by, over all files."""
+    """Return the counts of all files together."""
     counts = Counter[str]()
     for path in paths:
         counts += _measure_file(path)
@@ -56,8 +61,10 @@ def is_tuple_of_unlike(node: ast.AST) -> bool:
 
 @cache
 def _measure_file(path: Path) -> Counter[str]:
+    """Return the counts of one file."""
     counts = Counter[str]()
-    code, counts["comments"] = _count_lines(path)
+    code, num_comments = _count_lines(path)
+    counts["comments"] = num_comments
     for node in ast.walk(parse_tree(path)):
         counts["statements"] += isinstance(node, ast.stmt)
         counts["tuples"] += is_tuple_of_unlike(node)
@@ -92,6 +99,7 @@ def _count_lines(path: Path) -> tuple[set[int], int]:
 
 
 def _list_docstring_lines(node: ast.AST) -> set[int]:
+    """Return the lines of a module's, class's or function's docstring."""
     first = node.body[0]  # type: ignore[attr-defined]
     if not (isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)):
         return set()

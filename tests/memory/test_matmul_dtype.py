@@ -69,9 +69,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     original = low_precision.scaled_mm
 
-    def noted(left: torch.Tensor, right: torch.Tensor, *settings: Any) -> torch.Tensor:
+    def noted(left: torch.Tensor, right: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
         seen.append(tuple(right.shape))
-        return original(left, right, *settings)
+        return original(left, right, *args, **settings)
 
     monkeypatch.setattr(low_precision, "scaled_mm", noted)
     return seen

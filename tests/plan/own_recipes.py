@@ -1,5 +1,7 @@
-"""Recipes as users make them of the shipped one: micro-batches of a step that are not alike, in one
-way each.
+"""Recipes as users derive them from the shipped one: their steps' micro-batches are not alike.
+
+`made(sums_losses)` is the recipe whose step is `sums_losses`. Plans, which simulate few of the
+micro-batches, have to be right for each.
 """
 
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from tests.recipes.runs import FULL, get_recipe_class, import_recipe_module
 
 
 def made(step: Callable[[Any, Any], None]) -> type:
-    """A recipe whose training step is `step(recipe, batches)`, and then the optimizer's."""
+    """Return a recipe whose training step is `step(recipe, batches)`, and then the optimizer's."""
 
     class Own(get_recipe_class(import_recipe_module(FULL))):  # type: ignore[misc]
         def train_step(self, batches: Any) -> None:
@@ -23,12 +25,12 @@ def made(step: Callable[[Any, Any], None]) -> type:
 
 
 def sums_losses(recipe: Any, batches: Any) -> None:
-    """One backward of all micro-batches: what each of them keeps is there at a time."""
+    """Run one backward of all micro-batches, so that all their activations are alive at once."""
     torch.stack([recipe.compute_loss(batch) for batch in batches.micro_batches]).sum().backward()
 
 
 def keeps_each(recipe: Any, batches: Any) -> None:
-    """A tensor of every micro-batch stays until the step's end."""
+    """Keep a tensor of every micro-batch until the step's end."""
     kept = []
     for batch in batches.micro_batches:
         recipe.compute_loss(batch).backward()
@@ -36,7 +38,7 @@ def keeps_each(recipe: Any, batches: Any) -> None:
 
 
 def keeps_from_the_third(recipe: Any, batches: Any) -> None:
-    """The same, and the first two micro-batches are alike."""
+    """Keep a tensor of every micro-batch but the first two, which are alike."""
     kept = []
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
@@ -45,7 +47,7 @@ def keeps_from_the_third(recipe: Any, batches: Any) -> None:
 
 
 def every_fourth(recipe: Any, batches: Any) -> None:
-    """Every fourth micro-batch takes more for a moment, with all gradients there."""
+    """Allocate more for a moment after every fourth micro-batch, with all gradients alive."""
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
         if number % 4 == 3:
@@ -53,7 +55,7 @@ def every_fourth(recipe: Any, batches: Any) -> None:
 
 
 def by_number(recipe: Any, batches: Any) -> None:
-    """Micro-batches taken by their number, not by going through them; each leaves something."""
+    """Take micro-batches by index, without iterating; keep a tensor of each."""
     kept = []
     for number in range(recipe.cfg.gradient_accumulation_steps):
         recipe.compute_loss(batches.micro_batches[number]).backward()
@@ -61,14 +63,14 @@ def by_number(recipe: Any, batches: Any) -> None:
 
 
 def in_slices(recipe: Any, batches: Any) -> None:
-    """Two halves of the micro-batches, with a backward each."""
+    """Run one backward for each half of the micro-batches."""
     half = len(batches.micro_batches) // 2
     for part in (batches.micro_batches[:half], batches.micro_batches[half:]):
         torch.stack([recipe.compute_loss(batch) for batch in part]).sum().backward()
 
 
 def last_is_another(recipe: Any, batches: Any) -> None:
-    """The last micro-batch keeps its gradients' copies beside them."""
+    """Copy all gradients after the last micro-batch."""
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
         if number == len(batches.micro_batches) - 1:
@@ -77,26 +79,26 @@ def last_is_another(recipe: Any, batches: Any) -> None:
 
 
 def alike(recipe: Any, batches: Any) -> None:
-    """As the shipped recipe has it."""
+    """Run micro-batches as the shipped recipe does."""
     for batch in batches.micro_batches:
         recipe.compute_loss(batch).backward()
 
 
 def lists_them(recipe: Any, batches: Any) -> None:
-    """As the shipped recipe has it, of a list of its own."""
+    """Run micro-batches as the shipped recipe does, from a list of them."""
     for batch in list(batches.micro_batches):
         recipe.compute_loss(batch).backward()
 
 
 def doubles(recipe: Any, batches: Any) -> None:
-    """A later micro-batch leaves more than the one before it, so that no two are alike."""
+    """Keep twice as much of each micro-batch as of the one before it: no two are alike."""
     kept = []
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
         kept.append(torch.zeros(1000 * 2**number, device=recipe.device))
 
 
-# And how many micro-batches a step is tried with.
+# step -> numbers of micro-batches that it is tried with
 STEPS = {
     sums_losses: (3, 5),
     keeps_each: (8,),

@@ -1,4 +1,4 @@
-"""Plans and traces made by hand, for the tests of what is printed of them."""
+"""Build plans and traces by hand, for the tests of what is printed of them."""
 
 from recipe_lib.plan.plan_schema import (
     FITS,
@@ -19,36 +19,51 @@ from recipe_lib.plan.plan_schema import (
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Storage, Trace
 from recipe_lib.units import GIB, MIB
 
-LAYERS, WIDTH = 32, 4096
-LAYER = 436_224_000  # bytes, a multiple of the 4 ranks
-VOCABULARY = 1_050_673_152
+LAYERS = 32
+WIDTH = 4096
+LAYER = 436_224_000  # bytes of a layer's weights, a multiple of the 4 ranks
+VOCABULARY = 1_050_673_152  # bytes of the embedding
 
 
 def hand_made(**changed: object) -> Plan:
-    """A plan of 4 ranks whose figures are odd enough to show rounding; `changed`: fields to
-    replace.
+    """Return a plan of 4 ranks whose figures are odd enough to show rounding.
+
+    changed: fields to replace.
     """
     alive = list_alive_storages()
-    active = sum(found.bytes for found in alive)
+    active = sum(storage.bytes for storage in alive)
     peaks = [
         PhasePeak(
-            "setup", active // 3, active // 3 + 1000, active // 2, active // 2, 3 * GIB + 7, "setup"
+            phase="setup",
+            active=active // 3,
+            allocated=active // 3 + 1000,
+            reserved=active // 2,
+            reserved_expandable=active // 2,
+            host=3 * GIB + 7,
+            part="setup",
         ),
         PhasePeak(
-            "step",
-            active,
-            active + 12345,
-            active + GIB,
-            active + GIB // 3,
-            11 * MIB,
-            "backward",
-            "model.norm",
+            phase="step",
+            active=active,
+            allocated=active + 12345,
+            reserved=active + GIB,
+            reserved_expandable=active + GIB // 3,
+            host=11 * MIB,
+            part="backward",
+            module="model.norm",
         ),
-        PhasePeak("save", active // 2, active // 2, active + GIB, active + GIB // 3, 5 * GIB + 3),
+        PhasePeak(
+            phase="save",
+            active=active // 2,
+            allocated=active // 2,
+            reserved=active + GIB,
+            reserved_expandable=active + GIB // 3,
+            host=5 * GIB + 3,
+        ),
     ]
     for peak in peaks:
         peak.requested = peak.active
-    rank = RankPlan(0, {"data_shard": 0}, peaks, alive, 30_000)
+    rank = RankPlan(rank=0, coordinates={"data_shard": 0}, peaks=peaks, alive=alive, events=30_000)
     outside = OutsideTorch(context=512 * MIB + 77, nccl=700 * MIB + 5, reserve=3 * MIB)
     memory = 24564 * MIB
     usable = memory - outside.total
@@ -60,7 +75,14 @@ def hand_made(**changed: object) -> Plan:
         "ranks": 4,
         "mesh": {"data_replicate": 1, "data_shard": 4},
         "device": DeviceFacts(
-            "rtx4090", memory, usable, "sm89", 165e12, 1.008e12, "pcie_no_p2p", 10e9
+            name="rtx4090",
+            memory=memory,
+            usable=usable,
+            architecture="sm89",
+            flops=165e12,
+            bandwidth=1.008e12,
+            link="pcie_no_p2p",
+            link_bandwidth=10e9,
         ),
         "sequence": {
             "tokens": 512,
@@ -74,26 +96,32 @@ def hand_made(**changed: object) -> Plan:
         "layers": list_layer_rows(),
         "communication": list_communication_rows(),
         "time": TimePlan(
-            1.25,
-            3.5,
-            2.75,
-            0.05,
-            4.0,
-            2048,
-            512.0,
-            0.123,
-            1000,
-            4000.0,
-            False,
-            "-50 % to +20 %",
+            compute=1.25,
+            communication=3.5,
+            exposed=2.75,
+            launch=0.05,
+            step=4.0,
+            tokens_per_step=2048,
+            tokens_per_second=512.0,
+            mfu=0.123,
+            steps=1000,
+            total=4000.0,
+            calibrated=False,
+            error="-50 % to +20 %",
             matmuls=1.0,
             attention=0.125,
             memory_bound=0.125,
             operators=1234,
         ),
         "advice": [
-            Advice("memory.checkpointing=full", -2 * GIB - 5, 0.31, True, "Layers run twice."),
-            Advice("batch_size=2", 900 * MIB, None, False),
+            Advice(
+                override="memory.checkpointing=full",
+                bytes=-2 * GIB - 5,
+                seconds=0.31,
+                fits=True,
+                note="Layers run twice.",
+            ),
+            Advice(override="batch_size=2", bytes=900 * MIB, seconds=None, fits=False),
         ],
         "assumptions": ["Attention runs in the flash kernel.", "Row length 512."],
         "not_modeled": ["torch.compile."],
@@ -104,108 +132,203 @@ def hand_made(**changed: object) -> Plan:
 
 
 def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
-    """GPipe, of which a forward takes 1 s and a backward 2 s."""
-    spans, places = [], []
+    """Return GPipe's schedule, of which a forward takes 1 s and a backward 2 s."""
     end = 3.0 * (micro_batches + ranks - 1)
-    for place in range(ranks):
-        for number in range(micro_batches):
-            forward, backward = place + number, end - 2 * (place + micro_batches - number)
-            spans.append(ActionSpan(place, place, "F", number, float(forward), forward + 1.0))
-            spans.append(ActionSpan(place, place, "B", number, backward, backward + 2.0))
-        idle = 1 - 3 * micro_batches / end
-        places.append(StagePlan(place, place, [place], [[16 * place, 16 * place + 15]], 3_490_000_000, 3_490_000_000,
-                                micro_batches, 0, 3.0 * micro_batches, idle, micro_batches,
-                                micro_batches * MIB))  # fmt: skip
     bubble = 1 - 3 * micro_batches / end
-    return PipelinePlan("gpipe", 1, micro_batches, 4, places, end, bubble, bubble, spans)
+    spans = []
+    stages = []
+    for rank in range(ranks):
+        for number in range(micro_batches):
+            starts = {
+                "F": float(rank + number),
+                "B": end - 2 * (rank + micro_batches - number),
+            }
+            for kind, seconds in (("F", 1.0), ("B", 2.0)):
+                spans.append(
+                    ActionSpan(
+                        place=rank,
+                        stage=rank,
+                        kind=kind,
+                        micro_batch=number,
+                        start=starts[kind],
+                        end=starts[kind] + seconds,
+                    )
+                )
+        stages.append(
+            StagePlan(
+                place=rank,
+                rank=rank,
+                stages=[rank],
+                layers=[[16 * rank, 16 * rank + 15]],
+                parameters=3_490_000_000,
+                trained=3_490_000_000,
+                in_flight=micro_batches,
+                deferred=0,
+                compute=3.0 * micro_batches,
+                idle=bubble,
+                sends=micro_batches,
+                sent=micro_batches * MIB,
+            )
+        )
+    return PipelinePlan(
+        schedule="gpipe",
+        stages_per_rank=1,
+        micro_batches=micro_batches,
+        micro_batch_size=4,
+        places=stages,
+        seconds=end,
+        bubble=bubble,
+        ideal=bubble,
+        spans=spans,
+    )
 
 
 def list_alive_storages() -> list[Alive]:
-    """Sharded parameters and gradients of 32 layers alike; activations of which layer 31 has
-    more.
+    """Return what is alive at the peak, the largest first.
+
+    Parameters and gradients of the 32 layers are alike; layer 31 has more activations.
     """
-    found = []
+    alive = []
+
+    def add(kind: str, module: str, label: str, num_bytes: int, count: int) -> None:
+        alive.append(Alive(kind=kind, module=module, label=label, bytes=num_bytes, count=count))
+
     for kind in ("parameters", "gradients"):
         for layer in range(LAYERS):
-            attention, mlp = LAYER // 16, LAYER // 4 - LAYER // 16
+            attention = LAYER // 16
+            mlp = LAYER // 4 - attention
             name = f"model.layers.{layer}"
-            found.append(Alive(kind, name, f"{name}.self_attn.q_proj.weight", attention, 1))
-            found.append(Alive(kind, name, f"{name}.mlp.up_proj.weight", mlp, 1))
-        found.append(Alive(kind, "", "model.embed_tokens.weight", VOCABULARY // 4, 1))
-        found.append(Alive(kind, "", "model.norm.weight", 2048, 1))
-        found.append(Alive(kind, "", "lm_head.weight", VOCABULARY // 4, 1))
+            add(kind, name, f"{name}.self_attn.q_proj.weight", attention, 1)
+            add(kind, name, f"{name}.mlp.up_proj.weight", mlp, 1)
+        add(kind, "", "model.embed_tokens.weight", VOCABULARY // 4, 1)
+        add(kind, "", "model.norm.weight", 2048, 1)
+        add(kind, "", "lm_head.weight", VOCABULARY // 4, 1)
     for layer in range(LAYERS):
-        found.append(Alive("activations", f"model.layers.{layer}", "", 4_194_304, 2))
-    found.append(Alive("activations", "model.layers.31.mlp", "", 33_333_333, 3))
-    found.append(Alive("gathered", "model.layers.31", "", LAYER, 2))
-    found.append(Alive("batch", "", "tokens", 4096, 2))
-    found.append(Alive("temporary", "", "", 123_456_789, 4))
-    return sorted(found, key=lambda alive: -alive.bytes)
+        add("activations", f"model.layers.{layer}", "", 4_194_304, 2)
+    add("activations", "model.layers.31.mlp", "", 33_333_333, 3)
+    add("gathered", "model.layers.31", "", LAYER, 2)
+    add("batch", "", "tokens", 4096, 2)
+    add("temporary", "", "", 123_456_789, 4)
+    return sorted(alive, key=lambda storage: -storage.bytes)
 
 
 def list_layer_rows() -> list[LayerRow]:
-    """The model, its layers and one module inside each."""
+    """Return the rows of the model's layers and of one module inside each."""
     rows = [
-        LayerRow("model.embed_tokens", "Embedding", VOCABULARY // 2, 0, VOCABULARY, VOCABULARY // 4)
+        LayerRow(
+            module="model.embed_tokens",
+            type="Embedding",
+            parameters=VOCABULARY // 2,
+            trained=0,
+            bytes=VOCABULARY,
+            local_bytes=VOCABULARY // 4,
+        )
     ]
     for layer in range(LAYERS):
-        name, count = f"model.layers.{layer}", LAYER // 2
-        rows.append(LayerRow(name, "DecoderLayer", count, count, LAYER, LAYER // 4, 4_194_304))
         rows.append(
             LayerRow(
-                f"{name}.mlp", "GatedMLP", count // 2, count // 2, LAYER // 2, LAYER // 8, 1_000_000
+                module=f"model.layers.{layer}",
+                type="DecoderLayer",
+                parameters=LAYER // 2,
+                trained=LAYER // 2,
+                bytes=LAYER,
+                local_bytes=LAYER // 4,
+                kept=4_194_304,
             )
         )
-    rows.append(LayerRow("model.norm", "RMSNorm", WIDTH, WIDTH, 2 * WIDTH, WIDTH // 2))
+        rows.append(
+            LayerRow(
+                module=f"model.layers.{layer}.mlp",
+                type="GatedMLP",
+                parameters=LAYER // 4,
+                trained=LAYER // 4,
+                bytes=LAYER // 2,
+                local_bytes=LAYER // 8,
+                kept=1_000_000,
+            )
+        )
+    rows.append(
+        LayerRow(
+            module="model.norm",
+            type="RMSNorm",
+            parameters=WIDTH,
+            trained=WIDTH,
+            bytes=2 * WIDTH,
+            local_bytes=WIDTH // 2,
+        )
+    )
     return rows
 
 
 def list_communication_rows() -> list[CommunicationRow]:
-    """Gathers and scatters of each layer, and one tiny all-reduce over all ranks."""
+    """Return gathers and scatters of each layer, and one tiny all-reduce over all ranks."""
+    collectives = (
+        ("all_gather", "forward"),
+        ("all_gather", "backward"),
+        ("reduce_scatter", "backward"),
+    )
     rows = []
     for layer in range(LAYERS):
-        for operation, where in (
-            ("all_gather", "forward"),
-            ("all_gather", "backward"),
-            ("reduce_scatter", "backward"),
-        ):
-            shapes = [[LAYER // 8], [LAYER // 2]]
+        for operation, part in collectives:
             rows.append(
-                CommunicationRow(operation, "data_shard", [0, 1, 2, 3], where, f"model.layers.{layer}", shapes, "bf16",
-                                 LAYER, LAYER * 3 // 4, 1, 0.0327)
-            )  # fmt: skip
-    world = [0, 1, 2, 3]
+                CommunicationRow(
+                    operation=operation,
+                    dim="data_shard",
+                    ranks=[0, 1, 2, 3],
+                    where=part,
+                    module=f"model.layers.{layer}",
+                    shapes=[[LAYER // 8], [LAYER // 2]],
+                    dtype="bf16",
+                    bytes=LAYER,
+                    wire_bytes=LAYER * 3 // 4,
+                    count=1,
+                    seconds=0.0327,
+                )
+            )
     rows.append(
         CommunicationRow(
-            "all_reduce", "world", world, "optimizer", "", [[1]], "fp32", 4, 6, 3, 3e-5
+            operation="all_reduce",
+            dim="world",
+            ranks=[0, 1, 2, 3],
+            where="optimizer",
+            module="",
+            shapes=[[1]],
+            dtype="fp32",
+            bytes=4,
+            wire_bytes=6,
+            count=3,
+            seconds=3e-5,
         )
     )
     return rows
 
 
 def hand_made_trace(steps: int = 4, per_phase: int = 40) -> Trace:
-    """Two phases: a ramp of parameters that stay; then activations that come and go, and a single
-    high spike.
+    """Return a trace of two phases.
+
+    In the first, parameters are allocated and stay. In the second, activations come and go, with a
+    single high spike.
     """
     trace = Trace(phases=["setup", "step"])
     trace.events.append((PHASE, 0))
     for _ in range(per_phase):
-        _take(trace, Storage(MIB, kind="parameters", module="a <b> & c"))
+        _allocate(trace, Storage(MIB, kind="parameters", module="a <b> & c"))
     trace.events.append((PHASE, 1))
     for step in range(steps):
-        taken = [
-            _take(trace, Storage((number % 7 + 1) * MIB, kind="activations"))
+        activations = [
+            _allocate(trace, Storage((number % 7 + 1) * MIB, kind="activations"))
             for number in range(per_phase)
         ]
         if step == steps // 2:
-            spike = _take(trace, Storage(3 * GIB, kind="logits"))
+            spike = _allocate(trace, Storage(3 * GIB, kind="logits"))
             trace.events.append((FREE, spike))
-        host = _take(trace, Storage(64 * GIB, device=False, kind="batch"))
-        trace.events += [(FREE, number) for number in (*reversed(taken), host)]
+        host = _allocate(trace, Storage(64 * GIB, device=False, kind="batch"))
+        trace.events += [(FREE, number) for number in (*reversed(activations), host)]
     return trace
 
 
-def _take(trace: Trace, storage: Storage) -> int:
+def _allocate(trace: Trace, storage: Storage) -> int:
+    """Add a storage and its allocation to the trace; return its number."""
     trace.storages.append(storage)
     trace.events.append((ALLOC, len(trace.storages) - 1))
     return len(trace.storages) - 1

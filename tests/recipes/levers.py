@@ -1,9 +1,9 @@
-"""The levers of a run, with the values that they are tried with, and which of these are refused
-together.
+"""The levers of a run, the values that they are tried with, and which are refused together.
 
-`test_levers` runs what is made from this table: each value, and few runs of many levers at once in
-which every pair of values that is not refused meets. `docs/measurements/levers.md` shows it (`python -m
-benchmarks.levers --output docs/measurements/levers.md`).
+`test_levers` runs each value alone, and few runs of many levers at once in which every pair of
+values that is not refused meets (`join_settings`). docs/measurements/levers.md shows the table:
+
+    python -m benchmarks.levers --output docs/measurements/levers.md
 """
 
 from dataclasses import dataclass
@@ -12,47 +12,45 @@ from itertools import combinations
 STEPS = 2
 ROWS = 8  # rows of a step, over all ranks
 LOSS = "smoothed_for_tests"
-# Levers of one run: if all were in all runs, one that hides what another does would hide it
-# everywhere
+# Levers of one run: if all were in all runs, a lever that hides what another does would hide it
+# everywhere.
 MOST = 12
-FINE = 1e-6  # tolerance where nothing is rounded but sums in another order
+FINE = 1e-6  # tolerance where only the order of sums differs
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A lever's value. overrides: `{folder}` stands for the tests' own files. basis: overrides of
-    the run of one process that it is compared with; none: of the plain run. tolerance: relative, of
-    the losses. ranks: least number to try it on.
-    """
+    """A lever's value."""
 
     lever: str
-    overrides: tuple[str, ...]
-    basis: tuple[str, ...] = ()
-    tolerance: float = FINE
-    ranks: int = 2
+    overrides: tuple[str, ...]  # `{folder}` stands for the tests' own files
+    basis: tuple[str, ...] = ()  # overrides of the run of one process that it is compared with
+    tolerance: float = FINE  # relative, of the losses
+    ranks: int = 2  # least number to try it on
 
     def __str__(self) -> str:
         return " ".join(self.overrides)
 
     @property
     def keys(self) -> set[str]:
-        """Every key that it sets."""
+        """Return every key that it sets."""
         return {override.partition("=")[0] for override in self.overrides}
 
 
 def _is_same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
+    """Return a setting that must not change the plain run's losses."""
     return Setting(lever, overrides, tolerance=tolerance, ranks=ranks)
 
 
 def _is_other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
-    """Another run: compared with one of one process that has the same."""
-    return Setting(lever, overrides, overrides, tolerance)
+    """Return a setting that changes the losses; its basis is one process with the same."""
+    return Setting(lever, overrides, basis=overrides, tolerance=tolerance)
 
 
-# bf16 keeps 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into
+# bf16 has 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into
 # the losses.
 BF16 = 1e-2
-# So do sums that are rounded to 8 or 4 bits, or to bf16, afterwards.
+# Sums in another order that are rounded to 8 or 4 bits, or to bf16, afterwards.
 LOW_BITS = 1e-3
 
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
@@ -118,7 +116,7 @@ LEVERS = [
     _is_same("saving", "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
     _is_other("packing", "data.packing=true", "data.max_samples=300"),
     _is_other("tying", "model.preset={folder}/untied.json"),
-    # At a rate that moves bf16 weights, so that a step that does nothing is seen.
+    # At a rate that changes bf16 weights, so that a step that does nothing is noticed.
     _is_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "~optimizer.betas"),
     _is_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "optimizer.momentum=0.9"),
     _is_other("optimizer", "optimizer.name=muon", tolerance=LOW_BITS),
@@ -129,7 +127,7 @@ LEVERS = [
     _is_other("rounding", "optimizer.stochastic_rounding=true", "dtype=bf16", tolerance=BF16),
     _is_other("rounding", "optimizer.master_weights=true", "dtype=bf16", tolerance=BF16),
     _is_other("matmuls", "matmul_dtype=int8", tolerance=BF16),
-    # Sums in another order turn some weights to the next code.
+    # Sums in another order round some weights to the next code.
     _is_other("qat", "qat=int4", "qat_group_size=16", tolerance=BF16),
     _is_other("decay", "optimizer.weight_decay=0.1"),
     _is_other("clipping", "clip_grad_norm=0.1"),
@@ -138,8 +136,8 @@ LEVERS = [
     _is_other("loss", f"loss={LOSS}"),
 ]
 
-# Keys that act before the first batch or beside the training, each with why no pair with it can
-# matter.
+# Keys that act before the first batch or beside the training: why no pair with them can matter, and
+# which tests they have.
 NOT_LEVERS = {
     "memory.stream_layers": (
         "frozen layers with every lever: test_adapter_levers; trained ones: test_layer_stream_runs"
@@ -206,8 +204,12 @@ GPU_ONLY = {
     "matmul_dtype=fp8": "take a GPU of compute capability 8.9 or more",
 }
 # Overrides that are refused together -> words of the line. Everything else must run.
-PIPELINE, TENSOR, DDP = "parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=ddp"
-IN_BACKWARD, INT8, INT4 = "memory.optimizer_in_backward=true", "matmul_dtype=int8", "qat=int4"
+PIPELINE = "parallel.pipeline=2"
+TENSOR = "parallel.tensor=2"
+DDP = "parallel.strategy=ddp"
+IN_BACKWARD = "memory.optimizer_in_backward=true"
+INT8 = "matmul_dtype=int8"
+INT4 = "qat=int4"
 REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     (
         {"optimizer.name=sgd", "optimizer.implementation=fused"},
@@ -239,6 +241,7 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ),
     ({"compile=true", "memory.mlp_tiles=3"}, "could compute the tiles together again"),
 )
+# Overrides that each divide the ranks by two.
 HALVING = {
     TENSOR,
     PIPELINE,
@@ -249,7 +252,7 @@ HALVING = {
 
 
 def find_refusal(settings: "Settings") -> str | None:
-    """Words of the line that these settings together are refused with; None: they must run."""
+    """Return words of the line that refuses these settings together; None: they must run."""
     overrides = {override for setting in settings for override in setting.overrides}
     for together, words in REFUSED_TOGETHER:
         if together <= overrides:
@@ -264,77 +267,89 @@ SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
 
 
 def list_pairs() -> list[Settings]:
-    """Every two values of different levers."""
+    """Return every two values of different levers."""
     return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
 
 
-# Tried in one run of several levers each: compiling takes seconds, four ranks as long as two runs
-# of two.
+# Settings that are tried in one run of several levers each: compiling takes seconds, and four ranks
+# take as long as two runs of two.
 COSTLY: Settings = tuple(setting for setting in LEVERS if setting is COMPILE or setting.ranks == 4)
 BESIDE = 6  # levers of such a run
 
 
 def list_met(row: Settings) -> set[Settings]:
-    """The pairs that a run of these settings says something about: those that its tolerance is not
-    too wide for.
+    """Return the pairs that a run of these settings tests: those of the run's own tolerance.
+
+    Of pairs that need a smaller tolerance it says nothing.
     """
     widest = max(setting.tolerance for setting in row)
     return {
-        pair
-        for pair in combinations(row, 2)
-        if max(setting.tolerance for setting in pair) == widest
+        (first, second)
+        for first, second in combinations(row, 2)
+        if max(first.tolerance, second.tolerance) == widest
     }
 
 
 def list_joined_by_one(row: Settings) -> list[Settings]:
-    """The row with each setting of another lever that does not widen its tolerance and is not
-    refused with it.
+    """Return the row extended by each setting that can join it.
+
+    That is of another lever, does not widen the tolerance, and is not refused with the row.
     """
-    levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
-    others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
-    longer = [tuple(sorted((*row, one), key=LEVERS.index)) for one in others if one not in COSTLY]
-    return [settings for settings in longer if not find_refusal(settings)]
+    levers = {setting.lever for setting in row}
+    widest = max(setting.tolerance for setting in row)
+    longer_rows = []
+    for setting in LEVERS:
+        if setting.lever in levers or setting in COSTLY:
+            continue
+        longer = tuple(sorted((*row, setting), key=LEVERS.index))
+        if setting.tolerance in (FINE, widest) and not find_refusal(longer):
+            longer_rows.append(longer)
+    return longer_rows
 
 
 def join_settings() -> list[Settings]:
-    """Runs of several levers, so that every pair that is not refused is met by one of them (a
-    covering array), but for the costly settings, each of which is in one run.
+    """Return runs of several levers in which every pair that is not refused meets once at least.
 
-    Each begins with a pair that none has met yet; then the setting joins that meets most new pairs,
-    if there is one and the run is not refused for it.
+    It is a covering array, found greedily: a run begins with a pair that no run has yet, and then
+    gets the setting that adds most new pairs. Costly settings are in one run each.
     """
     rows: list[Settings] = []
-    left = dict.fromkeys(
+    # A dict, which keeps its order: the runs must be the same every time.
+    missing_pairs = dict.fromkeys(
         pair for pair in list_pairs() if not find_refusal(pair) and not set(pair) & set(COSTLY)
     )
 
-    def new(row: Settings) -> int:
-        return sum(pair in left for pair in list_met(row))
+    def count_new_pairs(row: Settings) -> int:
+        return sum(pair in missing_pairs for pair in list_met(row))
 
-    while left:
+    while missing_pairs:
         row: Settings = ()
-        longer = next(iter(left))
+        longer = next(iter(missing_pairs))
         while longer != row and len(longer) <= MOST:
-            row, longer = longer, max([longer, *list_joined_by_one(longer)], key=new)
+            row = longer
+            longer = max([row, *list_joined_by_one(row)], key=count_new_pairs)
         rows.append(row)
         for pair in list_met(row):
-            left.pop(pair, None)
+            missing_pairs.pop(pair, None)
     for number, setting in enumerate(COSTLY):
         row = (setting,)
         while len(row) < BESIDE and (longer_rows := list_joined_by_one(row)):
-            row = longer_rows[(number * BESIDE) % len(longer_rows)]  # not the same company for each
+            # Other settings for each of the costly ones.
+            row = longer_rows[(number * BESIDE) % len(longer_rows)]
         rows.append(row)
     return rows
 
 
 def cover(rows: list[Settings]) -> list[Settings]:
-    """Few of the rows, in which every setting of theirs is."""
-    left = dict.fromkeys(setting for row in rows for setting in row)
+    """Return few of the rows that together have every setting of all rows."""
+    missing: dict[Setting, None] = {}
+    for row in rows:
+        missing |= dict.fromkeys(row)
     chosen = []
-    while left:
-        chosen.append(max(rows, key=lambda row: sum(setting in left for setting in row)))
+    while missing:
+        chosen.append(max(rows, key=lambda row: sum(setting in missing for setting in row)))
         for setting in chosen[-1]:
-            left.pop(setting, None)
+            missing.pop(setting, None)
     return chosen
 
 
@@ -343,19 +358,22 @@ TOGETHER = join_settings()
 
 
 def build_basis(settings: Settings) -> tuple[str, ...]:
-    """Overrides of the run of one process that a run of these settings is compared with."""
-    return tuple(dict.fromkeys(override for setting in settings for override in setting.basis))
+    """Return the overrides of the run of one process that these settings are compared with."""
+    basis: dict[str, None] = {}
+    for setting in settings:
+        basis |= dict.fromkeys(setting.basis)
+    return tuple(basis)
 
 
 def keep_one_rank(settings: Settings) -> Settings:
-    """Those of the settings that one process can have."""
+    """Return those of the settings that one process can have."""
     return tuple(
         setting for setting in settings if setting.ranks == 2 and setting.lever != "shards"
     )
 
 
 def format_title(settings: Settings) -> str:
-    """For reports."""
+    """Return a short name of these settings for reports."""
     if settings in TOGETHER:
         return f"together {TOGETHER.index(settings)}"
     return " + ".join(map(str, settings)) or "plain"

@@ -1,5 +1,6 @@
-"""Runs of seconds whose batches are padded further, by every kind of batch, model and division
-among ranks.
+"""Train in seconds with batches that are padded further than needed, to compare with plain batches.
+
+`Case` is a kind of batch, a model and a mesh; `train_padded` runs cases on a rank.
 """
 
 import json
@@ -30,8 +31,10 @@ from tests.recipes.runs import (
     run_here,
 )
 
-STEPS, SEQUENCES, LONGEST = 2, 4, 128
-# Of a line of metrics.jsonl, what is measured and not computed.
+STEPS = 2
+SEQUENCES = 4  # of a step, over all ranks
+LONGEST = 128  # max_seq_len
+# Beginnings of the metrics that are measured, not computed.
 MEASURED = (
     "seconds",
     "tokens_per_second",
@@ -41,26 +44,20 @@ MEASURED = (
     "scaling",
     "host_memory",
 )
-FURTHER = (  # of sequences of 10 to 100 tokens, and of packs of up to LONGEST
-    "data.pad_to_multiple_of=120"
-)
+# Sequences have 10 to 100 tokens, packs up to LONGEST.
+FURTHER = "data.pad_to_multiple_of=120"
 ACCUMULATED = "gradient_accumulation_steps=2"
-ALONE = (
-    "batch_size=1",
-    "gradient_accumulation_steps=4",
-    "validation.batch_size=1",
-)  # no longer neighbor
+# Each sequence alone: no longer neighbor pads it.
+ALONE = ("batch_size=1", "gradient_accumulation_steps=4", "validation.batch_size=1")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of batch. recipe: that takes it. rows: the file of samples. words: of the command
-    line.
-    """
+    """A kind of batch."""
 
-    recipe: str
-    rows: str
-    words: tuple[str, ...] = ()
+    recipe: str  # that reads it
+    rows: str  # name of the file of samples
+    words: tuple[str, ...] = ()  # overrides
 
 
 KINDS = {
@@ -75,48 +72,42 @@ KINDS = {
     "classes": Kind(REWARD, "classes", ("reward.loss=classification", "reward.num_labels=3")),
     "distillation": Kind(DISTILL, "messages", ("distill.temperature=2",)),
 }
-BALANCED, INT8 = "router_aux_loss_coef=0.5", "matmul_dtype=int8"
-# Whose rotations go by the longest position; sequences are shorter, padded ones longer
+BALANCED = "router_aux_loss_coef=0.5"
+INT8 = "matmul_dtype=int8"
+# Its rotation angles depend on the longest position: sequences are shorter than the limit at which
+# they change, padded ones longer.
 LONG_ROPE = "phi3"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is compared with itself, padded further. model: of `write_presets`. words: beside
-    the kind's.
-    """
+    """A run that is compared with itself, padded further."""
 
-    kind: str
-    model: str = "tiny"
+    kind: str  # of KINDS
+    model: str = "tiny"  # of `write_presets`
     ranks: int = 1
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # overrides beside the kind's
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.model} {self.ranks}"
-            f" {' '.join(word.rpartition('.')[2] for word in self.words)}"
-        )
+        words = " ".join(word.rpartition(".")[2] for word in self.words)
+        return f"{self.kind} {self.model} {self.ranks} {words}"
 
 
 def write_presets(folder: Path) -> None:
-    """A config.json for each model of the cases, and each kind's samples."""
+    """Write a config.json for each model of the cases, and each kind's samples."""
     for family in MIXTURES:
         write_mixture(family, folder)
-    tiny = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {
-        "initializer_range": 0.2
-    }
-    factors = [1.0 + 0.1 * at for at in range(4)]
-    scaling = {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": [8 * each for each in factors],
-    }
+    tiny = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
+    tiny["initializer_range"] = 0.2
+    factors = [1.0 + 0.1 * pair for pair in range(4)]
     long_rope = {
         "model_type": "phi3",
         "architectures": ["Phi3ForCausalLM"],
-        "rope_scaling": scaling,
-    }
-    long_rope |= {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": [8 * factor for factor in factors],
+        },
         "original_max_position_embeddings": 112,
         "tie_word_embeddings": False,
         "sliding_window": None,
@@ -128,31 +119,32 @@ def write_presets(folder: Path) -> None:
 
 
 def write_messages(folder: Path) -> None:
-    """Conversations of unlike lengths."""
-    words = [" ".join(["cat", "dog", "sees", "it", "a tree"][at % 5] for at in range(1 + 7 * number % 23))
-             for number in range(24)]  # fmt: skip
-    turns = [
-        [{"role": "user", "content": "Say"}, {"role": "assistant", "content": text}]
-        for text in words
-    ]
-    (folder / "messages.jsonl").write_text(
-        "".join(json.dumps({"messages": turn}) + "\n" for turn in turns)
-    )
+    """Write conversations of different lengths."""
+    words = ["cat", "dog", "sees", "it", "a tree"]
+    lines = []
+    for number in range(24):
+        num_words = 1 + 7 * number % 23
+        answer = " ".join(words[index % 5] for index in range(num_words))
+        messages = [{"role": "user", "content": "Say"}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "messages.jsonl").write_text("".join(lines))
 
 
 def build_arguments(case: Case, folder: Path, output: Path) -> list[str]:
-    """The command line of a case."""
+    """Return the command line of a case."""
     kind = KINDS[case.kind]
     config = folder / f"{kind.recipe}.yaml"
     if not config.exists():
         config.write_text(f"recipe: {kind.recipe}\n")
-    shared = math.prod(2 for name in MODEL_DIMS if f"parallel.{name}=2" in case.words)
-    accumulated = 2 if ACCUMULATED in case.words else 1
+    # Ranks of these dimensions read the same sequences.
+    model_ranks = math.prod(2 for name in MODEL_DIMS if f"parallel.{name}=2" in case.words)
+    accumulation = 2 if ACCUMULATED in case.words else 1
     rows = folder / f"{kind.rows}.jsonl"
-    teacher = (f"distill.teacher={folder / 'teacher'}",) if kind.recipe == DISTILL else ()
-    metrics_kept = (
-        ("validation.metrics=[token_accuracy, exact_match]",) if kind.recipe in (FULL, LORA) else ()
-    )
+    words = [*kind.words, *case.words]
+    if kind.recipe in (FULL, LORA):
+        words.insert(0, "validation.metrics=[token_accuracy, exact_match]")
+    if kind.recipe == DISTILL:
+        words.insert(0, f"distill.teacher={folder / 'teacher'}")
     return keep_latest(
         "--config",
         str(config),
@@ -173,20 +165,18 @@ def build_arguments(case: Case, folder: Path, output: Path) -> list[str]:
         "checkpoint.save_model=false",
         "log.every_n_steps=1000",
         f"max_steps={STEPS}",
-        f"batch_size={SEQUENCES // (case.ranks // shared) // accumulated}",
+        f"batch_size={SEQUENCES // (case.ranks // model_ranks) // accumulation}",
         f"output_dir={output}",
-        *teacher,
-        *metrics_kept,
-        *kind.words,
-        *case.words,
+        *words,
     )
 
 
 def train(
     case: Case, folder: Path, *more: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The numbers of each line of metrics.jsonl, and how far each parameter moved: its gradients
-    times the rate.
+    """Run a case; return the computed metrics of each line, and each parameter's change.
+
+    With SGD the change is the sum of the gradients times the learning rate. more: overrides.
     """
     if KINDS[case.kind].recipe == DISTILL and not (folder / "teacher").exists():
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -196,33 +186,33 @@ def train(
     output = folder / re.sub(r"\W+", "_", f"{case} {more}")
     start: dict[str, torch.Tensor] = {}
     argv = keep_latest(*build_arguments(case, folder, output), *more)
-    run = expect_done(
-        run_here(
-            argv,
-            lambda recipe: start.update(list_parameters(recipe)),
-            recipe=KINDS[case.kind].recipe,
-        )
+    run = run_here(
+        argv,
+        before_training=lambda recipe: start.update(list_parameters(recipe)),
+        recipe=KINDS[case.kind].recipe,
     )
-    moved = {name: tensor - start[name] for name, tensor in list_parameters(run.recipe).items()}
+    parameters = list_parameters(expect_done(run).recipe)
+    changes = {name: tensor - start[name] for name, tensor in parameters.items()}
     lines = [
         {name: value for name, value in line.items() if not name.startswith(MEASURED)}
         for line in read_metrics(output)
     ]
-    return lines, moved
+    return lines, changes
 
 
 def train_padded(folder: Path, cases: list[Case]) -> list[Any]:
-    """Of each case the run as it is, padded further, and of one process each sequence alone.
+    """Run each case as it is and padded further, on one process also with each sequence alone.
 
-    Not of what goes by micro-batches: the loss of routers is their mean, and products in 8 bits
-    have scales of each.
+    Returns for each case what `train` returned of its runs.
     """
-    found = []
+    results = []
     for case in cases:
-        is_divided = case.ranks == 1 and not {BALANCED, INT8} & {*case.words}
-        found.append(
-            [train(case, folder, *more) for more in ((), (FURTHER,), *[ALONE] * is_divided)]
-        )
+        runs = [train(case, folder), train(case, folder, FURTHER)]
+        # The routers' loss is a mean of micro-batches, and int8 matmuls have scales of each.
+        depends_on_micro_batches = {BALANCED, INT8} & {*case.words}
+        if case.ranks == 1 and not depends_on_micro_batches:
+            runs.append(train(case, folder, *ALONE))
+        results.append(runs)
         if dist.is_initialized():
             dist.barrier()
-    return found
+    return results

@@ -1,5 +1,6 @@
-"""Random sequences with labels as datasets, a small Llama of transformers, and ours with the same
-weights.
+"""Build random labeled sequences as datasets, and a small Llama in transformers and in our decoder.
+
+Tests train both on the same sequences, transformers' by TRL, and compare gradients.
 """
 
 from pathlib import Path
@@ -16,7 +17,9 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import DecoderSpec
 
-VOCABULARY, LIMIT, PAD = 96, 24, 95
+VOCABULARY = 96
+LIMIT = 24  # max_seq_len
+PAD = 95
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -33,35 +36,46 @@ SHAPE = {
 
 
 def build_sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
-    """lengths: of each item the prompt's, then those of its answers, one for each of its `group`
-    sequences.
+    """Return a dataset of random items of `group` sequences each.
+
+    lengths: of each item the prompt's length, then those of its answers, one for each sequence.
+    values: of the items.
     """
     generator = np.random.Generator(np.random.Philox(7))
-    ids, trained = list[np.ndarray](), list[np.ndarray]()
+    ids: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
     for prompt_length, *answers in lengths:
         prompt = generator.integers(2, PAD, prompt_length)
         for length in answers:
-            ids.append(
-                np.concatenate([prompt, generator.integers(2, PAD, length)]).astype(np.int32)
-            )
+            answer = generator.integers(2, PAD, length)
+            ids.append(np.concatenate([prompt, answer]).astype(np.int32))
             trained.append(np.repeat(np.array([0, 1], dtype=np.uint8), [prompt_length, length]))
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
     report = DataReport("made", "made", LIMIT)
-    arrays = np.concatenate(ids), offsets, np.concatenate(trained)
-    return Dataset(*arrays, report, {}, group=group, values=np.array(values, dtype=np.float64))
+    return Dataset(
+        np.concatenate(ids),
+        offsets,
+        np.concatenate(trained),
+        report,
+        {},
+        group=group,
+        values=np.array(values, dtype=np.float64),
+    )
 
 
 def split_parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
-    """The ids of a sequence's prompt and of its answer."""
-    start, end = dataset._offsets[number], dataset._offsets[number + 1]
-    ids, trained = dataset.ids[start:end].tolist(), dataset._trained[start:end].tolist()
-    first = trained.index(1)
-    return ids[:first], ids[first:]
+    """Return the ids of a sequence's prompt and of its answer."""
+    start = dataset._offsets[number]
+    end = dataset._offsets[number + 1]
+    ids = dataset.ids[start:end].tolist()
+    answer_start = dataset._trained[start:end].tolist().index(1)
+    return ids[:answer_start], ids[answer_start:]
 
 
 def save_theirs(seed: int, folder: Path, **changed: Any) -> Any:
-    """A model of transformers with random weights in fp32, saved to a folder; with num_labels it
-    has a score head.
+    """Save transformers' model with random weights in fp32 to a folder; return it.
+
+    changed: of its config; with num_labels it has a score head.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -73,7 +87,7 @@ def save_theirs(seed: int, folder: Path, **changed: Any) -> Any:
 
 
 def load_ours(spec: DecoderSpec, folder: Path) -> Decoder:
-    """The model in a folder."""
+    """Return our model with the weights of a folder."""
     model = build_meta(spec, torch.float32)
     allocate(model, torch.device("cpu"))
     load_weights(model, spec, folder)
@@ -81,22 +95,19 @@ def load_ours(spec: DecoderSpec, folder: Path) -> Decoder:
 
 
 def build_tokenizer() -> Any:
-    """For TRL, which wants one; nothing of what is compared goes through it."""
+    """Return a tokenizer for TRL, which requires one; nothing that is compared goes through it."""
     from transformers import AutoTokenizer
 
-    made = AutoTokenizer.from_pretrained(
-        Path(__file__).parents[2] / "examples" / "demo" / "tokenizer"
-    )
-    made.pad_token = made.eos_token
-    return made
+    folder = Path(__file__).parents[2] / "examples" / "demo" / "tokenizer"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
-def assert_gradients(found: Decoder, expected: Any) -> None:
-    """Of all parameters, by transformers' names, to 1e-5 of each one's norm."""
-    wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
-    for name, parameter in found.named_parameters():
+def assert_gradients(model: Decoder, reference: Any) -> None:
+    """Assert that two models have equal gradients, to 1e-5 of the norm of each."""
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert (
-            float((parameter.grad - wanted[name]).norm())
-            <= 1e-5 * float(wanted[name].norm()) + 1e-9
-        ), name
+        difference = float((parameter.grad - expected[name]).norm())
+        assert difference <= 1e-5 * float(expected[name].norm()) + 1e-9, name

@@ -327,7 +327,7 @@ def write_gguf_model(
     assert isinstance(spec, DecoderSpec)
     check_weights(spec, folder)
     vocabulary = read_vocabulary(folder, spec.vocab_size, pre)
-    tensors = list_model_tensors(spec, folder, architecture, kind)
+    tensors = list_model_tensors(spec, folder=folder, architecture=architecture, kind=kind)
     fields = {
         "general.type": "model",
         "general.name": vocabulary.choose_name(name),
@@ -336,7 +336,7 @@ def write_gguf_model(
     }
     fields |= {f"{architecture.name}.{key}": value for key, value in architecture.metadata.items()}
     fields |= make_vocabulary_fields(vocabulary)
-    write_gguf(out, architecture.name, fields, tensors)
+    write_gguf(out, architecture=architecture.name, fields=fields, tensors=tensors)
     check_gguf(out, fields, tensors)
     notes = architecture.notes + tuple(vocabulary.notes)
     return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
@@ -375,7 +375,10 @@ def list_model_tensors(
     shares_heads = spec.num_heads != spec.num_kv_heads or architecture.name != "llama"
     is_large = architecture.name in _LARGE and spec.num_layers == 80 and shares_heads
     types = choose_types(shapes, kind, spec.num_layers, large=is_large)
-    return [GgufTensor(name, shapes[name], types[name], readers[name]) for name in shapes]
+    return [
+        GgufTensor(name, shape=shapes[name], kind=types[name], read=readers[name])
+        for name in shapes
+    ]
 
 
 def find_gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, str]:
@@ -476,7 +479,7 @@ def write_gguf_adapter(
         "adapter.lora.alpha": float(alpha),
         "general.file_type": _FILE_TYPES[kind],
     }
-    write_gguf(out, architecture.name, fields, tensors)
+    write_gguf(out, architecture=architecture.name, fields=fields, tensors=tensors)
     check_gguf(out, fields, tensors)
     return GgufReport((), Counter(tensor.kind for tensor in tensors), len(fields))
 

@@ -162,7 +162,7 @@ def write_gguf(
             )
         with files.write_aside(out, replace=False) as temporary, closing(writer):
             files.before_operation("open", temporary)
-            _write_all(writer, temporary, tensors, sizes)
+            _write_all(writer, temporary=temporary, tensors=tensors, sizes=sizes)
 
 
 def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:

@@ -350,10 +350,13 @@ DATASETS = {
         "alpaca", columns={"instruction": "input"}, renamed=_IN_OUT
     ),
     "grammar_dataset": TorchtuneDataset(
-        "alpaca", "liweili/c4_200m", {"instruction": "input"}, _IN_OUT
+        "alpaca", source="liweili/c4_200m", columns={"instruction": "input"}, renamed=_IN_OUT
     ),
     "samsum_dataset": TorchtuneDataset(
-        "alpaca", "Samsung/samsum", {"instruction": "dialogue", "output": "summary"}, _IN_OUT
+        "alpaca",
+        source="Samsung/samsum",
+        columns={"instruction": "dialogue", "output": "summary"},
+        renamed=_IN_OUT,
     ),
     "chat_dataset": TorchtuneDataset("messages"),
     "slimorca_dataset": TorchtuneDataset(
@@ -365,9 +368,9 @@ DATASETS = {
     ),
     "stack_exchange_paired_dataset": TorchtuneDataset(
         "preference",
-        "lvwerra/stack-exchange-paired",
-        {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-        _PAIRS,
+        source="lvwerra/stack-exchange-paired",
+        columns={"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        renamed=_PAIRS,
         why="there the files of its folder data/rl, here the dataset's train split",
     ),
     "text_completion_dataset": TorchtuneDataset("text", why=_DOCUMENTS),

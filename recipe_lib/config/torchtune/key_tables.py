@@ -47,7 +47,9 @@ _OF_ADAMW = {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]}
 
 def _describe_adamw(state_bits: int | None, why: str = "", *, differs: bool = True) -> Meaning:
     bits = {} if state_bits is None else {"optimizer.state_bits": state_bits}
-    return Meaning({"optimizer.name": "adamw", **bits}, why, differs, _OF_ADAMW)
+    return Meaning(
+        {"optimizer.name": "adamw", **bits}, why=why, differs=differs, defaults=_OF_ADAMW
+    )
 
 
 OPTIMIZERS = {
@@ -143,9 +145,9 @@ MEANINGS: dict[str, dict[str, Meaning]] = {
     "quantizer._component_": {
         "Int8DynActInt4WeightQATQuantizer": Meaning(
             {"qat": "int4"},
-            "weights alone are rounded; there inputs too, to int8 token by token",
-            True,
-            _QAT,
+            why="weights alone are rounded; there inputs too, to int8 token by token",
+            differs=True,
+            defaults=_QAT,
         ),
         "Int4WeightOnlyQATQuantizer": Meaning({"qat": "int4"}, defaults=_QAT),
     },

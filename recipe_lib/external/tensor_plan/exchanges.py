@@ -90,7 +90,7 @@ class Exchanges:
         """Pass arguments, or what a call gives, through the boundaries of their places."""
         for place, boundaries in by_place.items():
             tensor = self._pass(dict(list_places(args, kwargs))[place], boundaries)
-            args, kwargs = replace_argument(args, kwargs, place, tensor)
+            args, kwargs = replace_argument(args, kwargs=kwargs, place=place, value=tensor)
         return args, kwargs
 
     def _pass(self, tensor: Tensor, boundaries: list[Boundary]) -> Tensor:
@@ -102,7 +102,10 @@ class Exchanges:
         if tokens is not None and tokens.kind == "slice":
             gather, slice_ = self._make_token_exchange(tokens, summed=False)
             return self._pass_once(
-                "slice", tokens, tensor, partial(self._exchange_linear, tensor, slice_, gather)
+                "slice",
+                boundary=tokens,
+                tensor=tensor,
+                make=partial(self._exchange_linear, tensor, slice_, gather),
             )
         entering = by_kind.get("enter") or by_kind.get("cut")
         needs_sum = entering is not None and tensor.requires_grad
@@ -110,11 +113,17 @@ class Exchanges:
             kind = "gather and enter" if needs_sum else "gather"
             gather, slice_ = self._make_token_exchange(tokens, needs_sum)
             tensor = self._pass_once(
-                kind, tokens, tensor, partial(self._exchange_linear, tensor, gather, slice_)
+                kind,
+                boundary=tokens,
+                tensor=tensor,
+                make=partial(self._exchange_linear, tensor, gather, slice_),
             )
         elif entering is not None and needs_sum and torch.is_grad_enabled():
             tensor = self._pass_once(
-                "enter", entering, tensor, partial(enter, tensor, self.ranks.total)
+                "enter",
+                boundary=entering,
+                tensor=tensor,
+                make=partial(enter, tensor, self.ranks.total),
             )
         cut = by_kind.get("cut")
         if cut is None:
@@ -180,7 +189,9 @@ class Exchanges:
         """
         bias = dict(list_places(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
-            args, kwargs = replace_argument(args, kwargs, boundary.bias, torch.zeros_like(bias))
+            args, kwargs = replace_argument(
+                args, kwargs=kwargs, place=boundary.bias, value=torch.zeros_like(bias)
+            )
         part = function(*args, **kwargs)
         result = self._sum(part / self.ranks.size if boundary.mean else part, cut)
         if bias is None:
@@ -221,12 +232,14 @@ class Exchanges:
             if torch.is_tensor(value) and not value.is_floating_point()
         )
         is_own = (tokens >= start) & (tokens < stop)
-        args, kwargs = replace_argument(args, kwargs, place, torch.where(is_own, tokens - start, 0))
+        args, kwargs = replace_argument(
+            args, kwargs=kwargs, place=place, value=torch.where(is_own, tokens - start, 0)
+        )
         for place in ("2", "padding_idx"):
             padding = arguments.get(place)
             if padding is not None:
                 own_padding = padding - start if start <= padding < stop else None
-                args, kwargs = replace_argument(args, kwargs, place, own_padding)
+                args, kwargs = replace_argument(args, kwargs=kwargs, place=place, value=own_padding)
         return self._sum(function(*args, **kwargs).masked_fill(~is_own.unsqueeze(-1), 0), cut)
 
 
@@ -249,7 +262,10 @@ def enter(tensor: Tensor, total: Change) -> Tensor:
 def _list_lengths(
     parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()
 ) -> list[int]:
-    return [stop - start for start, stop in compute_bounds(parts.segments, 0, size, whole)]
+    return [
+        stop - start
+        for start, stop in compute_bounds(parts.segments, rank=0, size=size, whole=whole)
+    ]
 
 
 def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
@@ -343,11 +359,13 @@ def take_own_part(
     """
     repeated = segments * (tensor.shape[dim] // sum(segments))
     if not isinstance(rank, int):
-        return tensor.index_select(dim, _make_row_numbers(repeated, rank, size, whole))
+        return tensor.index_select(
+            dim, _make_row_numbers(repeated, rank=rank, size=size, whole=whole)
+        )
     return torch.cat(
         [
             tensor.narrow(dim, start, stop - start)
-            for start, stop in compute_bounds(repeated, rank, size, whole)
+            for start, stop in compute_bounds(repeated, rank=rank, size=size, whole=whole)
         ],
         dim,
     )
@@ -364,7 +382,7 @@ def _make_row_numbers(
     segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]
 ) -> Tensor:
     """Return which rows a rank has; equally many on all ranks."""
-    of_ranks = [compute_bounds(segments, each, size, whole) for each in range(size)]
+    of_ranks = [compute_bounds(segments, rank=each, size=size, whole=whole) for each in range(size)]
     if len({tuple(stop - start for start, stop in bounds) for bounds in of_ranks}) > 1:
         raise SetupError(
             f"compile: a layer divides {sum(segments)} numbers among {size} ranks unevenly, which"

@@ -352,7 +352,10 @@ def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
         if int(value) == output.dims[dimension].size:
             expected = ranks.compute_size(output, output.dims[dimension])
             yield SizeDemand(
-                call, value, expected, ranks.list_axes(output) if expected != int(value) else []
+                call,
+                value=value,
+                expected=expected,
+                sharded_axes=ranks.list_axes(output) if expected != int(value) else [],
             )
 
 
@@ -416,9 +419,9 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
                 if expected is not None:
                     yield SizeDemand(
                         call,
-                        value,
-                        expected,
-                        ranks.list_axes(tensor) if expected != int(value) else [],
+                        value=value,
+                        expected=expected,
+                        sharded_axes=ranks.list_axes(tensor) if expected != int(value) else [],
                     )
         dimension += item is not None  # None is a new dimension of what comes out
 

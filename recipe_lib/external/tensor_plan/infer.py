@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,7 +99,9 @@ def infer_plan(
     order = {name: number for number, name in enumerate(shapes)}
     chosen.sort(key=lambda axis: min(order[name] for name in axis.parameter_dims))
     shared = (
-        share_tokens(forward, chosen, divisions, unsteady) if tokens and chosen else SharedTokens()
+        share_tokens(forward, sharded_axes=chosen, rewrites=divisions, unsteady=unsteady)
+        if tokens and chosen
+        else SharedTokens()
     )
     return _build_plan(forward, shapes, chosen, divisions=divisions, reasons=reasons, shared=shared)
 
@@ -129,8 +132,14 @@ def _follow_axes(
     followed = []
     for axis, dims_by_name in unblocked.items():
         try:
-            parameter_dims = _find_parameter_dims(forward, axis, dims_by_name, size)
-            followed.append(follow_axis(forward, axis, parameter_dims, records.get(axis, [])))
+            parameter_dims = _find_parameter_dims(
+                forward, axis=axis, dims_by_name=dims_by_name, size=size
+            )
+            followed.append(
+                follow_axis(
+                    forward, node=axis, parameter_dims=parameter_dims, records=records.get(axis, [])
+                )
+            )
         except Refusal as refusal:
             reasons[axis] = str(refusal)
     return followed, reasons
@@ -201,11 +210,10 @@ def _build_plan(
         for number, sharded in enumerate(chosen)
     )
     partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
-    pending = _list_pending(forward, chosen, shared.uses, mixed)
+    pending = _list_pending(forward, chosen=chosen, token_uses=shared.uses, mixed=mixed)
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
-    used: set[str] = set()
-    for call in forward.calls:
-        used = used.union(*(tensor.parameters for _, tensor, _ in call.arguments))
+    arguments = chain.from_iterable(call.arguments for call in forward.calls)
+    used = set[str]().union(*(tensor.parameters for _, tensor, _ in arguments))
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
     unused = dict.fromkeys(shapes.keys() - used, "the forward does not use it")
     parameters = [
@@ -253,9 +261,9 @@ def _build_plan(
     refused += dict.fromkeys(_list_refusals(forward, reasons, replicated_matrices))
     return ShardingPlan(
         axes,
-        tuple(parameters),
-        boundaries,
-        rewrites,
+        parameters=tuple(parameters),
+        boundaries=boundaries,
+        rewrites=rewrites,
         refused=tuple(refused),
         legal_sizes=legal,
         shared_tokens=round(shared.share, 4),
@@ -357,7 +365,16 @@ def _list_pending(
         for place, tensor, _ in forward.calls[number].arguments:
             if place == argument and tensor.parameters & mixed:
                 pending.append(
-                    (-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters))
+                    (
+                        -1,
+                        PendingBoundary(
+                            "enter",
+                            call=number,
+                            place=argument,
+                            tensor=tensor,
+                            parameters=tensor.parameters,
+                        ),
+                    )
                 )
     return pending
 
@@ -374,9 +391,9 @@ def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tupl
             (kind, *call.key, place),
             Boundary(
                 kind,
-                call.key.module,
-                call.key.number,
-                place,
+                module=call.key.module,
+                call=call.key.number,
+                place=place,
                 axes=(),
                 activation=activations.setdefault(tensor, len(activations)),
                 dim=layout.dim,
@@ -421,7 +438,7 @@ def _build_boundaries(
                 names |= argument.parameters
             # Earlier, where all who use the tensor from there on need it to enter: once for all.
             while tensor not in forward.outputs:
-                giving = _find_giving_call(forward, tensor, users, entering)
+                giving = _find_giving_call(forward, tensor=tensor, users=users, entering=entering)
                 if giving is None or runs[forward.calls[giving].key] != 1:
                     break
                 module = forward.calls[number].key.module
@@ -450,9 +467,9 @@ def _build_boundaries(
         elements = math.prod(node.size for node in boundary.tensor.dims)
         boundaries[(kind, *call.key, place)] = Boundary(
             kind,
-            call.key.module,
-            call.key.number,
-            place,
+            module=call.key.module,
+            call=call.key.number,
+            place=place,
             axes=tuple(sorted(axes)),
             parameters=tuple(sorted(parameters)),
             activation=activations[boundary.tensor] if kind == "enter" else -1,

@@ -217,7 +217,12 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
         added = tensors[2] if len(tensors) > 2 else None
     if min(len(ours), len(theirs)) > 2 and len(ours) != len(theirs):
         return None
-    step.contract(ours[-1], theirs[-2] if len(theirs) > 1 else theirs[0], left, right)
+    step.contract(
+        ours[-1],
+        right=theirs[-2] if len(theirs) > 1 else theirs[0],
+        left_tensor=left,
+        right_tensor=right,
+    )
     batch = [step.join(one, other) for one, other in zip(ours[:-2], theirs[:-2], strict=False)]
     longer = ours if len(ours) >= len(theirs) else theirs
     batch = batch if len(batch) == len(longer) - 2 else longer[: max(len(longer) - 2, 0)]
@@ -242,7 +247,7 @@ def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
     if len(ours) != 2 or len(theirs) != 3:
         return None
     block(theirs[0], step.reason)
-    step.contract(ours[1], theirs[1], rows, matrices)
+    step.contract(ours[1], right=theirs[1], left_tensor=rows, right_tensor=matrices)
     return [[ours[0], theirs[2]]]
 
 
@@ -266,7 +271,7 @@ def trace_convolution(step: OperatorCall) -> list[Dims] | None:
         return None
     channels = kernel[0]
     if step.get("groups") == 1:
-        step.contract(ours[1], kernel[1], data, weight)
+        step.contract(ours[1], right=kernel[1], left_tensor=data, right_tensor=weight)
     elif step.get("groups") == ours[1].size == kernel[0].size:
         channels = step.join(ours[1], kernel[0])
     else:

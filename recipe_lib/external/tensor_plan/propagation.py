@@ -129,9 +129,9 @@ class _AxisFollower:
                     ]
                     boundary = PendingBoundary(
                         "assemble",
-                        number,
-                        place,
-                        tensor,
+                        call=number,
+                        place=place,
+                        tensor=tensor,
                         parameters=frozenset([name]),
                         dim=dims[0],
                         segments=tuple(length for length, _ in segments),
@@ -231,9 +231,9 @@ class _AxisFollower:
                 whole_numbers = tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole)
                 cutting = PendingBoundary(
                     "cut",
-                    record.call,
-                    place,
-                    tensor,
+                    call=record.call,
+                    place=place,
+                    tensor=tensor,
                     dim=dim,
                     whole=whole_numbers,
                     # Segments with whole ones among them are named one by one.
@@ -242,7 +242,15 @@ class _AxisFollower:
                 self.axis.boundaries.append(cutting)
             elif needs_gradient and tensor not in self.axis.sharded:
                 uses = self.axis.replicated_uses if tensor.parameters else self.axis.boundaries
-                uses.append(PendingBoundary("enter", record.call, place, tensor, tensor.parameters))
+                uses.append(
+                    PendingBoundary(
+                        "enter",
+                        call=record.call,
+                        place=place,
+                        tensor=tensor,
+                        parameters=tensor.parameters,
+                    )
+                )
 
     def _sum_product(self, record: OperatorCall) -> None:
         """Note a product that sums over the axis: each rank has a part of the sum."""
@@ -326,7 +334,9 @@ class _AxisFollower:
         call = self.trace.calls[record.call]
         if len(call.outputs) != 1:
             raise Refusal(f"{where} is one of several results of {call.function} at {call.source}")
-        leaving = PendingBoundary(kind, record.call, "output", call.outputs[0], parameters)
+        leaving = PendingBoundary(
+            kind, call=record.call, place="output", tensor=call.outputs[0], parameters=parameters
+        )
         after = set(record.outputs)
         for later in call.records[call.records.index(record) + 1 :]:
             if not after.intersection(later.inputs):

@@ -188,11 +188,11 @@ def make_attributes_sourced(
     entries: list[Entry] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
-        entries += _make_sourced(module.__dict__, path, "", note)
+        entries += _make_sourced(module.__dict__, path=path, prefix="", note=note)
         for name, value in module.__dict__.items():
             if _is_settings(value) and id(value) not in seen:
                 seen.add(id(value))
-                entries += _make_sourced(value.__dict__, path, f"{name}.", note)
+                entries += _make_sourced(value.__dict__, path=path, prefix=f"{name}.", note=note)
     return replace_entries(entries)
 
 

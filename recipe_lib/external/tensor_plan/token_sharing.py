@@ -462,7 +462,7 @@ def share_tokens(
     modules whose forwards make other calls for other inputs, so that none of theirs can be told by
     its number.
     """
-    flow = TokenFlow(trace, sharded_axes, rewrites, unsteady)
+    flow = TokenFlow(trace, sharded_axes=sharded_axes, rewrites=rewrites, unsteady=unsteady)
     if trace.ids is None:
         return SharedTokens()
     for _ in range(_ROUNDS):

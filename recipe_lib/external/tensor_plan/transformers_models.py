@@ -84,7 +84,10 @@ def infer_plan_and_mask(
         for mask in MASKS:
             try:
                 return infer_plan(
-                    model, build_example_inputs(config, device=device, mask=mask), size, tokens
+                    model,
+                    inputs=build_example_inputs(config, device=device, mask=mask),
+                    size=size,
+                    tokens=tokens,
                 ), mask
             except SetupError as error:
                 errors.append(error)

@@ -30,10 +30,8 @@ from torch import Tensor, nn
 
 from recipe_lib.data import Batch
 from recipe_lib.methods.dpo.config import DpoConfig
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
-from recipe_lib.training.losses import get_values, name_validation, sum_over_validation
-from recipe_lib.training.training_data import TrainingData
+from recipe_lib.parallel import Parallel, World
+from recipe_lib.training import TrainingData, get_values, name_validation, sum_over_validation
 
 # From micro-batches to the log-probabilities of the answers of each, when they are asked for; None
 # where another rank of the pipeline has them, or there is no reference.
@@ -57,7 +55,9 @@ def compute_preference_loss(
     """
     if cfg.takes_single_answers:
         labels = get_values(batch)
-        return compute_single_answer_loss(policy_logps, reference_logps, labels, kl, cfg)
+        return compute_single_answer_loss(
+            policy_logps, reference_logps=reference_logps, labels=labels, kl=kl, cfg=cfg
+        )
     return compute_pair_loss(policy_logps, reference_logps, cfg)
 
 
@@ -229,10 +229,12 @@ def validate_preference(
         policy_logps = compute_policy_logps(micro_batches)
         for batch, policy in zip(micro_batches, policy_logps, strict=True):
             if policy is not None:  # another rank of the pipeline has it
-                yield compute_preference_loss(policy, next(reference_logps), batch, kl, cfg)[1]
+                yield compute_preference_loss(
+                    policy, reference_logps=next(reference_logps), batch=batch, kl=kl, cfg=cfg
+                )[1]
 
     sums = torch.zeros(count_sums(cfg), device=world.device, dtype=torch.float64)
     _, num_items = sum_over_validation(model, parallel, data, compute_sums=compute_sums, sums=sums)
-    metrics = compute_step_metrics(world.all_reduce_sum(sums), num_items, kl, cfg)
+    metrics = compute_step_metrics(world.all_reduce_sum(sums), num_items=num_items, kl=kl, cfg=cfg)
     counted = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
     return name_validation(metrics) | {counted: num_items}

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipe_lib.config import OptimizerConfig, register
 from recipe_lib.config.optimizer_facts import OptimizerFacts
-from recipe_lib.config.registry import register
-from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.low_bit_adamw import (
     ChunkedOptimizer,
@@ -120,7 +119,9 @@ class Muon(ChunkedOptimizer):
             mesh, mesh_dim = sharded_over
             shardings = [MatrixSharding.from_matrix(matrix) for matrix in matrices]
             first = self._indices[matrices[0]]
-            updates = orthogonalize_over_ranks(updates, shardings, mesh, mesh_dim, first)
+            updates = orthogonalize_over_ranks(
+                updates, shardings=shardings, mesh=mesh, mesh_dim=mesh_dim, first=first
+            )
         for shard, update, matrix in zip(shards, updates, matrices, strict=True):
             rate = group["lr"] * _RMS * math.sqrt(max(matrix.shape))
             for rows in iterate_chunks(shard.weights):

@@ -227,7 +227,11 @@ class Pipeline:
             )
         stage, stage_tokens = self._current
         return self._model.run_stage(
-            tokens if stage else None, stage_tokens, positions, attention, self.layers[stage]
+            tokens if stage else None,
+            tokens=stage_tokens,
+            positions=positions,
+            attention=attention,
+            layers=self.layers[stage],
         )
 
     def train(
@@ -328,7 +332,9 @@ class Pipeline:
             timeline = simulate(orders, self._parallel, lambda action: kinds.UNITS[action.kind])
             order = orders[self._place]
             taken: dict[int, list[Action]] = {}
-            for send, number in find_taken(timeline, order, self._place, self._parallel).items():
+            for send, number in find_taken(
+                timeline, order=order, rank=self._place, parallel=self._parallel
+            ).items():
                 taken.setdefault(number, []).append(send)
             self._orders[key] = (order, taken)
         return self._orders[key]

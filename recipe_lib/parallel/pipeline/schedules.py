@@ -75,7 +75,9 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     ranks = parallel.pipeline
     if name in ("gpipe", "1f1b"):
         return {
-            rank: _order_one_forward_one_backward(name, rank, ranks, micro_batches)
+            rank: _order_one_forward_one_backward(
+                name, rank=rank, ranks=ranks, micro_batches=micro_batches
+            )
             for rank in range(ranks)
         }
     # Here, since it imports 834 modules in a second, and few runs have such a schedule.

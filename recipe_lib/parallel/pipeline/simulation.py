@@ -92,7 +92,7 @@ def simulate(
     send, from when both ranks have come to it until the tensor is there. Raise ValueError for lists
     that deadlock, or that two ranks exchange tensors by in different orders.
     """
-    return _Simulation(orders, parallel, seconds, transfer).run()
+    return _Simulation(orders, parallel=parallel, seconds=seconds, transfer=transfer).run()
 
 
 class _Simulation:
@@ -156,7 +156,7 @@ class _Simulation:
                 return False
             start = max(start, self._arrived[received])
         self._clock[rank] = end = start + self._seconds(action)
-        self._spans.append(TimedAction(rank, action, start, end))
+        self._spans.append(TimedAction(rank, action=action, start=start, end=end))
         exchange = get_exchange(action, self._stages)
         if exchange is not None and exchange[1] not in self._across:  # it is there at once
             self._arrived[exchange[1]] = end
@@ -182,7 +182,9 @@ class _Simulation:
         start = max(since, self._clock[rank], self._free.get(pair, 0))
         self._free[pair] = self._arrived[receive] = end = start + self._transfer(send)
         sender, receiver = (rank, peer) if sends else (peer, rank)
-        self._transfers.append(Transfer(sender, receiver, send, start, end))
+        self._transfers.append(
+            Transfer(sender, receiver=receiver, action=send, start=start, end=end)
+        )
 
 
 def add_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
@@ -208,7 +210,8 @@ def add_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
         if peer != rank:
             exchanges[min(rank, peer), max(rank, peer)].append(exchange)
     return {
-        rank: _insert_transfers(rank, order, parallel, exchanges) for rank, order in orders.items()
+        rank: _insert_transfers(rank, order=order, parallel=parallel, exchanges=exchanges)
+        for rank, order in orders.items()
     }
 
 

@@ -280,7 +280,9 @@ class CachingAllocator:
 
     def reset_peaks(self) -> None:
         """Count peaks from what is held now."""
-        self.peaks = MemoryPeaks(self.requested, self.allocated, self.active, self.reserved)
+        self.peaks = MemoryPeaks(
+            self.requested, allocated=self.allocated, active=self.active, reserved=self.reserved
+        )
 
     def list_blocks(self) -> list[Block]:
         """Return every block with memory, by address."""

@@ -220,9 +220,15 @@ def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
     try:
         if isinstance(result, (list, tuple)):
             kind = list if isinstance(result, list) else tuple
-            outputs = [_describe(value, arguments, storages, new_storages) for value in result]
+            outputs = [
+                _describe(value, arguments=arguments, storages=storages, new_storages=new_storages)
+                for value in result
+            ]
             return CachedCall(outputs, kind)
-        return CachedCall(_describe(result, arguments, storages, new_storages), None)
+        return CachedCall(
+            _describe(result, arguments=arguments, storages=storages, new_storages=new_storages),
+            None,
+        )
     except NotCacheable:
         return None
 

@@ -276,7 +276,7 @@ def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[
 
 def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
     kwargs = {**options, "out": out}
-    cost = compute_cost(operator, args, kwargs, out)
+    cost = compute_cost(operator, args=args, kwargs=kwargs, result=out)
     tracer.note_operator(operator, args=args, kwargs=kwargs, result=out, cost=cost)
 
 

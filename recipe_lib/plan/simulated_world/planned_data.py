@@ -23,10 +23,9 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recipe_lib.checkpoint.huggingface import find_checkpoint
+from recipe_lib.config import FullFinetuneConfig, is_hub, resolve_sources
 from recipe_lib.config.local_files import find_files, get_cache_root
 from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
-from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import is_hub, resolve_sources
 from recipe_lib.data import (
     Batch,
     DataPlan,
@@ -35,9 +34,9 @@ from recipe_lib.data import (
     adapt_to_recipe,
     build_dataset,
     build_validation_dataset,
+    make_step,
     settle_formats,
 )
-from recipe_lib.data.batches import make_step
 from recipe_lib.data.cache import MANIFEST
 from recipe_lib.data.sources import open_sources
 from recipe_lib.data.tokenize_dataset import DatasetBuilder
@@ -109,7 +108,9 @@ def choose_sequence(
         return PlannedSequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     dataset, reason = _load_dataset(cfg, wait)
     if dataset is not None:
-        return _measure_dataset(cfg, adapt_to_recipe(cfg, dataset), choice, ranks)
+        return _measure_dataset(
+            cfg, dataset=adapt_to_recipe(cfg, dataset), choice=choice, ranks=ranks
+        )
     if choice != "auto":
         raise ConfigError(
             f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of"
@@ -403,7 +404,12 @@ def _build_dataset(cfg: FullFinetuneConfig, sequence: PlannedSequence) -> Datase
     report: Any = None
     ids = np.zeros(int(offsets[-1]), dtype=np.int32)
     trained = np.ones(len(ids), dtype=np.uint8)
-    return adapt_to_recipe(cfg, Dataset(ids, offsets, trained, report, "planned", group=group))
+    return adapt_to_recipe(
+        cfg,
+        Dataset(
+            ids, offsets=offsets, trained=trained, report=report, settings="planned", group=group
+        ),
+    )
 
 
 def list_batch_tensors(batches: StepBatches) -> list[torch.Tensor]:

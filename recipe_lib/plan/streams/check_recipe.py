@@ -80,7 +80,9 @@ def check_streams(
 
     def follow(rank: int) -> RankCheck:
         checker = StreamChecker(NAME)
-        simulate_rank(recipe_class, cfg, settings, rank, traced=traced, checker=checker)
+        simulate_rank(
+            recipe_class, cfg=cfg, settings=settings, rank=rank, traced=traced, checker=checker
+        )
         waits = Counter(f"{what} at {format_line(line)}" for what, line in checker.waits)
         return RankCheck(rank, checker.list_faults(), dict(waits.most_common()))
 
@@ -99,7 +101,14 @@ def check_streams(
 
         def list_calls(rank: int) -> list[CollectiveCall]:
             checker = StreamChecker(NAME)
-            simulate_rank(recipe_class, small, settings, rank, traced=traced, checker=checker)
+            simulate_rank(
+                recipe_class,
+                cfg=small,
+                settings=settings,
+                rank=rank,
+                traced=traced,
+                checker=checker,
+            )
             return checker.calls
 
         compared = list(range(min(settings.ranks, MOST_RANKS)))

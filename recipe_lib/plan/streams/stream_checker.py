@@ -341,7 +341,7 @@ class StreamChecker:
         if op.name.endswith("wait_tensor"):
             self._finish(self._results.pop(next(iter(list_numbers(args)), -1), None), op.stream)
             return
-        tensors_read, tensors_written = find_accesses(func, args, kwargs, result)
+        tensors_read, tensors_written = find_accesses(func, args=args, kwargs=kwargs, result=result)
         read = dict.fromkeys(list_numbers(tensors_read))
         written = dict.fromkeys(list_numbers(tensors_written))
         on_device = any(
@@ -358,7 +358,7 @@ class StreamChecker:
         work = self._clocks.issue(stream)
         line = find_code_line()
         if op.collective is not None and on_device:
-            self._note_call(op, stream, work, line)
+            self._note_call(op, stream=stream, work=work, line=line)
         for does, numbers in (("reads", read), ("writes", written)):
             access = Access(stream=stream, work=work, does=does, op=op, line=line)
             for number in numbers:
@@ -386,7 +386,7 @@ class StreamChecker:
         elif op.name in _INDEX_PUTS and self._has_mask(args[1]):
             reason = "indexing by a mask"
         elif op.transfer:
-            reason = self._explain_copy_wait(args, kwargs, op, [*read, *written])
+            reason = self._explain_copy_wait(args, kwargs=kwargs, op=op, numbers=[*read, *written])
         if reason:
             self._note_host_wait(reason, self._clocks.take_snapshot(stream))
 

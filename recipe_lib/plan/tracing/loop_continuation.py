@@ -106,7 +106,7 @@ def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) 
             return None
         for stretch_rules, iterations in rules:
             for iteration in range(iterations):
-                _apply_rules(stretch_rules, iteration, parts, result)
+                _apply_rules(stretch_rules, iteration=iteration, parts=parts, result=result)
     return result
 
 
@@ -216,15 +216,27 @@ def _list_stretches(part: _Part) -> Iterator[list[_Stretch]]:
     """Yield the ways to divide a part's iterations into stretches that are alike."""
     num_short, num_long, num_new = part.iterations
     if num_short == num_long:
-        yield [_Stretch(0, 0, 0, 1)]
+        yield [_Stretch(0, short_first=0, long_count=0, new_count=1)]
     elif num_long >= _FEWEST:
         for before, after in _DIFFERENT_ENDS:
             inner = num_long - before - after
             if inner >= 2:
-                stretches = [_Stretch(index, index, 0, 1) for index in range(before)]
-                stretches.append(_Stretch(before, before, inner, num_new - before - after))
+                stretches = [
+                    _Stretch(index, short_first=index, long_count=0, new_count=1)
+                    for index in range(before)
+                ]
+                stretches.append(
+                    _Stretch(
+                        before,
+                        short_first=before,
+                        long_count=inner,
+                        new_count=num_new - before - after,
+                    )
+                )
                 stretches += [
-                    _Stretch(num_long - left, num_short - left, 0, 1)
+                    _Stretch(
+                        num_long - left, short_first=num_short - left, long_count=0, new_count=1
+                    )
                     for left in range(after, 0, -1)
                 ]
                 yield stretches
@@ -304,7 +316,7 @@ def _find_rule(
     continued = tuple(
         long + more * (long - short) for long, short in zip(numbers, short_numbers, strict=True)
     )
-    return _Rule(long_item, target, continued, slopes if any(slopes) else [])
+    return _Rule(long_item, target=target, numbers=continued, slopes=slopes if any(slopes) else [])
 
 
 def _apply_rules(rules: list[_Rule], iteration: int, parts: list[_Part], result: LoopItems) -> None:

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from recipe_lib.config import ParallelConfig, list_loaded_plugins
 from recipe_lib.config.mesh import compute_micro_batches, count_stages, list_rank_stages
-from recipe_lib.config.registry import list_loaded_plugins
-from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data import Batch
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline import driver
@@ -292,7 +291,10 @@ def count_pipeline_micro_batches(
     kinds = (True, False) if evaluates else (True,)
     for fewer in range(1, min(count, _MOST_FOR_A_STAGE * count_stages(parallel))):
         if all(
-            find_stand_ins(parallel, pipeline_rank, fewer, count, training=training) is not None
+            find_stand_ins(
+                parallel, pipeline_rank=pipeline_rank, traced=fewer, count=count, training=training
+            )
+            is not None
             for training in kinds
         ):
             return fewer
@@ -310,8 +312,12 @@ def find_stand_ins(
     if traced == count:
         actions = get_orders(parallel, count, training=training)[pipeline_rank]
         return dict(zip(actions, actions, strict=True))
-    traced_states = _find_states(_make_key(parallel), pipeline_rank, traced, training)
-    states = _find_states(_make_key(parallel), pipeline_rank, count, training)
+    traced_states = _find_states(
+        _make_key(parallel), pipeline_rank=pipeline_rank, count=traced, training=training
+    )
+    states = _find_states(
+        _make_key(parallel), pipeline_rank=pipeline_rank, count=count, training=training
+    )
     stand_ins: dict[Action, Action] = {}
     used: dict[_State, int] = defaultdict(int)
     for state, actions in states.items():
@@ -390,8 +396,8 @@ def _find_states(
     before: _State = ()
     previous: _State = ()
     trained: set[tuple[int, str]] = set()
-    taken = find_taken(times, order, pipeline_rank, parallel)
-    for live in compute_live_bytes(order, parallel, sizes, 1, taken=taken):
+    taken = find_taken(times, order=order, rank=pipeline_rank, parallel=parallel)
+    for live in compute_live_bytes(order, parallel=parallel, stages=sizes, boundary=1, taken=taken):
         action = live.action
         after = (live.kept, live.deferred, live.received, live.handed, live.waiting, live.sent)
         state = (
@@ -458,7 +464,9 @@ def repeat_actions(
         if len({mark.micro_batch for mark in marks}) != traced:
             continue
         training = any(mark.kind in ("B", "I") for mark in marks)
-        stand_ins = find_stand_ins(parallel, pipeline_rank, traced, count, training=training)
+        stand_ins = find_stand_ins(
+            parallel, pipeline_rank=pipeline_rank, traced=traced, count=count, training=training
+        )
         if stand_ins is None:
             continue  # forwards alone in a step of the user's own
         times = Counter(stand_ins.values())

@@ -79,7 +79,7 @@ def simulate_deep(
             middle = range(max(1, lead), depths[1] - period)
             faults += _find_different_layers(long.trace, middle, period)
             more = (count_layers(cfg) - depths[1]) // period
-            simulated = _extend_simulation(short, long, more, period)
+            simulated = _extend_simulation(short, long=long, more=more, period=period)
     if simulated is None or faults:
         simulated = run(cfg)
     simulated.notes += [f"{fault}: the whole model is simulated" for fault in faults[:1]]
@@ -163,8 +163,8 @@ def _extend_simulation(
     comparison = replace(short.comparison, events=long.comparison.events)
     if replace(short, trace=long.trace, modules=long.modules, comparison=comparison) != long:
         return None
-    trace = extend_trace(short.trace, long.trace, more, period)
-    modules = extend_rows(short.modules, long.modules, more, period)
+    trace = extend_trace(short.trace, long=long.trace, more=more, period=period)
+    modules = extend_rows(short.modules, long=long.modules, more=more, period=period)
     return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
 
 

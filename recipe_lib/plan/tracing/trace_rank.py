@@ -22,8 +22,7 @@ from recipe_lib.config.mesh import add_context_dim, compute_micro_batches, split
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, find_lines_in
 from recipe_lib.models.meta_init import find_extra_tensors
-from recipe_lib.parallel import World
-from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel import Parallel, World
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.simulated_world.compiled_code import trace_compiled_code
@@ -250,7 +249,7 @@ def _run_phases(
         marks=marks,
         mismatched_marks=mismatched_marks,
     )
-    tokens, step_growth = _run_steps(recipe, tracer, models, steps)
+    tokens, step_growth = _run_steps(recipe, tracer=tracer, models=models, steps=steps)
     comparison = compare_micro_batches(
         tracer.trace,
         marks,
@@ -264,7 +263,9 @@ def _run_phases(
     classify_activations(tracer.trace)
     give_to_children(tracer.trace)
     if traced and not stands_alone:
-        _repeat_micro_batches(tracer.trace, cfg, pipeline_rank, traced, marks)
+        _repeat_micro_batches(
+            tracer.trace, cfg=cfg, pipeline_rank=pipeline_rank, traced=traced, marks=marks
+        )
         repeat_last_micro_batch(
             tracer.trace, mismatched_marks, count=compute_micro_batches(cfg)[1], traced=traced
         )
@@ -314,12 +315,14 @@ def _run_other_phases(
     notes: list[str],
 ) -> None:
     if "validation" in phases and cfg.validation.source is not None:
-        _try_phase("validation", recipe.validate, tracer, notes)
+        _try_phase("validation", run=recipe.validate, tracer=tracer, notes=notes)
         for model in models.values():
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
         last_models = list(models.values())[-1:]
-        _try_phase("save", lambda: list(map(_gather_trained, last_models)), tracer, notes)
+        _try_phase(
+            "save", run=lambda: list(map(_gather_trained, last_models)), tracer=tracer, notes=notes
+        )
 
 
 def _repeat_micro_batches(
@@ -359,7 +362,7 @@ def _set_up(
         if fault is not None:
             notes.append(f"a run would be refused: {fault}")
     if "load" in phases:
-        _try_phase("load", recipe.load_weights, tracer, notes)
+        _try_phase("load", run=recipe.load_weights, tracer=tracer, notes=notes)
     recipe.setup_optimizer()
     if FIRST not in steps:
         tracer.begin_phase(MAKING_STATES)

@@ -295,7 +295,7 @@ class Tracer(TorchDispatchMode):
         if self.is_compiling is not None and self.is_compiling():
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):
-            return run_higher_order_operator(self, func, args, kwargs)
+            return run_higher_order_operator(self, func=func, args=args, kwargs=kwargs)
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if self.is_compiling is not None and (function := find_opaque_function(func)) is not None:
@@ -349,7 +349,7 @@ class Tracer(TorchDispatchMode):
             result, call = self.cached_mode.call(func, args, kwargs)
         cost = call.cost if call is not None else None
         if cost is None:
-            cost = compute_cost(func, args, kwargs, result)
+            cost = compute_cost(func, args=args, kwargs=kwargs, result=result)
             if call is not None:
                 call.cost = cost
         self.note_operator(func, args=args, kwargs=kwargs, result=result, cost=cost)

@@ -94,11 +94,11 @@ def test_a_convolution_that_is_taken_for_position_wise_is_caught(monkeypatch):
         ours, kernel = step.get_dims(step.get("input")), step.get_dims(step.get("weight"))
         return [[ours[0], step.join(ours[1], kernel[0]), ours[2]]]
 
-    def share_by_careless_rules(trace, *asked):
+    def share_by_careless_rules(trace, **asked):
         for record in trace.records:
             if "convolution" in record.name:
                 record.rule = careless
-        return share_tokens(trace, *asked)
+        return share_tokens(trace, **asked)
 
     model = Mixing("convolution")
     randomize(model)

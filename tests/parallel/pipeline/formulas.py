@@ -37,7 +37,7 @@ def compute_theoretical_bubble(
     """Return the bubble (see `Timeline.bubble`) of equal stages; None where no formula is known.
 
     Forward, input gradient and weight gradients take one unit of time each, transfers none. With p
-    ranks, m micro-batches and v stages on a rank the bubble is idle / (3 v m + idle), where idle is:
+    ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), where idle is:
     - gpipe, 1f1b: 3 (p - 1), for every m; so (p - 1) / (m + p - 1), however long backward takes.
     - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size;
       for m < p 3 (v - 1) (p - m) more.

@@ -1,5 +1,7 @@
-"""Runs that copy, or compute on streams of their own, and their waits, which can be taken out line
-by line.
+"""Simulate runs that use several streams, with one line's waits taken out.
+
+`check(name, removed)` simulates one of CASES and returns the checker of streams, which has to find
+the missing wait, and the lines that wait.
 """
 
 import sys
@@ -18,25 +20,27 @@ from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import build_settings
 
 _SMALL = ("device=auto", "max_seq_len=128")
-_BETWEEN = ("simulated_ranks.py", "transport.py")  # calls between a wait and what asked for it
-# Calls among the device's own, and waits for collectives that are synchronous.
+# Files of calls between a wait and the line that asked for it.
+_BETWEEN = ("simulated_ranks.py", "transport.py")
+# Files of the device's own calls, and of waits for synchronous collectives.
 _NO_WAITS = ("simulated_device.py", "distributed_c10d.py")
-_COPIES = ("host_copies.py", "_contextlib.py")  # waits there are their users' too
-Waits = dict[Line, int]
+# A wait in the first file counts for its caller too; the second is between the two.
+_COPIES = ("host_copies.py", "_contextlib.py")
+Waits = dict[Line, int]  # how often each line waits
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run. recipe: makes another class of the recipe's."""
+    """A run to simulate."""
 
     config: str
     ranks: int
     overrides: tuple[str, ...]
-    recipe: Callable[[type], type] = lambda recipe: recipe
+    recipe: Callable[[type], type] = lambda recipe: recipe  # derives a class from the recipe's
 
 
 def drops_a_graph(recipe: type) -> type:
-    """A forward whose backward never comes."""
+    """Return a recipe with a forward whose backward never comes."""
 
     class Own(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
@@ -47,7 +51,10 @@ def drops_a_graph(recipe: type) -> type:
 
 
 def ends_backward_early(recipe: type) -> type:
-    """A backward that ends in the middle: what was fetched for the layers before is not used."""
+    """Return a recipe with a backward that ends in the middle.
+
+    What was fetched for the layers before it is not used.
+    """
 
     class Own(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
@@ -65,22 +72,24 @@ def ends_backward_early(recipe: type) -> type:
 
 
 def leaves_gradients_out(recipe: type) -> type:
-    """Every other parameter has no gradient in steps after the first."""
+    """Return a recipe in which half the parameters have no gradient after the first step."""
 
     class Own(recipe):  # type: ignore[misc, valid-type]
         _steps = 0
 
         def setup_optimizer(self) -> None:
             super().setup_optimizer()
-            step, parameters = self.optimizer.step, list(self.model.parameters())
+            step = self.optimizer.step
+            parameters = list(self.model.parameters())
 
-            def some(*args: Any) -> None:
+            def step_some(*args: Any) -> None:
                 self._steps += 1
-                for parameter in parameters[::2] if self._steps > 1 else ():
-                    parameter.grad = None
+                if self._steps > 1:
+                    for parameter in parameters[::2]:
+                        parameter.grad = None
                 step(*args)
 
-            self.optimizer.step = some
+            self.optimizer.step = step_some
 
     return Own
 
@@ -157,20 +166,21 @@ CASES = {
 
 @contextmanager
 def without(line: Line | None, seen: Waits) -> Iterator[None]:
-    """Inside, waits of one line of code do nothing. seen: which lines wait, and how often.
+    """Let the waits of one line of code do nothing inside; count in `seen` which lines wait.
 
-    A wait for copies with the host is one of the module that makes them all, and of the line that
-    called it.
+    A wait for copies with the host counts for the module that makes them all and for its caller.
     """
-    places: list[tuple[Any, str]] = [
+    methods: list[tuple[Any, str]] = [
         (Stream, "wait_event"),
         (Stream, "wait_stream"),
         (Stream, "synchronize"),
+        (Event, "wait"),
+        (Event, "synchronize"),
+        (StreamChecker, "note_work_wait"),
     ]
-    places += [(Event, "wait"), (Event, "synchronize"), (StreamChecker, "note_work_wait")]
-    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in methods]
 
-    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             while Path(frame.f_code.co_filename).name in _BETWEEN and frame.f_back is not None:
@@ -188,7 +198,7 @@ def without(line: Line | None, seen: Waits) -> Iterator[None]:
         return run
 
     for owner, name, original in originals:
-        setattr(owner, name, watched(original))
+        setattr(owner, name, watch(original))
     try:
         yield
     finally:
@@ -197,14 +207,14 @@ def without(line: Line | None, seen: Waits) -> Iterator[None]:
 
 
 def follow(case: Case) -> StreamChecker:
-    """Two steps of a run's first rank."""
-    recipe, cfg, wanted = build_settings(case.config, case.ranks, *case.overrides, *_SMALL)
+    """Simulate two steps of a run's first rank; return the checker that followed them."""
+    recipe, cfg, settings = build_settings(case.config, case.ranks, *case.overrides, *_SMALL)
     checker = StreamChecker(NAME)
-    kernels = make_kernel_memory("sm89")  # whose scratch comes and goes unused
+    kernels = make_kernel_memory("sm89")  # simulates the kernels' scratch memory too
     simulate(
         case.recipe(recipe),
         cfg,
-        wanted.sequence,
+        settings.sequence,
         ranks=case.ranks,
         phases=(),
         kernel_memory=kernels,
@@ -214,7 +224,7 @@ def follow(case: Case) -> StreamChecker:
 
 
 def check(name: str, removed: Line | None = None) -> tuple[StreamChecker, Waits]:
-    """A case's check, without the waits of a line, and which lines wait in it."""
+    """Simulate a case without the waits of line `removed`; return the checker and all waits."""
     seen = Waits()
     with without(removed, seen):
         return follow(CASES[name]), seen
