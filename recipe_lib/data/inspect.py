@@ -167,14 +167,14 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
         Finding(
             "no-answer-left",
-            f"{_say(report.emptied_sequences, noun=report.noun, singular='is', plural='are')} left out because the"
-            f" whole answer is after {max_seq_len} tokens",
+            f"{_say(report.emptied_sequences, noun=report.noun, singular='is', plural='are')}"
+            f" left out because the whole answer is after {max_seq_len} tokens",
             report.emptied_sequences,
         ),
         Finding(
             "untrained-ends",
-            f"{_say(report.untrained_ends, noun='answer', singular='ends', plural='end')} without a trained end-of-turn"
-            " token: nothing teaches to stop there",
+            f"{_say(report.untrained_ends, noun='answer', singular='ends', plural='end')}"
+            " without a trained end-of-turn token: nothing teaches to stop there",
             report.untrained_ends,
         ),
         _make_finding(
@@ -211,7 +211,8 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     ]
     copies = _make_finding(
         "duplicates",
-        f"{_say(report.duplicate_sequences, noun=report.noun, singular='repeats', plural='repeat')} an earlier one",
+        f"{_say(report.duplicate_sequences, noun=report.noun, singular='repeats', plural='repeat')}"
+        " an earlier one",
         count=report.duplicate_sequences,
         places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
