@@ -17,7 +17,8 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import find_run, load_run_config
+from recipe_lib.cli.export_trained import CONFIG, find_run
+from recipe_lib.cli.recipes import load_run_config
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
 from recipe_lib.config.schema_data import DataConfig, resolve_validation_source
@@ -339,7 +340,7 @@ def build_eval_config(
 
     Raises ConfigError if nothing names samples.
     """
-    trained = None if run is None else load_run_config(run, arguments.recipe)
+    trained = None if run is None else load_run_config(run / CONFIG, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
     words += _list_model_overrides(source, trained)
     words += _list_sample_overrides(arguments, trained)

@@ -51,8 +51,8 @@ from recipe_lib.checkpoint.side_files import (
     make_model_card,
 )
 from recipe_lib.checkpoint.tensor_matching import log_left_out
-from recipe_lib.cli.recipes import find_config_recipe
-from recipe_lib.config import LoraConfig, load_config
+from recipe_lib.cli.recipes import load_run_config
+from recipe_lib.config import LoraConfig
 from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -114,12 +114,6 @@ def find_run(name: str) -> Path | None:
     ):
         return folder.absolute().parent
     return None
-
-
-def load_run_config(folder: Path, recipe: str | None) -> Any:
-    """Return the config of a run. recipe: that it was made with; None: the one that it names."""
-    path = folder / CONFIG
-    return load_config(path, [], find_config_recipe(str(path), recipe).schema())
 
 
 def find_export(arguments: argparse.Namespace) -> ExportSource:
@@ -205,7 +199,7 @@ def _load_run_records(
         )
     if not (records / CONFIG).is_file():
         return None, None, None
-    return folder, load_run_config(records, arguments.recipe), records
+    return folder, load_run_config(records / CONFIG, arguments.recipe), records
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
