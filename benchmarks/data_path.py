@@ -88,7 +88,10 @@ def main() -> None:
     realdata = find_real_data("datasets/gsm8k").parents[1]
     if arguments.against:
         page = compare_with(
-            arguments.against.resolve(), realdata, arguments.rows, arguments.repeats
+            arguments.against.resolve(),
+            realdata=realdata,
+            rows=arguments.rows,
+            repeats=arguments.repeats,
         )
         print(page)
         if arguments.output:
@@ -105,7 +108,9 @@ def main() -> None:
         folder = Path(temporary_folder)
         write_rows(realdata, folder, arguments.rows)
         for side, python in pythons.items():
-            seconds, report = run_side(side, python, folder, arguments.repeats)
+            seconds, report = run_side(
+                side, python=python, folder=folder, repeats=arguments.repeats
+            )
             filled = report["tokens"] / report["packs"] / LENGTH
             lines.append(
                 f"| {names[side]} | {seconds['cold']:.1f} | {seconds['warm']:.1f} |"
@@ -159,7 +164,7 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
     for name, columns in (("messages alone", {}), ("with columns", COLUMNS)):
         with tempfile.TemporaryDirectory() as folder_name:
             folder = Path(folder_name)
-            write_rows(realdata, folder, rows, columns)
+            write_rows(realdata, folder=folder, rows=rows, columns=columns)
             tokenize = ["-m", "benchmarks.data_path", "--side", "ours", "--folder", folder_name]
             check = ["-m", "recipe_lib", "data", "check", *build_check_words(folder)]
             commands = {"tokenize, mask and pack": tokenize, "`tune data check`": check}

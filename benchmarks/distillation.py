@@ -55,7 +55,9 @@ def main() -> None:
         write_rows(path, arguments.rows, share)
         for kind in (LABELS, *arguments.kinds):
             for seed in arguments.seeds:
-                overrides = build_student_overrides(kind, seed, arguments.epochs, teacher)
+                overrides = build_student_overrides(
+                    kind, seed=seed, epochs=arguments.epochs, teacher=teacher
+                )
                 name = f"{arguments.rows} {arguments.epochs} {share:g} {kind} {seed}"
                 run = train(
                     "distill_distributed",

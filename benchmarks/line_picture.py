@@ -70,8 +70,8 @@ def draw_picture(picture: Picture) -> str:
     right = max(x for x, _ in points)
     x_ticks = picture.marks or [(value, f"{value:g}") for value in compute_ticks(left, right, 8)]
     y_ticks = [(value, f"{value:g}") for value in compute_ticks(low, high, 8)]
-    chart.x = Scale(picture.x, left, right, x_ticks)
-    chart.y = Scale(picture.y, low, high, y_ticks)
+    chart.x = Scale(picture.x, low=left, high=right, ticks=x_ticks)
+    chart.y = Scale(picture.y, low=low, high=high, ticks=y_ticks)
     if picture.limit is not None:
         y = chart.compute_y(picture.limit[0])
         chart.put("line", "limit", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)

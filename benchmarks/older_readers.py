@@ -134,9 +134,9 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
     load_weights(ours, spec, folder / "theirs")
     export_model(
         ours,
-        spec,
-        config,
-        folder / "ours",
+        spec=spec,
+        source_config=config,
+        out=folder / "ours",
         tokenizer_folder=None,
         max_shard_bytes=2**30,
         world=SingleRank(),

@@ -221,11 +221,13 @@ def build_tables(betas: list[float], steps: int, every: int) -> list[list[str]]:
     A row has the kind and its bytes, then a cell for the steps of each pattern, then one for its
     second moments.
     """
-    exact = list(run_steps(replace(BASE, betas=betas), torch.float64, steps, every))
+    exact = list(
+        run_steps(replace(BASE, betas=betas), dtype=torch.float64, steps=steps, every=every)
+    )
     rows = []
     for kind in KINDS:
         cfg = replace(BASE, betas=betas, **kind.settings)
-        observed = list(run_steps(cfg, DTYPES[kind.dtype], steps, every))
+        observed = list(run_steps(cfg, dtype=DTYPES[kind.dtype], steps=steps, every=every))
         cells = [kind.format_label(), f"{kind.count_bytes_per_parameter():.3g}"]
         for name in ("update", "exp_avg_sq"):
             for pattern in PATTERNS:

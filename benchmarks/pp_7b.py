@@ -79,7 +79,7 @@ def simulate_peak(
         recipe = load_module(RecipeFile.find(RECIPE).path).FullFinetune
     else:
         recipe = make_recipe_class(attached=kind == BEFORE)
-    trace = simulate_rank(recipe, cfg, settings, rank, traced=COUNT).trace
+    trace = simulate_rank(recipe, cfg=cfg, settings=settings, rank=rank, traced=COUNT).trace
     storages = [trace.storages[number] for number in trace.list_alive_at_peak(STEADY)]
     held_bytes = sum(storage.bytes for storage in storages if storage.kind in _HELD)
     return trace.find_active_peaks()[STEADY], held_bytes
@@ -135,7 +135,9 @@ def format_section(version: str) -> str:
     for mode in MODES:
         rows = []
         for schedule in SCHEDULES:
-            rows += [_build_row(peaks, schedule, mode, rank) for rank in range(RANKS)]
+            rows += [
+                _build_row(peaks, schedule=schedule, mode=mode, rank=rank) for rank in range(RANKS)
+            ]
         tables.append(f"### Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
         shares[mode] = " and ".join(cells[-1] for cells in rows if cells[-1])
     logits = TOKENS * 32000 * 2 / GIB

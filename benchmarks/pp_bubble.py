@@ -107,7 +107,9 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
             make_sleep(model, seconds)
             times.append(
                 [
-                    _time_step(pipeline, model, make_micro_batches(count), seconds)
+                    _time_step(
+                        pipeline, model=model, batches=make_micro_batches(count), seconds=seconds
+                    )
                     for _ in range(STEPS)
                 ]
             )
@@ -199,11 +201,13 @@ def build_page(count: int, seconds: float) -> tuple[str, bool]:
     lines = [f"{head} | to 1F1B |", "| --- " * 8 + "|"]
     good = True
     for ranks in RANKS:
-        measured = measure_bubbles(list(SCHEDULES), ranks, count, seconds)
+        measured = measure_bubbles(list(SCHEDULES), ranks=ranks, count=count, seconds=seconds)
         for schedule, bubble in measured.items():
             parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
             stages_per_rank = count_stages_per_rank(parallel)
-            theory = compute_theoretical_bubble(schedule, ranks, count, stages_per_rank)
+            theory = compute_theoretical_bubble(
+                schedule, ranks=ranks, micro_batches=count, stages_per_rank=stages_per_rank
+            )
             assert theory is not None
             good &= abs(bubble / theory - 1) <= ALLOWED
             good &= bubble < measured[ONE_STAGE] or not SCHEDULES[schedule].splits

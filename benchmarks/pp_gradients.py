@@ -156,7 +156,7 @@ def _run_ours(situation: Situation, schedule: str) -> GradientErrors:
         assert pipeline is not None
         _freeze(model, situation)
         apply_activation_checkpointing(model, situation.checkpointing)
-        shard_model(model, cfg.parallel, cfg.memory, world)
+        shard_model(model, parallel=cfg.parallel, memory=cfg.memory, world=world)
         materialize(model, cfg.memory, world.device)
         init_weights(model, 1, SPEC)
         for batch in pipeline.train(_build_rows(world)):
@@ -175,9 +175,17 @@ def _run_stock(situation: Situation, schedule: str) -> GradientErrors:
         modules = []
         stages = []
         for stage in rank_stages:
-            module = _build_stage(situation, stage, num_stages, world)
+            module = _build_stage(situation, stage=stage, num_stages=num_stages, world=world)
             modules.append(module)
-            stages.append(PipelineStage(module, stage, num_stages, world.device, group=group))
+            stages.append(
+                PipelineStage(
+                    module,
+                    stage_index=stage,
+                    num_stages=num_stages,
+                    device=world.device,
+                    group=group,
+                )
+            )
         runtime = SCHEDULE_CLASSES[schedule](
             stages[0] if schedule == "1f1b" else stages,
             n_microbatches=COUNT,
@@ -202,7 +210,7 @@ def _build_stage(situation: Situation, stage: int, num_stages: int, world: World
     stage_layers = LAYERS // num_stages
     layers = range(stage * stage_layers, (stage + 1) * stage_layers)
     model = build_meta(SPEC, torch.float64)
-    part = StockStage(model, layers, stage, num_stages)
+    part = StockStage(model, layers=layers, stage=stage, stages=num_stages)
     _freeze(model, situation)
     apply_activation_checkpointing(model, situation.checkpointing)
     model.to_empty(device="cpu")

@@ -66,7 +66,7 @@ def _run_rank() -> list[list[dict[str, Any]]]:
     for schedule, mode in JOBS:
         cfg = build_config(schedule, RANKS, COUNT, mode)
         ours = run_ours(cfg, spec, COUNT, peaks=True).as_dict()
-        stock = run_stock(cfg, spec, COUNT, dist.get_rank()).as_dict()
+        stock = run_stock(cfg, spec=spec, count=COUNT, rank=dist.get_rank()).as_dict()
         steps.append([ours, stock])
     return steps
 
@@ -76,14 +76,14 @@ def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
     schedule, mode = job
     cfg = build_config(schedule, RANKS, COUNT, mode)
     spec = build_small_spec(LAYERS)
-    expected = compute_expected_held(cfg, spec, rank, COUNT)
+    expected = compute_expected_held(cfg, spec=spec, rank=rank, count=COUNT)
     for (name, held), (expected_name, expected_held) in zip(ours["held"], expected, strict=True):
         if held != expected_held or name != expected_name:
             raise ValueError(
                 f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {expected_held} in"
                 " theory"
             )
-    return compute_expected_most(cfg, spec, rank, COUNT)
+    return compute_expected_most(cfg, spec=spec, rank=rank, count=COUNT)
 
 
 def _build_row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
@@ -127,7 +127,7 @@ def build_page() -> str:
                 continue
             for rank in range(RANKS):
                 ours, stock = steps[rank][number]
-                rows.append(_build_row(job, rank, ours, stock))
+                rows.append(_build_row(job, rank=rank, ours=ours, stock=stock))
                 print(mode, *rows[-1], flush=True)
         tables.append(f"## Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
     version = torch.__version__.partition("+")[0]

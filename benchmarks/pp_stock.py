@@ -67,7 +67,9 @@ class StockStage(nn.Module):
         shape = hidden.shape[:2]
         if self.is_first:
             hidden = trunk.embed_tokens(hidden)
-        hidden = trunk.run_layers(hidden, shape, None, None, layers=self.layers)
+        hidden = trunk.run_layers(
+            hidden, shape=shape, positions=None, info=None, layers=self.layers
+        )
         return F.linear(trunk.norm(hidden), self.model.lm_head.weight) if self.is_last else hidden
 
 
@@ -78,10 +80,12 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     """
     num_stages = count_stages(cfg.parallel)
     rank_stages = list_rank_stages(cfg.parallel, rank)
-    modules = [_build_stage(cfg, spec, stage, num_stages) for stage in rank_stages]
+    modules = [
+        _build_stage(cfg, spec=spec, stage=stage, num_stages=num_stages) for stage in rank_stages
+    ]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     stages = [
-        PipelineStage(module, stage, num_stages, torch.device("cpu"))
+        PipelineStage(module, stage_index=stage, num_stages=num_stages, device=torch.device("cpu"))
         for stage, module in zip(rank_stages, modules, strict=True)
     ]
     takes_one_stage = cfg.parallel.pipeline_schedule in ("gpipe", "1f1b")
@@ -123,7 +127,7 @@ def _build_stage(
     stage_layers = spec.num_layers // num_stages
     layers = range(stage * stage_layers, (stage + 1) * stage_layers)
     model = build_meta(spec, torch.float32)
-    part = StockStage(model, layers, stage, num_stages)
+    part = StockStage(model, layers=layers, stage=stage, stages=num_stages)
     apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
     model.to_empty(device="cpu")
     init_weights(model, 1, spec)

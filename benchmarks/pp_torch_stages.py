@@ -74,7 +74,7 @@ class _TorchStages:
         stage_layers = self.spec.num_layers // num_stages
         layers = range(stage * stage_layers, (stage + 1) * stage_layers)
         model = build_meta(self.spec, DTYPES[self.cfg.dtype])
-        module = StockStage(model, layers, stage, num_stages)
+        module = StockStage(model, layers=layers, stage=stage, stages=num_stages)
         apply_activation_checkpointing(model, self.cfg.memory.activation_checkpointing)
         module.to_empty(device=self.device)
         return module
@@ -92,9 +92,9 @@ class _TorchStages:
 
         return PipelineStage(
             module,
-            stage,
-            num_stages,
-            self.device,
+            stage_index=stage,
+            num_stages=num_stages,
+            device=self.device,
             input_args=make_boundary(None if stage == 0 else self.spec.width),
             output_args=make_boundary(
                 self.spec.vocab_size if stage == num_stages - 1 else self.spec.width

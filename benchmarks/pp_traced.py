@@ -223,7 +223,9 @@ def compute_expected(
             last=stage == num_stages - 1,
             splits=SCHEDULES[cfg.parallel.pipeline_schedule].splits,
         )
-    return compute_live_bytes(order, cfg.parallel, sizes, count_boundary_bytes(), taken=taken)
+    return compute_live_bytes(
+        order, parallel=cfg.parallel, stages=sizes, boundary=count_boundary_bytes(), taken=taken
+    )
 
 
 def list_taken_sends(
@@ -232,7 +234,7 @@ def list_taken_sends(
     """Return a rank's actions, and when the driver lets go of what it sends (see `find_taken`)."""
     orders = add_transfers(compute_orders(cfg.parallel, count), cfg.parallel)
     timeline = simulate(orders, cfg.parallel, lambda action: UNITS[action.kind])
-    return orders[rank], find_taken(timeline, orders[rank], rank, cfg.parallel)
+    return orders[rank], find_taken(timeline, order=orders[rank], rank=rank, parallel=cfg.parallel)
 
 
 def sum_live(live: Live) -> int:
@@ -247,7 +249,7 @@ def compute_expected_held(
     _, taken = list_taken_sends(cfg, rank, count)
     sends_gone = Counter(taken.values())
     held = []
-    for number, live in enumerate(compute_expected(cfg, spec, rank, count)):
+    for number, live in enumerate(compute_expected(cfg, spec=spec, rank=rank, count=count)):
         # The next action begins by letting go of the sends that are done by then.
         gone = sends_gone[number + 1] * count_boundary_bytes()
         held.append((str(live.action), sum_live(live) - gone))
@@ -258,8 +260,10 @@ def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int,
     """Return the most bytes that are alive at once, during an action or after it."""
     work = compute_work_bytes(cfg, spec)
     before = most = 0
-    lives = compute_expected(cfg, spec, rank, count)
-    for live, (_, held) in zip(lives, compute_expected_held(cfg, spec, rank, count), strict=True):
+    lives = compute_expected(cfg, spec=spec, rank=rank, count=count)
+    for live, (_, held) in zip(
+        lives, compute_expected_held(cfg, spec=spec, rank=rank, count=count), strict=True
+    ):
         needs = work[live.action.stage].get(live.action.kind, 0)
         most = max(most, before + needs, sum_live(live))
         before = held
@@ -325,7 +329,9 @@ class _StageWork:
             gradient = None if last else torch.zeros(shape)
             before = self._begin()
             hidden = model.model.embed_tokens(batch.tokens) if received is None else received
-            hidden = model.model.run_layers(hidden, batch.tokens.shape, None, None, layers=layers)
+            hidden = model.model.run_layers(
+                hidden, shape=batch.tokens.shape, positions=None, info=None, layers=layers
+            )
             graph = get_gradient_edge(hidden)
             hidden = hidden.detach().requires_grad_() if last else hidden.detach()
             forward = self._storages.most - before

@@ -60,9 +60,14 @@ FINE_TUNED = (
     "batch_size=8",
 )
 SETUPS = (
-    Setup("stories260K-hf, fine-tuned", 4, 200, FINE_TUNED),
-    Setup("demo/0.5M", 32, 600),
-    Setup("benchmarks/qat_model.json", 128, 500, ("model.preset=benchmarks/qat_model.json",)),
+    Setup("stories260K-hf, fine-tuned", group=4, steps=200, overrides=FINE_TUNED),
+    Setup("demo/0.5M", group=32, steps=600),
+    Setup(
+        "benchmarks/qat_model.json",
+        group=128,
+        steps=500,
+        overrides=("model.preset=benchmarks/qat_model.json",),
+    ),
 )
 
 PAGE = """# Quantization-aware training, held-out losses

@@ -136,7 +136,12 @@ def run_both(folder: Path, steps: int) -> tuple[list[tuple[TimedStep, TimedStep]
             model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         loop = training.TrainingLoop(
-            cfg, world, recipe.model, recipe.optimizer, recipe.data, done=0
+            cfg,
+            world=world,
+            model=recipe.model,
+            optimizer=recipe.optimizer,
+            data=recipe.data,
+            done=0,
         )
         with loop:
             data = loop.steps()
@@ -146,7 +151,7 @@ def run_both(folder: Path, steps: int) -> tuple[list[tuple[TimedStep, TimedStep]
                 batches = next(data)
                 data_seconds = time.perf_counter() - began
                 lr = schedule(loop.step)
-                bare = run_bare_step(model, optimizer, batches, cfg, lr)
+                bare = run_bare_step(model, optimizer=optimizer, batches=batches, cfg=cfg, lr=lr)
                 began = time.perf_counter()
                 training.set_learning_rate(recipe.optimizer, lr)
                 step = recipe.train_step(batches)

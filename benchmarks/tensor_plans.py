@@ -167,7 +167,7 @@ def _examine_plan(name: str, tokens: bool) -> Row:
             ]
             row.note = max(reasons, key=reasons.count, default="no axis")
         return row
-    return _certify(row, model, plan, inputs)
+    return _certify(row, model=model, plan=plan, inputs=inputs)
 
 
 def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> Row:
@@ -199,9 +199,9 @@ def measure_errors(
     In float64, or in float32 where a forward is not written for more.
     """
     try:
-        return measure_rank_errors(model.double(), plan, SIZE, inputs)
+        return measure_rank_errors(model.double(), plan=plan, size=SIZE, inputs=inputs)
     except (RuntimeError, ValueError, TypeError):
-        return measure_rank_errors(model.float(), plan, SIZE, inputs)
+        return measure_rank_errors(model.float(), plan=plan, size=SIZE, inputs=inputs)
 
 
 def compute_cut_share(plan: ShardingPlan) -> float:

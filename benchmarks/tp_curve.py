@@ -80,7 +80,7 @@ def train_losses(
 
 
 def _train_each(rows: Tensor, steps: int, ranks: int, runs: Sequence[Run]) -> list[list[float]]:
-    return [_train(rows, steps, ranks, run) for run in runs]
+    return [_train(rows, steps=steps, ranks=ranks, run=run) for run in runs]
 
 
 def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
@@ -106,7 +106,9 @@ def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
                 micro_loss.backward()
                 loss += micro_loss.detach()
             all_reduce_gradients(model, divided, world)
-            clip_grad_norm(model.parameters(), 1.0, world, divided, None)
+            clip_grad_norm(
+                model.parameters(), max_norm=1.0, world=world, parallel=divided, earlier=None
+            )
             for group in optimizer.param_groups:
                 group["lr"] = _compute_rate(step, steps)
             optimizer.step()

@@ -416,7 +416,7 @@ def _train_curves(path: Path) -> list[list[str]]:
     }
     alone = tp_curve.train_losses(rows, steps, 1)[0]
     curves = {"one process": alone}
-    shared = tp_curve.train_losses(rows, steps, ranks, list(runs.values()))
+    shared = tp_curve.train_losses(rows, steps=steps, ranks=ranks, runs=list(runs.values()))
     curves |= dict(zip(runs, shared, strict=True))
     table = []
     for name, curve in curves.items():

@@ -128,7 +128,7 @@ class _StandingSums(GradientAccumulation):
 
     @torch.no_grad()
     def finish(self) -> None:
-        self._done = True
+        self._is_finished = True
         for parameter, total in self._standing.items():
             parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
             total.zero_()
@@ -235,17 +235,17 @@ def _make_summing_clip(clip: Any) -> Any:
     These are the gradients of replicated norms.
     """
 
-    def clip_after_sum(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
+    def clip_after_sum(parameters: Iterable[nn.Parameter], **kwargs: Any) -> Tensor:
         parameters = list(parameters)
         for parameter in parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        return clip(parameters, *args)  # type: ignore[no-any-return]
+        return clip(parameters, **kwargs)  # type: ignore[no-any-return]
 
     return clip_after_sum
 
 
-def _run_layer_on_row(layer: DecoderLayer, hidden: Tensor, *args: Any) -> Tensor:
+def _run_layer_on_row(layer: DecoderLayer, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a layer, which takes `[b, s, d]`, on one sequence's `[n, d]`."""
-    return DecoderLayer.forward(layer, hidden.unsqueeze(0), *args).squeeze(0)
+    return DecoderLayer.forward(layer, hidden.unsqueeze(0), *args, **kwargs).squeeze(0)

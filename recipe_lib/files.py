@@ -391,19 +391,15 @@ def exchange_folders(temporary: Path, final: Path) -> Path:
     return old
 
 
-def list_replaced(root: Path, name: str) -> list[Path]:
-    """Return what an exchange in two operations left of the folder `name`.
+def restore_replaced(root: Path, name: str) -> None:
+    """Give the former folder its name again, if nothing has it; else remove it.
 
-    There is such a folder if a process ended in between, or after it.
+    There is one if a process ended within an exchange in two operations, or after it.
     """
-    return sorted(
+    leftovers = (
         path for path in root.glob(f".{name}.*") if is_temporary(path, name, REPLACED_SUFFIX)
     )
-
-
-def restore_replaced(root: Path, name: str) -> None:
-    """Give the former folder its name again, if nothing has it; else remove it."""
-    for old in list_replaced(root, name):
+    for old in sorted(leftovers):
         if (root / name).exists():
             remove_temporary(old)  # it was replaced
         else:

@@ -39,14 +39,15 @@ from recipe_lib.config import parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, run_for_exit_code
 from recipe_lib.methods.distill.config import DistillFinetuneConfig
-from recipe_lib.methods.distill.loss import compute_distillation_means, validate_distillation
-from recipe_lib.methods.distill.teacher import (
+from recipe_lib.methods.distill.loss import (
     build_teacher,
     check_same_ids,
+    compute_distillation_means,
     compute_teacher_states,
     describe_teacher,
     load_teacher,
     resolve_teacher,
+    validate_distillation,
 )
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.distillation import Distillation, Divergence

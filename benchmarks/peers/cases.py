@@ -1,5 +1,6 @@
-"""Which runs are compared, which sides take part in them, and what each side's environment is made
-of.
+"""The compared runs, the sides that take part in them, and what each side's environment is made of.
+
+`gpu_peers.py` runs `list_cases` with every one of `SIDES`; `report.py` judges them.
 """
 
 from collections.abc import Sequence
@@ -26,21 +27,19 @@ PACKAGES: dict[str, Sequence[Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class PeerCase:
-    """A run in no tool's words: every side trains the same rows in the same order, all tokens, from
-    the same start.
+    """A run in no tool's words.
 
-    method: `full`, `lora` or `qlora`. checkpointing: `none`, or `full` (each layer's input is
-    kept). lr: constant. warmup: steps whose time is not counted. preset: file in this folder, the
-    shape of a model of the case's own with random weights.
+    Every side trains the same rows in the same order, all tokens, from the same start.
     """
 
-    method: str
-    sequence: int
+    method: str  # `full`, `lora` or `qlora`
+    sequence: int  # tokens
     batch_size: int
-    checkpointing: str
-    lr: float
+    checkpointing: str  # `none`, or `full` (each layer's input is kept)
+    lr: float  # constant
     steps: int = 20
-    warmup: int = 8
+    warmup: int = 8  # steps whose time is not counted
+    # File in this folder: the shape of a model of the case's own with random weights.
     preset: str = ""
 
     @property
@@ -56,23 +55,24 @@ class PeerCase:
 
 @dataclass(frozen=True)
 class Side:
-    """A tool as one column. told: its documented way, in a sentence. gpu: it needs one."""
+    """A tool as one column."""
 
     name: str
     tool: str
-    told: str
+    told: str  # its documented way, in a sentence
     compiled: bool = False
-    liger: bool = False
-    gpu: bool = False
+    liger: bool = False  # with the Liger kernels
+    gpu: bool = False  # it needs one
 
     @property
     def script(self) -> str:
         """Return the file in `scripts` that runs it."""
-        return {
+        scripts = {
             "ours": "run_ours.py",
             "transformers": "run_transformers.py",
             "torchtune": "run_torchtune.py",
-        }.get(self.tool, "run_trl.py")
+        }
+        return scripts.get(self.tool, "run_trl.py")
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -81,17 +81,16 @@ class Side:
             return ("torch", "torchao")
         if self.tool == "torchtune":
             return ("torch", "torchao", "torchtune")
-        kernels = ("liger-kernel",) if self.liger else ()
-        tool = (
-            ()
-            if self.tool == "transformers"
-            else ("trl",)
-            if self.tool == "trl"
-            else ("trl", "unsloth")
-        )
-        return ("torch", "transformers", "accelerate", "peft", "bitsandbytes", *kernels, *tool)
+        packages = ["torch", "transformers", "accelerate", "peft", "bitsandbytes"]
+        if self.liger:
+            packages.append("liger-kernel")
+        if self.tool != "transformers":
+            packages.append("trl")
+        if self.tool == "unsloth":
+            packages.append("unsloth")
+        return tuple(packages)
 
-    def modules(self, case: PeerCase) -> tuple[str, ...]:
+    def list_modules(self, case: PeerCase) -> tuple[str, ...]:
         """Return what its environment has to import for a case.
 
         Unsloth comes first, which patches the others.
@@ -100,26 +99,59 @@ class Side:
             return ("recipe_lib",)
         if self.tool == "torchtune":
             return ("torchtune",)
-        peft = ("peft",) if case.method != "full" else ()
-        bits = ("bitsandbytes",) if case.method == "qlora" else ()
-        liger = ("liger_kernel",) if self.liger else ()
-        tool = () if self.tool == "transformers" else ("trl",)
-        first = ("unsloth",) if self.tool == "unsloth" else ()
-        return (*first, "transformers", "accelerate", *tool, *peft, *bits, *liger)
+        modules = ["unsloth"] if self.tool == "unsloth" else []
+        modules += ["transformers", "accelerate"]
+        if self.tool != "transformers":
+            modules.append("trl")
+        if case.method != "full":
+            modules.append("peft")
+        if case.method == "qlora":
+            modules.append("bitsandbytes")
+        if self.liger:
+            modules.append("liger_kernel")
+        return tuple(modules)
 
 
 _TRAINER = "weights and states in the type of the run, without autocast, fused AdamW, SDPA"
 _TUNE = "its chunked loss, fused AdamW; rows, logger and the adapter's start are components of ours"
 SIDES = (
-    Side(OURS, OURS, "`tune run RECIPE --config FILE`, fused AdamW, the loss in 16 chunks, as in the shipped configs"),
+    Side(
+        OURS,
+        OURS,
+        "`tune run RECIPE --config FILE`, fused AdamW, the loss in 16 chunks, as in the shipped"
+        " configs",
+    ),
     Side("ours-compiled", OURS, "the same with `compile=true`", compiled=True, gpu=True),
-    Side("transformers", "transformers", f"`Trainer`; adapters by PEFT, four bits by bitsandbytes; {_TRAINER}"),
-    Side("transformers-liger", "transformers", "the same with `use_liger_kernel`", liger=True, gpu=True),
-    Side("trl", "trl", f"`SFTTrainer` on rows of ids, packing strategy `wrapped`; the model as above; {_TRAINER}"),
-    Side("torchtune", "torchtune", f"`tune run {{full,lora}}_finetune_single_device --config FILE`; {_TUNE}"),
+    Side(
+        "transformers",
+        "transformers",
+        f"`Trainer`; adapters by PEFT, four bits by bitsandbytes; {_TRAINER}",
+    ),
+    Side(
+        "transformers-liger",
+        "transformers",
+        "the same with `use_liger_kernel`",
+        liger=True,
+        gpu=True,
+    ),
+    Side(
+        "trl",
+        "trl",
+        f"`SFTTrainer` on rows of ids, packing strategy `wrapped`; the model as above; {_TRAINER}",
+    ),
+    Side(
+        "torchtune",
+        "torchtune",
+        f"`tune run {{full,lora}}_finetune_single_device --config FILE`; {_TUNE}",
+    ),
     Side("torchtune-compiled", "torchtune", "the same with its `compile`", compiled=True, gpu=True),
-    Side("unsloth", "unsloth", "`FastLanguageModel` under `SFTTrainer`, its own checkpointing", gpu=True),
-)  # fmt: skip
+    Side(
+        "unsloth",
+        "unsloth",
+        "`FastLanguageModel` under `SFTTrainer`, its own checkpointing",
+        gpu=True,
+    ),
+)
 TOOLS = tuple(dict.fromkeys(side.tool for side in SIDES))
 
 

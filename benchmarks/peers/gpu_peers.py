@@ -83,8 +83,8 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
     repeats = options.repeats or (3 if gpu else 1)
-    wanted = [case for case in list_cases(gpu) if not options.cases or case.name in options.cases]
-    if not wanted:
+    cases = [case for case in list_cases(gpu) if not options.cases or case.name in options.cases]
+    if not cases:
         known = ", ".join(case.name for case in list_cases(gpu))
         raise ConfigError(
             f"--cases {','.join(options.cases)}: there are none of these here, expected some of"
@@ -95,22 +95,32 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
         "kind": "Head to head" if gpu else "Head to head, dry run on a CPU: no time was measured",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": format_command(argv),
-        "device": device, "dtype": "bf16" if gpu else "fp32", "repeats": repeats, "cases": [],
+        "device": device,
+        "dtype": "bf16" if gpu else "fp32",
+        "repeats": repeats,
+        "cases": [],
         "matmul": run_apart(measure_matmul, 60).get("flop_per_second") if gpu else None,
         "versions": {side.name: read_versions(side, options.environments) for side in sides},
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         work = (options.work or Path(folder)).resolve()
         report["model"] = options.model or ("llama3/8B" if gpu else "demo/0.5M")
         if options.keep:
             path = options.output / format_file_name(device, ".json")
-            report["cases"] += read_earlier_cases(path, [case.name for case in wanted])
-        for case in wanted:
+            report["cases"] += read_earlier_cases(path, [case.name for case in cases])
+        for case in cases:
             ground = make_ground(case.own_model or report["model"], work, report["dtype"])
             entry = build_case_entry(case, ground)
             report["cases"].append(entry)
             for side, result in run_in_turns(
-                case, sides, repeats, options, ground, work, gpu, started
+                case,
+                sides=sides,
+                repeats=repeats,
+                options=options,
+                ground=ground,
+                work=work,
+                gpu=gpu,
+                started=started,
             ):
                 entry["results"][side.name] = result
                 judge(entry, ground["model"], report)
@@ -194,9 +204,9 @@ def install(folder: Path, name: str) -> None:
 
 def format_command(argv: list[str]) -> str:
     """Return the command line, without where its files go."""
-    places = {at for at, word in enumerate(argv) if word in ("--output", "--work")}
-    kept = [word for at, word in enumerate(argv) if not {at, at - 1} & places]
-    return " ".join(["python benchmarks/gpu_check.py peers", *kept])
+    options = {at for at, word in enumerate(argv) if word in ("--output", "--work")}
+    words = [word for at, word in enumerate(argv) if not {at, at - 1} & options]
+    return " ".join(["python benchmarks/gpu_check.py peers", *words])
 
 
 # What all sides are given
@@ -210,15 +220,15 @@ def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
     UserError.
     """
     folder = Path(model).resolve()
-    config, told = read_preset_config(model), folder.name
+    config = read_preset_config(model)
+    description = folder.name
     if config["model_type"] != "llama":
         raise ConfigError(
             f"--model {model}: found {config['model_type']}, expected a Llama, which all tools have"
         )
     if not folder.is_dir():
-        told = (
-            f"the shape of {Path(model).name if model.endswith('.json') else model}, random weights"
-        )
+        shape = Path(model).name if model.endswith(".json") else model
+        description = f"the shape of {shape}, random weights"
         folder = work / f"{Path(model).name}-{dtype}"
         make = functools.partial(
             make_model, model, folder, torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -229,14 +239,16 @@ def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
                 f"--model {model}: its random weights could not be made: {failed}; look at {folder}"
             )
     size = build_spec(config, model).vocab_size
-    parts = {name: work / f"{name}-{folder.name}" for name in ("adapter", "tokenizer")}
-    make_adapter(folder, parts["adapter"])
-    make_tokenizer(size, parts["tokenizer"])
+    adapter = work / f"adapter-{folder.name}"
+    tokenizer = work / f"tokenizer-{folder.name}"
+    make_adapter(folder, adapter)
+    make_tokenizer(size, tokenizer)
     return {
-        "told": told,
+        "told": description,
         "size": size,
         "model": str(folder),
-        **{name: str(path) for name, path in parts.items()},
+        "adapter": str(adapter),
+        "tokenizer": str(tokenizer),
     }
 
 
@@ -256,19 +268,17 @@ def build_environment(gpu: bool) -> dict[str, str]:
     No network, no plan beside our run; without a GPU one thread, so that sums have one order; else
     one GPU, since some tools take all that they see.
     """
-    own = {
+    variables = ENVIRONMENT | {
         "PYTHONPATH": str(REPOSITORY),
         "TUNE_PLAN": "off",
         "ACCELERATE_USE_CPU": str(not gpu).lower(),
     }
-    if not gpu:
-        return ENVIRONMENT | own
-    kept = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
-    return (
-        kept
-        | own
-        | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-    )
+    if gpu:
+        del variables["OMP_NUM_THREADS"]
+        # One, since some tools take all that they see.
+        visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        variables["CUDA_VISIBLE_DEVICES"] = visible_gpus.split(",")[0]
+    return variables
 
 
 def read_versions(side: Side, environments: Path) -> dict[str, str]:
@@ -292,7 +302,7 @@ def explain_absence(side: Side, case: PeerCase, environments: Path, gpu: bool) -
     python = find_python(side, environments)
     if not Path(python).exists():
         return f"not run: no environment {ENVIRONMENTS[side.tool]}"
-    return _find_import_faults(python, side.modules(case), gpu)
+    return _find_import_faults(python, side.list_modules(case), gpu)
 
 
 @functools.cache
@@ -308,18 +318,22 @@ def explain_end(result: Result) -> str:
     if "OutOfMemoryError" in result.text or "out of memory" in result.text.lower():
         return "out of memory"
     lines = [line.strip() for _, line in result.lines if line.strip()]
-    named = (
-        [line for line in lines if "Error" in line.split(" ")[0]]
-        or lines
-        or [f"ended with {result.code}"]
-    )
-    return named[-1][:200].replace("|", "/")
+    error_lines = [line for line in lines if "Error" in line.split(" ")[0]]
+    reasons = error_lines or lines or [f"ended with {result.code}"]
+    return reasons[-1][:200].replace("|", "/")
 
 
 def run_in_turns(
-    case: PeerCase, sides: list[Side], repeats: int, options: argparse.Namespace, ground: Mapping[str, Any],
-    work: Path, gpu: bool, started: float,
-) -> Iterator[tuple[Side, dict[str, Any]]]:  # fmt: skip
+    case: PeerCase,
+    *,
+    sides: list[Side],
+    repeats: int,
+    options: argparse.Namespace,
+    ground: Mapping[str, Any],
+    work: Path,
+    gpu: bool,
+    started: float,
+) -> Iterator[tuple[Side, dict[str, Any]]]:
     """Yield each side's result so far after each of its runs.
 
     All sides run once, then all of them again.
@@ -330,22 +344,20 @@ def run_in_turns(
         for side in sides:
             result = results.setdefault(side.name, {"runs": []})
             if repeat == 0:
-                why = explain_absence(side, case, options.environments, gpu)
-                if why:
-                    result["absent"] = why
+                reason = explain_absence(side, case, options.environments, gpu)
+                if reason:
+                    result["absent"] = reason
             if "absent" not in result:
-                left = options.minutes * 60 - (time.monotonic() - started)
+                seconds_left = options.minutes * 60 - (time.monotonic() - started)
                 folder = work / case.name / side.name
                 task = {**ground, **rows, **build_settings(case, side, gpu, folder)}
-                found = (
-                    {"failed": "no time left"}
-                    if left < 5
-                    else run_side(side, task, options.environments, left)
-                )
-                result["runs"].append(found)
-            said = result.get("absent") or result["runs"][-1].get("failed") or "done"
+                run_record = {"failed": "no time left"}
+                if seconds_left >= 5:
+                    run_record = run_side(side, task, options.environments, seconds_left)
+                result["runs"].append(run_record)
+            end = result.get("absent") or result["runs"][-1].get("failed") or "done"
             print(
-                f"{time.monotonic() - started:5.0f} s  {case.name}, {side.name}: {said}", flush=True
+                f"{time.monotonic() - started:5.0f} s  {case.name}, {side.name}: {end}", flush=True
             )
             yield side, result
 
@@ -353,15 +365,27 @@ def run_in_turns(
 def build_settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[str, Any]:
     """Return the rest of a task: see peers/scripts."""
     return {
-        "method": case.method, "sequence": case.sequence, "batch_size": case.batch_size, "steps": case.steps,
-        "checkpointing": case.checkpointing, "lr": case.lr, "rank": RANK, "alpha": ALPHA,
-        "dtype": "bf16" if gpu else "fp32", "device": "cuda" if gpu else "cpu",
-        "compiled": side.compiled, "liger": side.liger, "unsloth": side.tool == "unsloth",
-        "folder": str(folder), "output": str(folder / "record.json"),
-    }  # fmt: skip
+        "method": case.method,
+        "sequence": case.sequence,
+        "batch_size": case.batch_size,
+        "steps": case.steps,
+        "checkpointing": case.checkpointing,
+        "lr": case.lr,
+        "rank": RANK,
+        "alpha": ALPHA,
+        "dtype": "bf16" if gpu else "fp32",
+        "device": "cuda" if gpu else "cpu",
+        "compiled": side.compiled,
+        "liger": side.liger,
+        "unsloth": side.tool == "unsloth",
+        "folder": str(folder),
+        "output": str(folder / "record.json"),
+    }
 
 
-def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) -> dict[str, Any]:
+def run_side(
+    side: Side, task: dict[str, Any], environments: Path, seconds_left: float
+) -> dict[str, Any]:
     """Run a side once, and return its record, or why there is none."""
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -375,28 +399,30 @@ def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) 
     ]
     gpu = task["device"] == "cuda"
     paths = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    result = run(command, folder, build_environment(gpu) | {"PATH": paths}, min(RUN_SECONDS, left))
+    result = run(
+        command,
+        folder=folder,
+        environment=build_environment(gpu) | {"PATH": paths},
+        limit=min(RUN_SECONDS, seconds_left),
+    )
     (folder / "log.txt").write_text(result.text, encoding="utf-8")
     if result.code != 0 or not output.exists():
         return {"failed": explain_end(result)}
-    found = dict(json.loads(output.read_text(encoding="utf-8")))
-    done = sum(
-        1
-        for pair in zip(found["losses"], found["grad_norms"], strict=True)
-        if all(map(math.isfinite, pair))
-    )
-    return (
-        found
-        if done == task["steps"]
-        else {"failed": f"{done} of {task['steps']} steps with finite numbers"}
-    )
+    record = dict(json.loads(output.read_text(encoding="utf-8")))
+    num_finite = 0
+    for loss, grad_norm in zip(record["losses"], record["grad_norms"], strict=True):
+        num_finite += math.isfinite(loss) and math.isfinite(grad_norm)
+    if num_finite != task["steps"]:
+        return {"failed": f"{num_finite} of {task['steps']} steps with finite numbers"}
+    return record
 
 
 def judge_report(report: dict[str, Any]) -> int:
     """Return 0 if every side that took part came to its end and did the same work, else 1."""
-    sound = True
     for entry in report["cases"]:
-        took_part = [result for result in entry["results"].values() if "absent" not in result]
-        sound &= all(len(list_good_runs(result)) == len(result["runs"]) for result in took_part)
-        sound &= all(found["equal"] is not False for found in entry["comparison"].values())
-    return 0 if sound else 1
+        for result in entry["results"].values():
+            if "absent" not in result and len(list_good_runs(result)) != len(result["runs"]):
+                return 1
+        if any(compared["equal"] is False for compared in entry["comparison"].values()):
+            return 1
+    return 0

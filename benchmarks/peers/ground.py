@@ -1,5 +1,6 @@
-"""What every side is given: a model folder, an adapter that begins at zero, rows of ids, a
-tokenizer of numbers.
+"""What every side is given: a model folder, an adapter that begins at zero, rows, a tokenizer.
+
+`gpu_peers.py` makes them once, so that all sides train the same from the same start.
 """
 
 import json
@@ -39,8 +40,8 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
     shards = _split_into_shards(
         {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     )
-    places: dict[str, str] = {}
-    size = 0
+    weight_map: dict[str, str] = {}  # file by name
+    total_bytes = 0
     for number, names in enumerate(shards, start=1):
         shard: dict[str, torch.Tensor] = {}
         for name in names:
@@ -48,25 +49,25 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
             if not name.endswith("norm.weight"):
                 values.normal_(0.0, spec.init_std, generator=generator)
             shard[name] = values.cpu()
-            size += values.nbytes
+            total_bytes += values.nbytes
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(names, file)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    index = {"metadata": {"total_size": size}, "weight_map": places}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
 def _split_into_shards(sizes: dict[str, int]) -> list[list[str]]:
     """Split the names, in order, into files of at most SHARD_BYTES."""
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_bytes = 0
     for name, size in sizes.items():
-        if shards[-1] and held + size > SHARD_BYTES:
+        if shards[-1] and shard_bytes + size > SHARD_BYTES:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        held += size
+        shard_bytes += size
     return shards
 
 
@@ -106,10 +107,20 @@ def make_tokenizer(size: int, folder: Path) -> None:
     """Make a tokenizer.json in which a token's text is its number: `17 93` is the ids 17 and 93."""
     folder.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {str(number): number for number in range(size)}, "unk_token": "0"},
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {str(number): number for number in range(size)},
+            "unk_token": "0",
+        },
+    }
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -121,11 +132,10 @@ def make_rows(case: PeerCase, size: int, folder: Path) -> dict[str, str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape = (case.steps * case.batch_size, case.sequence)
-    stream = np.random.Philox(key=2).random_raw(
-        math.prod(shape)
-    )  # the same for any version of numpy
-    drawn = (3 + stream % np.uint64(size - 3)).astype(np.int32).reshape(shape)
-    np.save(folder / "rows.npy", drawn)
-    lines = [json.dumps({"text": " ".join(map(str, row.tolist()))}) + "\n" for row in drawn]
+    # The raw stream is the same for any version of numpy.
+    stream = np.random.Philox(key=2).random_raw(math.prod(shape))
+    rows = (3 + stream % np.uint64(size - 3)).astype(np.int32).reshape(shape)
+    np.save(folder / "rows.npy", rows)
+    lines = [json.dumps({"text": " ".join(map(str, row.tolist()))}) + "\n" for row in rows]
     (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
     return {"rows": str(folder / "rows.npy"), "texts": str(folder / "rows.jsonl")}

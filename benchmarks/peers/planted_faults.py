@@ -56,12 +56,16 @@ def main(argv: list[str]) -> None:
         if not model.exists():
             make_model(arguments.model, model)
         for tool in tools:
-            for found in examine(
-                tool, work / tool.name, model, arguments.only, results.get(tool.name)
-            ):
-                results = _load_kept(arguments.results) | {
-                    tool.name: found
-                }  # another process may have written its tools
+            tool_results = examine(
+                tool,
+                work=work / tool.name,
+                model=model,
+                only=arguments.only,
+                before=results.get(tool.name),
+            )
+            for tool_result in tool_results:
+                # Read again: another process may have written its tools.
+                results = _load_kept(arguments.results) | {tool.name: tool_result}
                 ordered = {name: results[name] for name in sorted(results)}
                 text = json.dumps(ordered, indent=1, ensure_ascii=False) + "\n"
                 arguments.results.write_text(text, encoding="utf-8")
@@ -115,18 +119,22 @@ def examine(
 
     before: an earlier result, of which the rest is kept.
     """
-    started, load = time.monotonic(), os.getloadavg()[0]
+    started = time.monotonic()
+    load = os.getloadavg()[0]
     cells: dict[str, Any] = dict(before["cells"]) if before else {}
-    found: dict[str, Any] = {
-        "title": tool.title, "told": tool.told, "versions": tool.versions(),
+    tool_result: dict[str, Any] = {
+        "title": tool.title,
+        "told": tool.told,
+        "versions": tool.versions(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": datetime.date.today().isoformat(), "cells": cells,
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "cells": cells,
+    }
     try:
         sound, outcomes = load_sound_runs(tool, work, model)
     except Unfit as reason:
         print(f"{tool.name}: {reason}", flush=True)
-        yield found | {"unfit": str(reason)}
+        yield tool_result | {"unfit": str(reason)}
         return
     cells |= {name: outcome.to_json() for name, outcome in outcomes.items()}
     faults: list[Fault | Change] = [*FAULTS, *CHANGES]
@@ -135,14 +143,15 @@ def examine(
             continue
         outcome = run_one(fault, tool, work, model, sound)
         cells[fault.name] = outcome.to_json()
-        told = f"{outcome.line[:160]} {outcome.note[:160]}"
+        evidence = f"{outcome.line[:160]} {outcome.note[:160]}"
         print(
-            f"{tool.name:12} {fault.name:18} {outcome.outcome:17} {outcome.seconds:5.1f} s  {told}",
+            f"{tool.name:12} {fault.name:18} {outcome.outcome:17} {outcome.seconds:5.1f} s "
+            f" {evidence}",
             flush=True,
         )
-        found["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
-        found["seconds"] = round(time.monotonic() - started)
-        yield found
+        tool_result["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
+        tool_result["seconds"] = round(time.monotonic() - started)
+        yield tool_result
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The report of gpu_check.py peers: who did equal work, how fast and in how much memory, and
-whether goals are met.
+"""The report of gpu_check.py peers: equal work, speed, memory, and whether goals are met.
 
 A case's entry has `results` by side: `runs`, a list of records (`losses`, `grad_norms`, `marks`,
 bytes) or of {"failed": why}, or `absent`, why a side did not take part; and what `judge` makes of
@@ -22,7 +21,10 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.units import GIB
 
-SHARE_OF_MATMUL, LORA_TOKENS, OVER_PEERS = 0.5, 12_200, 1.1  # the goals
+# The goals.
+SHARE_OF_MATMUL = 0.5
+LORA_TOKENS = 12_200  # a second
+OVER_PEERS = 1.1  # times the speed of the fastest peer
 MIB = 2**20
 
 
@@ -33,14 +35,15 @@ def compute_relative_difference(ours: Sequence[float], other: Sequence[float]) -
     """
     if len(ours) != len(other) or not ours:
         return math.inf
-    return max(_describe_difference(a, b) for a, b in zip(other, ours, strict=True))
+    return max(_compute_difference(a, b) for a, b in zip(other, ours, strict=True))
 
 
-def _describe_difference(found: float, ours: float) -> float:
-    if found == ours:
+def _compute_difference(other: float, ours: float) -> float:
+    """Return the difference of two numbers, relative to ours; infinite for NaN."""
+    if other == ours:
         return 0.0
-    share = abs(found - ours) / abs(ours) if ours else math.inf
-    return math.inf if math.isnan(share) else share
+    relative = abs(other - ours) / abs(ours) if ours else math.inf
+    return math.inf if math.isnan(relative) else relative
 
 
 def list_good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -55,26 +58,30 @@ def compare(results: Mapping[str, Any], case: PeerCase, dtype: str) -> dict[str,
     where there is no number; and `equal`: both are within the tolerances, None without a run of
     ours.
     """
-    base = next(iter(list_good_runs(results.get(OURS, {}))), None)
+    our_run = next(iter(list_good_runs(results.get(OURS, {}))), None)
     loss_limit, norm_limit = choose_tolerances(case, dtype)
-    found: dict[str, dict[str, Any]] = {}
+    comparison: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         runs = list_good_runs(result)
         if not runs:
             continue
-        if base is None:
-            found[name] = {"loss": None, "grad_norm": None, "equal": None}
+        if our_run is None:
+            comparison[name] = {"loss": None, "grad_norm": None, "equal": None}
             continue
-        loss = max(compute_relative_difference(base["losses"], run["losses"]) for run in runs)
+        loss = max(compute_relative_difference(our_run["losses"], run["losses"]) for run in runs)
         norm = max(
-            compute_relative_difference(base["grad_norms"], run["grad_norms"]) for run in runs
+            compute_relative_difference(our_run["grad_norms"], run["grad_norms"]) for run in runs
         )
-        same = loss <= loss_limit and norm <= norm_limit
-        found[name] = {"loss": _is_finite(loss), "grad_norm": _is_finite(norm), "equal": same}
-    return found
+        comparison[name] = {
+            "loss": _drop_infinite(loss),
+            "grad_norm": _drop_infinite(norm),
+            "equal": loss <= loss_limit and norm <= norm_limit,
+        }
+    return comparison
 
 
-def _is_finite(value: float) -> float | None:
+def _drop_infinite(value: float) -> float | None:
+    """Return the value, or None if it is not finite: JSON has no such number."""
     return value if math.isfinite(value) else None
 
 
@@ -111,15 +118,16 @@ def compute_figures(
         add_adapters(shape, LoraConfig(rank=RANK, alpha=ALPHA), torch.bfloat16)
     settings = Case("speed", "", case.sequence, batch_size=case.batch_size)
     speed = measure_speed(settings, spec, shape, [seconds])
-    found = {
+    figures = {
         "seconds": seconds,
-        **{name: speed[name] for name in ("tokens_per_second", "flop_per_second")},
+        "tokens_per_second": speed["tokens_per_second"],
+        "flop_per_second": speed["flop_per_second"],
     }
     if matmul:
-        found["share"] = speed["flop_per_second"] / matmul
+        figures["share"] = speed["flop_per_second"] / matmul
     for kind in ("allocated", "reserved"):
-        found[kind] = max(run.get(kind, 0) for run in list_good_runs(result))
-    return found
+        figures[kind] = max(run.get(kind, 0) for run in list_good_runs(result))
+    return figures
 
 
 def format_goals(
@@ -130,13 +138,14 @@ def format_goals(
     measured: figures by side. equal: `compare` of each case, in the same order.
     """
     lines = []
-    for (case, sides), same in zip(measured, equal, strict=True):
-        ours = {name: found for name, found in sides.items() if name.startswith(OURS) and found}
-        peers = {
-            name: found
-            for name, found in sides.items()
-            if found and not name.startswith(OURS) and same.get(name, {}).get("equal")
-        }
+    for (case, sides), comparison in zip(measured, equal, strict=True):
+        ours = {}
+        peers = {}  # of equal work
+        for name, figures in sides.items():
+            if figures and name.startswith(OURS):
+                ours[name] = figures
+            elif figures and comparison.get(name, {}).get("equal"):
+                peers[name] = figures
         if not ours:
             lines.append(f"{case.name}: not measured")
             continue
@@ -169,20 +178,14 @@ def _format_goal_over_peers(
         return f"{goal}: not measured, no peer did equal work"
     fastest = max(peers, key=lambda name: peers[name]["tokens_per_second"])
     peer = peers[fastest]
-    rows = [
-        (
-            found["tokens_per_second"] / peer["tokens_per_second"],
-            found["reserved"] <= peer["reserved"],
-            name,
-        )
-        for name, found in ours.items()
-    ]
-    ratio, small, name = max(rows, key=lambda row: (row[0] >= OVER_PEERS and row[1], row[0]))
-    memory = "no more" if small else "more"
-    return (
-        f"{goal}: {ratio:.2f} times {fastest} in {memory} memory ({name}),"
-        f" {_format_met(ratio >= OVER_PEERS and small)}"
-    )
+    candidates = []
+    for name, figures in ours.items():
+        ratio = figures["tokens_per_second"] / peer["tokens_per_second"]
+        is_no_larger = figures["reserved"] <= peer["reserved"]
+        candidates.append((ratio >= OVER_PEERS and is_no_larger, ratio, is_no_larger, name))
+    is_met, ratio, is_no_larger, name = max(candidates, key=lambda candidate: candidate[:2])
+    memory = "no more" if is_no_larger else "more"
+    return f"{goal}: {ratio:.2f} times {fastest} in {memory} memory ({name}), {_format_met(is_met)}"
 
 
 def _format_met(is_met: bool) -> str:
@@ -191,10 +194,10 @@ def _format_met(is_met: bool) -> str:
 
 def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
     """Return the name of the report's file."""
-    gpu = device.get("type") == "cuda"
-    return (
-        f"peers-{'-'.join(str(device['name']).lower().split()) if gpu else 'dry-run-cpu'}{suffix}"
-    )
+    name = "dry-run-cpu"
+    if device.get("type") == "cuda":
+        name = "-".join(str(device["name"]).lower().split())
+    return f"peers-{name}{suffix}"
 
 
 def read_earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -213,9 +216,9 @@ def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = report["device"].get("type") == "cuda"
-    kept = report if gpu else _drop_entries(report, {"marks"})
+    content = report if gpu else _drop_entries(report, {"marks"})
     paths = [folder / format_file_name(report["device"], suffix) for suffix in (".json", ".md")]
-    texts = (json.dumps(kept, indent=1, allow_nan=False) + "\n", format_page(report))
+    texts = (json.dumps(content, indent=1, allow_nan=False) + "\n", format_page(report))
     for path, text in zip(paths, texts, strict=True):
         part = path.with_name(path.name + ".part")
         part.write_text(text, encoding="utf-8")
@@ -229,7 +232,9 @@ def _drop_entries(value: Any, names: set[str]) -> Any:
         return {
             name: _drop_entries(entry, names) for name, entry in value.items() if name not in names
         }
-    return [_drop_entries(entry, names) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_drop_entries(entry, names) for entry in value]
+    return value
 
 
 def format_page(report: dict[str, Any]) -> str:
@@ -277,53 +282,59 @@ def _format_head(report: dict[str, Any], gpu: bool) -> list[str]:
             ),
         ]
     rate = report.get("matmul")
-    told = f"{rate / 1e12:.3g} TFLOP/s" if rate else "not measured"
+    matmul_rate = f"{rate / 1e12:.3g} TFLOP/s" if rate else "not measured"
     return [
         *lines,
         (
             f"- {device['memory_gib']} GiB, driver {device['driver']}, CUDA {device['cuda']}, power"
-            f" limit {device['power_limit']}; bf16 matmul rate, measured: {told}"
+            f" limit {device['power_limit']}; bf16 matmul rate, measured: {matmul_rate}"
         ),
     ]
 
 
 def _summarize(report: Mapping[str, Any]) -> str:
     """Return how many peers did equal work, and which did not."""
-    found = [
-        (PeerCase(**entry["case"]).name, name, same["equal"])
-        for entry in report["cases"]
-        for name, same in entry["comparison"].items()
-        if not name.startswith(OURS)
-    ]
-    other = ", ".join(f"{name} in {case}" for case, name, equal in found if not equal)
-    line = f"equal work: {sum(bool(equal) for *_, equal in found)} of {len(found)} runs of peers"
-    return f"{line}; not shown for {other}" if other else line
+    num_peers = 0
+    unequal = []
+    for entry in report["cases"]:
+        case = PeerCase(**entry["case"])
+        for name, compared in entry["comparison"].items():
+            if not name.startswith(OURS):
+                num_peers += 1
+                if not compared["equal"]:
+                    unequal.append(f"{name} in {case.name}")
+    line = f"equal work: {num_peers - len(unequal)} of {num_peers} runs of peers"
+    return f"{line}; not shown for {', '.join(unequal)}" if unequal else line
 
 
 def find_fastest(report: Mapping[str, Any]) -> str:
     """Return each case's tokens a second and reserved bytes, ours and the fastest equal peer's."""
-    told = []
+    sentences = []
     for entry in report["cases"]:
         case = PeerCase(**entry["case"])
-        sides = {name: found for name, found in entry["figures"].items() if found}
-        same = {name for name in sides if entry["comparison"].get(name, {}).get("equal")}
-        peers = sorted(same - {OURS}, key=lambda name: -sides[name]["tokens_per_second"])
-        shown = [f"{name} {sides[name]['tokens_per_second']:,.0f} tokens/s in {sides[name]['reserved'] / GIB:.2f} GiB"
-                 for name in (OURS, *peers[:1]) if name in sides]  # fmt: skip
-        lost = sorted(set(entry["figures"]) - set(sides))
-        told.append(
-            f"{case.name}: {'; '.join(shown)}"
-            + (f"; did not come to run: {', '.join(lost)}" if lost else "")
-        )
-    return " ".join(told)
+        sides = {name: figures for name, figures in entry["figures"].items() if figures}
+        equal_sides = {name for name in sides if entry["comparison"].get(name, {}).get("equal")}
+        peers = sorted(equal_sides - {OURS}, key=lambda name: -sides[name]["tokens_per_second"])
+        parts = []
+        for name in (OURS, *peers[:1]):
+            if name in sides:
+                speed = sides[name]["tokens_per_second"]
+                reserved = sides[name]["reserved"] / GIB
+                parts.append(f"{name} {speed:,.0f} tokens/s in {reserved:.2f} GiB")
+        sentence = f"{case.name}: {'; '.join(parts)}"
+        missing_sides = sorted(set(entry["figures"]) - set(sides))
+        if missing_sides:
+            sentence += f"; did not come to run: {', '.join(missing_sides)}"
+        sentences.append(sentence)
+    return " ".join(sentences)
 
 
 def _format_sides(report: dict[str, Any]) -> list[str]:
-    told = {side.name: side.told for side in SIDES}
+    descriptions = {side.name: side.told for side in SIDES}
     lines = []
     for name, versions in report["versions"].items():
-        shown = ", ".join(f"{package} {version}" for package, version in versions.items())
-        lines.append(f"- {name}: {told[name]}; {shown or 'no environment'}")
+        packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+        lines.append(f"- {name}: {descriptions[name]}; {packages or 'no environment'}")
     return lines
 
 
@@ -342,12 +353,6 @@ def _describe_case(case: PeerCase, dtype: str) -> str:
 
 
 def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
-    results, same, found = entry["results"], entry["comparison"], entry["figures"]
-    more = (
-        ["s/step", "tokens/s", "MFU", "allocated, GiB", "reserved, GiB"]
-        if gpu
-        else ["resident, MiB"]
-    )
     columns = [
         "side",
         "first loss",
@@ -355,34 +360,31 @@ def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
         "loss differs by",
         "norm differs by",
         "equal work",
-        *more,
     ]
+    if gpu:
+        columns += ["s/step", "tokens/s", "MFU", "allocated, GiB", "reserved, GiB"]
+    else:
+        columns.append("resident, MiB")
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    for name, result in results.items():
+    for name, result in entry["results"].items():
         runs = list_good_runs(result)
         if not runs:
-            why = result.get("absent") or result["runs"][-1]["failed"]
-            lines.append(f"| {name} | {why} |{' |' * (len(columns) - 2)}")
+            reason = result.get("absent") or result["runs"][-1]["failed"]
+            lines.append(f"| {name} | {reason} |{' |' * (len(columns) - 2)}")
             continue
-        told = (
-            name
-            if len(runs) == len(result["runs"])
-            else f"{name}, {len(runs)} of {len(result['runs'])} runs"
-        )
-        cells = [
-            told,
-            f"{runs[0]['losses'][0]:.5f}",
-            f"{runs[0]['losses'][-1]:.5f}",
-            *_format_differences(name, same[name]),
-        ]
+        side = name
+        if len(runs) != len(result["runs"]):
+            side = f"{name}, {len(runs)} of {len(result['runs'])} runs"
+        cells = [side, f"{runs[0]['losses'][0]:.5f}", f"{runs[0]['losses'][-1]:.5f}"]
+        cells += _format_differences(entry["comparison"][name])
         if gpu:
-            figure = found.get(name) or {}
+            figures = entry["figures"].get(name) or {}
             cells += [
-                _format_cell(figure.get("seconds"), 1, ".3f"),
-                _format_cell(figure.get("tokens_per_second"), 1, ".0f"),
-                _format_cell(figure.get("share"), 1, ".1%"),
-                _format_cell(figure.get("allocated"), GIB, ".2f"),
-                _format_cell(figure.get("reserved"), GIB, ".2f"),
+                _format_cell(figures.get("seconds"), 1, ".3f"),
+                _format_cell(figures.get("tokens_per_second"), 1, ".0f"),
+                _format_cell(figures.get("share"), 1, ".1%"),
+                _format_cell(figures.get("allocated"), GIB, ".2f"),
+                _format_cell(figures.get("reserved"), GIB, ".2f"),
             ]
         else:
             cells.append(_format_cell(max(run["resident"] for run in runs), MIB, ".0f"))
@@ -390,12 +392,14 @@ def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
     return lines
 
 
-def _format_differences(name: str, same: Mapping[str, Any]) -> list[str]:
-    if same["equal"] is None:
+def _format_differences(compared: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a side's differences. compared: of the side, as from `compare`."""
+    if compared["equal"] is None:
         return ["", "", "not compared"]
     return [
-        *(_format_cell(same[part], 1, ".1e") for part in ("loss", "grad_norm")),
-        "yes" if same["equal"] else "NO",
+        _format_cell(compared["loss"], 1, ".1e"),
+        _format_cell(compared["grad_norm"], 1, ".1e"),
+        "yes" if compared["equal"] else "NO",
     ]
 
 

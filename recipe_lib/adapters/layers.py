@@ -485,8 +485,9 @@ multiply_groups = make_opaque_node(
         rows.new_empty((tokens.shape[0], count_rows(codes, scales, columns) // experts))
     ),
     gradient=_multiply_groups_gradient,
-    gradient_shapes=lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: (
-        gradient.new_empty((gradient.shape[0] // max(1, choices), columns))
+    # The last: columns and choices.
+    gradient_shapes=lambda gradient, codes, scales, factors, places, ends, experts, *last: (
+        gradient.new_empty((gradient.shape[0] // max(1, last[1]), last[0]))
     ),
     kept=(1, 2, 3, 5, 6, 7, 8, 9, 10, 11),
 )

@@ -26,7 +26,7 @@ from recipe_lib.adapters.layers import (
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.decoder import Decoder
+from recipe_lib.models import Decoder, ExternalSpec
 from recipe_lib.models.language_model import (
     LanguageModel,
     get_modules_elsewhere,
@@ -36,7 +36,6 @@ from recipe_lib.models.language_model import (
 )
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import Mixture
-from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.units import format_bytes
 

@@ -395,18 +395,6 @@ def _is_pattern_map(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return value is None or isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
-def _is_parameter_list(value: Any) -> bool:
-    return not isinstance(value, str) and _is_module_selection(value)
-
-
-def _is_layer_selection(value: Any) -> bool:
-    return value is None or _is_count(value) or _is_list_with(value, _is_count)
-
-
-def _is_layer_pattern(value: Any) -> bool:
-    return not value or _is_name(value) or _is_list_with(value, _is_name)
-
-
 # Key of the file, what its value must satisfy, and how a message says that.
 _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("r", _is_rank, "a positive integer"),
@@ -418,7 +406,11 @@ _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ensure_weight_tying", _is_flag, "true or false"),
     ("fan_in_fan_out", _is_flag, "true or false"),
     ("bias", lambda value: value in (None, "none", "all", "lora_only"), "none, all or lora_only"),
-    ("target_parameters", _is_parameter_list, "a list of parameters' names"),
+    (
+        "target_parameters",
+        lambda value: not isinstance(value, str) and _is_module_selection(value),
+        "a list of parameters' names",
+    ),
     ("target_modules", _is_module_selection, "a list of modules' names, or a pattern"),
     ("exclude_modules", _is_module_selection, "a list of modules' names, or a pattern"),
     (
@@ -426,8 +418,16 @@ _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value is None or _is_list_with(value, _is_name),
         "a list of modules' names",
     ),
-    ("layers_to_transform", _is_layer_selection, "numbers of layers"),
-    ("layers_pattern", _is_layer_pattern, "names of lists of layers"),
+    (
+        "layers_to_transform",
+        lambda value: value is None or _is_count(value) or _is_list_with(value, _is_count),
+        "numbers of layers",
+    ),
+    (
+        "layers_pattern",
+        lambda value: not value or _is_name(value) or _is_list_with(value, _is_name),
+        "names of lists of layers",
+    ),
     ("trainable_token_indices", _is_token_rows, "numbers of tokens, none twice"),
     (
         "rank_pattern",

@@ -55,10 +55,17 @@ from recipe_lib.checkpoint.safetensors_files import (
 )
 from recipe_lib.checkpoint.tensor_matching import check_weights, log_left_out, read_headers
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import build_meta, read_config, read_trained_spec
-from recipe_lib.models.families import build_scored_spec
-from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
+from recipe_lib.models import (
+    SCORE,
+    DecoderSpec,
+    ExternalSpec,
+    ModelSpec,
+    allocate,
+    build_meta,
+    build_scored_spec,
+    read_config,
+    read_trained_spec,
+)
 from recipe_lib.models.weight_names import build_weight_map, compute_parameter_shapes
 from recipe_lib.ops.fused_kernels import cut_rows
 from recipe_lib.units import GIB

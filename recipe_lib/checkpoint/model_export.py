@@ -142,12 +142,16 @@ def write_model(
     """
     shards = plan_shards(spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras)
     pieces = TensorPieces(spec, read=read, parameters=parameters, extras=extras)
+    # Readers of a model with a score head find a sequence's end by where padding begins.
+    is_scored = any(
+        name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
+    )
     with stage_folder(
         out,
         shards=shards,
         contents=list_model_files(shards, config),
         side_files=side_files,
-        pad_id=_find_padding(config),
+        pad_id=config.get("pad_token_id") if is_scored else None,
         world=world,
     ) as temporary:
 
@@ -496,14 +500,6 @@ def export_config(
     config["tie_word_embeddings"] = spec.tied
     config["dtype"] = str(dtype).removeprefix("torch.")
     return spell_config(config, spec)
-
-
-def _find_padding(config: Mapping[str, Any]) -> int | None:
-    """Return the padding id in the config.json of a model with a score head; None for others."""
-    is_scored = any(
-        name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
-    )
-    return config.get("pad_token_id") if is_scored else None
 
 
 def spell_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:

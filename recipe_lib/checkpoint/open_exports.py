@@ -54,9 +54,17 @@ from recipe_lib.errors import CheckpointError, SetupError, StorageError, get_fir
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.memory.qat import build_torchao_config
-from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spec
-from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec, has_score_head
+from recipe_lib.models import (
+    Decoder,
+    DecoderSpec,
+    ExternalSpec,
+    ModelSpec,
+    allocate,
+    build_meta,
+    has_score_head,
+    read_config,
+    read_trained_spec,
+)
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, format_bytes
 

@@ -20,15 +20,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from sentencepiece import SentencePieceProcessor
 
 from recipe_lib import files
+from recipe_lib.config import HUB, FullFinetuneConfig, LoraConfig, is_hub, resolve_sources
 from recipe_lib.config.local_files import is_hub_snapshot
-from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
-from recipe_lib.config.schema_data import HUB, is_hub, resolve_sources
 from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import JSON_LIMIT, find_object, open_regular, read_object, suggest_remedy
 from recipe_lib.redaction import redact
 from recipe_lib.tokenizers.tokenizer import Tokenizer, load_tokenizer, read_json, read_template
-from recipe_lib.tokenizers.vocabulary import AddedToken, SentencePieceVocabulary
+from recipe_lib.tokenizers.vocabulary import SentencePieceVocabulary
 from recipe_lib.units import format_bytes
 
 GENERATION = "generation_config.json"
@@ -222,7 +221,18 @@ def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
         built = tokenizers.Tokenizer(kind)
         _set_space_rules(built, vocabulary)
         added = sorted(tokenizer.added_tokens, key=lambda token: token.id)
-        built.add_tokens([_convert_added_token(token) for token in added])
+        built.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    token.content,
+                    special=token.special,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,  # matched in the text as it is, before spaces are put
+                )
+                for token in added
+            ]
+        )
         has_same_ids = all(built.token_to_id(token.content) == token.id for token in added)
         if has_same_ids and _encodes_same(built, tokenizer):
             if tokenizer.add_bos_by_default and tokenizer.bos_id is not None:
@@ -286,16 +296,6 @@ def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
             tokenizers.decoders.Fuse(),
             *stripped,
         ]
-    )
-
-
-def _convert_added_token(token: AddedToken) -> Any:
-    return tokenizers.AddedToken(
-        token.content,
-        special=token.special,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=False,  # matched in the text as it is, before spaces are put
     )
 
 

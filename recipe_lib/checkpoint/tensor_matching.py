@@ -26,8 +26,7 @@ from recipe_lib.checkpoint.safetensors_files import (
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
-from recipe_lib.models import read_config
-from recipe_lib.models.families import count_head_labels
+from recipe_lib.models import count_head_labels, read_config
 from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec, list_weight_files
 from recipe_lib.models.weight_names import (
     WeightEntry,

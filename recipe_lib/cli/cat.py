@@ -5,9 +5,8 @@ Imports no torch.
 
 from recipe_lib.cli.arguments import SWITCH, ConfigParser
 from recipe_lib.cli.recipes import find_config_recipe, open_config
-from recipe_lib.config.load import LoadedConfig
+from recipe_lib.config import LoadedConfig, load_plugin
 from recipe_lib.config.paths import find_config, list_recipes
-from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.reading import describe_fault, read_text

@@ -17,10 +17,10 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import find_run, load_run_config
-from recipe_lib.config import load_config
+from recipe_lib.cli.export_trained import CONFIG, find_run
+from recipe_lib.cli.recipes import load_run_config
+from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
-from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import DataConfig, resolve_validation_source
 from recipe_lib.config.suggest import show
 from recipe_lib.data import (
@@ -340,7 +340,7 @@ def build_eval_config(
 
     Raises ConfigError if nothing names samples.
     """
-    trained = None if run is None else load_run_config(run, arguments.recipe)
+    trained = None if run is None else load_run_config(run / CONFIG, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
     words += _list_model_overrides(source, trained)
     words += _list_sample_overrides(arguments, trained)

@@ -51,8 +51,8 @@ from recipe_lib.checkpoint.side_files import (
     make_model_card,
 )
 from recipe_lib.checkpoint.tensor_matching import log_left_out
-from recipe_lib.cli.recipes import find_config_recipe
-from recipe_lib.config import load_config
+from recipe_lib.cli.recipes import load_run_config
+from recipe_lib.config import LoraConfig
 from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -61,7 +61,6 @@ from recipe_lib.config.local_files import (
     STATE_FOLDER,
     resolve_base_name,
 )
-from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.data import find_trained_template
 from recipe_lib.errors import CheckpointError, ConfigError
@@ -69,13 +68,13 @@ from recipe_lib.generation.source import DTYPE_NAMES, choose_device, choose_dtyp
 from recipe_lib.logs import print_wrapped
 from recipe_lib.models import (
     Decoder,
+    ModelSpec,
+    allocate,
     build_meta,
     read_config,
     read_preset_config,
     read_trained_spec,
 )
-from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.reading import find_object
 from recipe_lib.tokenizers import load_tokenizer
@@ -115,12 +114,6 @@ def find_run(name: str) -> Path | None:
     ):
         return folder.absolute().parent
     return None
-
-
-def load_run_config(folder: Path, recipe: str | None) -> Any:
-    """Return the config of a run. recipe: that it was made with; None: the one that it names."""
-    path = folder / CONFIG
-    return load_config(path, [], find_config_recipe(str(path), recipe).schema())
 
 
 def find_export(arguments: argparse.Namespace) -> ExportSource:
@@ -206,7 +199,7 @@ def _load_run_records(
         )
     if not (records / CONFIG).is_file():
         return None, None, None
-    return folder, load_run_config(records, arguments.recipe), records
+    return folder, load_run_config(records / CONFIG, arguments.recipe), records
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
@@ -596,11 +589,9 @@ def _merge_and_check(
     print_next_commands(list_model_commands(out))
 
 
-def report_comparison(
-    written: str, comparison: Comparison, *, dtype: torch.dtype, out: Path
-) -> None:
+def report_comparison(text: str, comparison: Comparison, *, dtype: torch.dtype, out: Path) -> None:
     """Print what was written and how it compares; raise CheckpointError beyond dtype's rounding."""
-    print_wrapped(written)
+    print_wrapped(text)
     if not comparison.is_within_rounding(dtype):
         raise CheckpointError(
             f"{out}: does not compute what was trained: {comparison}; do not use it, and report"

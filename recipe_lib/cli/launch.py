@@ -496,14 +496,16 @@ def set_environment(**values: str) -> Iterator[None]:
 def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
     """Run a recipe's file on the ranks that torchrun's flags ask for; return the exit code."""
     worker = Path(__file__).with_name("worker.py")
-    with tempfile.TemporaryDirectory(prefix="tune-run-") as folder:
-        with set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):
-            return Launcher(
-                flags,
-                script=worker,
-                arguments=[str(recipe.absolute()), *arguments],
-                folder=Path(folder),
-            ).run()
+    with (
+        tempfile.TemporaryDirectory(prefix="tune-run-") as folder,
+        set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}),
+    ):
+        return Launcher(
+            flags,
+            script=worker,
+            arguments=[str(recipe.absolute()), *arguments],
+            folder=Path(folder),
+        ).run()
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

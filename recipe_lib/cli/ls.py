@@ -54,7 +54,10 @@ def run(words: list[str]) -> int:
     for index, (name, configs) in enumerate(shown.items()):
         if index:
             print()
-        print(f"{name}: {read_first_line(find_recipe(name))}")
+        # Without importing the recipe and its torch.
+        tree = ast.parse(find_recipe(name).read_text(encoding="utf-8"))
+        docstring = ast.get_docstring(tree) or "no description"
+        print(f"{name}: {docstring.splitlines()[0]}")
         for config in configs:
             memory = read_planned_memory(get_configs_folder() / f"{config}.yaml")
             print(f"  {config:{width}}  {memory}".rstrip())
@@ -108,9 +111,3 @@ def _describe_no_match(words: Sequence[str]) -> str:
         f"{show(unknown)}: no such recipe, and no config with"
         f" it{did_you_mean(unknown, [*list_recipes(), *parts])}"
     )
-
-
-def read_first_line(recipe: Path) -> str:
-    """Return the first line of a recipe's docstring, without importing the file and its torch."""
-    docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or "no description"
-    return docstring.splitlines()[0]

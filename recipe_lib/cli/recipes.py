@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from recipe_lib.cli.launch import WITH_VALUE, WITHOUT_VALUE
-from recipe_lib.config import parse_arguments
+from recipe_lib.config import load_config, load_plugin, parse_arguments
 from recipe_lib.config.load import LoadedConfig, load_with_origins, refuse_repeated
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
@@ -28,7 +28,6 @@ from recipe_lib.config.paths import (
     read_recipe_configs,
     suggest_config,
 )
-from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, run_for_exit_code
 from recipe_lib.reading import TEXT_LIMIT, read_bytes, read_text
@@ -311,3 +310,8 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
             f"tune run: no config; expected: tune run {name} --config CONFIG (see `tune ls`)"
         )
     return parse_arguments(list(words), recipe.schema(), quiet=True)
+
+
+def load_run_config(path: Path, recipe: str | None) -> Any:
+    """Return the config of a run. recipe: that it was made with; None: the one that it names."""
+    return load_config(path, [], find_config_recipe(str(path), recipe).schema())

@@ -380,8 +380,9 @@ def report_unknown_key(
 
     value: what stands there.
     """
-    if value is not None and value.entries and is_foreign_section(name):
-        # Each of its keys may have a name here; the section itself has none.
+    if value is not None and value.entries and _normalize(name) in read_aliases().sections:
+        # A section that only other tools have, as torchtitan's `training`: each of its keys may
+        # have a name here, the section itself has none.
         for word, (inner_line, inner) in value.entries.items():
             report_unknown_key(
                 checked, f"{name}.{word}", inner, source=source, line=inner_line, typed=typed
@@ -478,11 +479,6 @@ def find_misspelled_name(written: str, valid: Iterable[str]) -> str | None:
     # difflib takes two swapped letters for two mistakes.
     anagram = next((name for name in valid if sorted(name) == sorted(written)), None)
     return anagram or find_nearest(written, valid, cutoff=0.85 if len(written) > 4 else 0.8)
-
-
-def is_foreign_section(name: str) -> bool:
-    """Return True for a section that only other tools have, as torchtitan's `training`."""
-    return _normalize(name) in read_aliases().sections
 
 
 def _normalize(name: str) -> str:

@@ -9,11 +9,10 @@ import dataclasses
 import math
 import os
 import re
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from recipe_lib.config import registry
 from recipe_lib.config.aliases import CHOICE_ALIASES
@@ -91,11 +90,11 @@ def _convert_path(value: str, key: Key) -> str:
 
 
 def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
-    origin = typing.get_origin(kind)
+    origin = get_origin(kind)
     if origin is list:
-        return _convert_list(node, item_kind=typing.get_args(kind)[0], key=key, typed=typed)
+        return _convert_list(node, item_kind=get_args(kind)[0], key=key, typed=typed)
     if origin is dict:
-        return _convert_mapping(node, value_kind=typing.get_args(kind)[1], key=key, typed=typed)
+        return _convert_mapping(node, value_kind=get_args(kind)[1], key=key, typed=typed)
     if kind is Any:
         return read_untyped(node)
     value = _convert_scalar(node, kind=kind, key=key, typed=typed, is_choice=True)
@@ -258,8 +257,8 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
 
 def _list_choices(kind: Any, key: Key) -> list[Any] | None:
     """Return the only values that a key has, where it has such."""
-    if typing.get_origin(kind) is typing.Literal:
-        return list(typing.get_args(kind))
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
     if "choices" in key.limits:
         return list(key.limits["choices"])
     if "kind" in key.limits:
@@ -268,7 +267,7 @@ def _list_choices(kind: Any, key: Key) -> list[Any] | None:
     return None
 
 
-def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
+def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
     choices = list(choices)
     if value in choices:
         return
@@ -316,13 +315,13 @@ def describe_expected(key: Key) -> str:
 
 
 def _describe_kind(kind: Any, key: Key) -> str:
-    origin = typing.get_origin(kind)
+    origin = get_origin(kind)
     if origin is list:
-        return _describe_list(typing.get_args(kind)[0], key, only=len(key.kinds) == 1)
+        return _describe_list(get_args(kind)[0], key, only=len(key.kinds) == 1)
     if origin is dict:
-        return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
+        return f"a mapping {{name: {_NOUNS[get_args(kind)[1]][0]}}}"
     choices = _list_choices(kind, key)
-    if choices is not None and (kind in (str, int) or origin is typing.Literal):
+    if choices is not None and (kind in (str, int) or origin is Literal):
         one_of = "" if len(key.limits.get("choices", ())) == 1 else "one of "
         return one_of + ", ".join(map(str, choices))
     if kind is Any:
@@ -354,7 +353,7 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 }
 
 
-def describe_bounds(limits: typing.Mapping[str, Any]) -> str:
+def describe_bounds(limits: Mapping[str, Any]) -> str:
     """Return ` >= 0 and < 1`; empty without bounds."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
     parts = [f"{sign} {limits[name]}" for name, sign in signs if name in limits]
@@ -406,8 +405,8 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
     Numbers come before text, which takes everything.
     """
     tests: list[Callable[[Any], bool]] = [
-        lambda kind: (typing.get_origin(kind) is list) == (node.kind == "list"),
-        lambda kind: (typing.get_origin(kind) is dict) == (node.kind == "mapping"),
+        lambda kind: (get_origin(kind) is list) == (node.kind == "list"),
+        lambda kind: (get_origin(kind) is dict) == (node.kind == "mapping"),
         lambda kind: kind is not str and kind is not Path,
     ]
     return sorted(kinds, key=lambda kind: [not test(kind) for test in tests])

@@ -7,11 +7,10 @@ Files, command lines, errors and docs/config.md go by that view.
 
 import dataclasses
 import types
-import typing
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from recipe_lib.errors import ConfigError
 
@@ -99,7 +98,7 @@ class Key:
     @property
     def section_class(self) -> type | None:
         """Return the dataclass of its items, if the key holds a list of sections."""
-        inner = typing.get_args(self.kinds[0]) if len(self.kinds) == 1 else ()
+        inner = get_args(self.kinds[0]) if len(self.kinds) == 1 else ()
         if inner and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0]):
             return inner[0]
         return None
@@ -129,7 +128,7 @@ class Schema:
         for length in range(len(parts) - 1, 0, -1):
             outer = ".".join(parts[:length])
             kinds = self.keys[outer].kinds if outer in self.keys else ()
-            if any(typing.get_origin(kind) is dict for kind in kinds):
+            if any(get_origin(kind) is dict for kind in kinds):
                 return outer
         return None
 
@@ -179,7 +178,7 @@ def _collect_keys(
     """
     sections[section] = section_class
     try:
-        annotations = typing.get_type_hints(section_class)
+        annotations = get_type_hints(section_class)
     except NameError as error:
         raise ConfigError(
             f"{section_class.__name__}: a type of its keys is unknown ({error})"
@@ -194,10 +193,12 @@ def _collect_keys(
             # The class of the default, which a recipe's Config may have subclassed.
             _collect_keys(name, type(default), default, keys=keys, sections=sections)
         elif dataclasses.is_dataclass(annotation):
-            section_type = typing.cast(type, annotation)
+            section_type = cast(type, annotation)
             _collect_keys(name, section_type, None, keys=keys, sections=sections)
         else:
-            kinds = _split_union(annotation)
+            is_union = get_origin(annotation) in (Union, types.UnionType)
+            # get_args flattens nested unions already.
+            kinds = get_args(annotation) if is_union else (annotation,)
             for kind in kinds:
                 _check_kind(kind, f"{section_class.__name__}.{field.name}")
             keys[name] = Key(
@@ -220,21 +221,14 @@ def _read_default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, A
     return is_required, None if is_required else field.default
 
 
-def _split_union(annotation: Any) -> tuple[Any, ...]:
-    """Return the types of a union, of `X | Y` and `Union[X, Y]` alike."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    # get_args flattens nested unions already.
-    return typing.get_args(annotation) if is_union else (annotation,)
-
-
 def _check_kind(kind: Any, where: str) -> None:
     """Raise ConfigError if a config file has no way to write this type."""
-    origin = typing.get_origin(kind)
-    inner = typing.get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     item = inner[0] if origin is list else None
     is_legal = (
         kind in (*SCALARS, Any, type(None))
-        or (origin is typing.Literal and all(isinstance(choice, str) for choice in inner))
+        or (origin is Literal and all(isinstance(choice, str) for choice in inner))
         or (origin is list and item in SCALARS)
         # A list of sections without sections inside: overrides name `data.sources[0].key` alone.
         or (

@@ -6,11 +6,10 @@ ConfigError with every fault, a line each, and leave keys that have no effect at
 
 import argparse
 import copy
-import dataclasses
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -368,8 +367,8 @@ def _is_secret(name: str, value: Any) -> bool:
 
 def _list_texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield (dotted name, text) of every text in a value, at any depth."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _list_texts(f"{name}.{key}" if name else str(key), inner)
@@ -517,7 +516,7 @@ def _set_in_item(
         checked.mark_doubtful(name)
         return
     for setting in inner.settings.values():
-        items[number] = dataclasses.replace(items[number], **{word: setting.value})
+        items[number] = replace(items[number], **{word: setting.value})
     checked.store(name, items, _add_command_line(before))
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import resolve_sources
+from recipe_lib.config import FullFinetuneConfig, resolve_sources
 from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.samples import Conversation, Message, SampleFault
 from recipe_lib.errors import DataError

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from recipe_lib.config.registry import get_registered
-from recipe_lib.config.schema import DataConfig, SourceConfig
+from recipe_lib.config import DataConfig, SourceConfig, get_registered
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import compute_digest
 from recipe_lib.data.dataset_report import DataReport

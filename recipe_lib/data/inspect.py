@@ -82,12 +82,7 @@ def inspect(
             for finding in _find_faults(validation.report, max_seq_len)
         ]
         if len(shared):
-            both = _say(
-                len(shared),
-                noun=f"validation {validation.report.noun}",
-                singular="is",
-                plural="are",
-            )
+            both = _say(len(shared), f"validation {validation.report.noun}", "is/are")
             finding = _make_finding(
                 "overlap",
                 f"{both} in the training data as well",
@@ -147,9 +142,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     special = report.special
     lost = report.lost_answer_tokens
     long = report.truncated_sequences + report.skipped_long_sequences if lost else 0
-    exceed = (
-        f"{_say(long, noun=report.noun, singular='exceeds', plural='exceed')} {max_seq_len} tokens"
-    )
+    exceed = f"{_say(long, report.noun, 'exceeds/exceed')} {max_seq_len} tokens"
     share = lost / max(1, report.trained_tokens + lost)
     bad = [
         _make_finding(
@@ -167,13 +160,13 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
         Finding(
             "no-answer-left",
-            f"{_say(report.emptied_sequences, noun=report.noun, singular='is', plural='are')} left out because the"
+            f"{_say(report.emptied_sequences, report.noun, 'is/are')} left out because the"
             f" whole answer is after {max_seq_len} tokens",
             report.emptied_sequences,
         ),
         Finding(
             "untrained-ends",
-            f"{_say(report.untrained_ends, noun='answer', singular='ends', plural='end')} without a trained end-of-turn"
+            f"{_say(report.untrained_ends, 'answer', 'ends/end')} without a trained end-of-turn"
             " token: nothing teaches to stop there",
             report.untrained_ends,
         ),
@@ -211,7 +204,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     ]
     copies = _make_finding(
         "duplicates",
-        f"{_say(report.duplicate_sequences, noun=report.noun, singular='repeats', plural='repeat')} an earlier one",
+        f"{_say(report.duplicate_sequences, report.noun, 'repeats/repeat')} an earlier one",
         count=report.duplicate_sequences,
         places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
@@ -224,9 +217,9 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     ]
 
 
-def _say(count: int, noun: str, singular: str, plural: str) -> str:
-    """Return `1 pair repeats`, `2 pairs repeat`."""
-    return f"{pluralize(count, noun)} {singular if count == 1 else plural}"
+def _say(count: int, noun: str, verbs: str) -> str:
+    """Return `1 pair repeats`, `2 pairs repeat`. verbs: `repeats/repeat`."""
+    return f"{pluralize(count, noun)} {verbs.split('/')[count != 1]}"
 
 
 def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Finding:

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from huggingface_hub.errors import HTTPError
 
+from recipe_lib.config import HUB, SourceConfig, is_hub
 from recipe_lib.config.local_files import (
     COMPRESSED,
     describe_missing_datasets,
@@ -32,8 +33,6 @@ from recipe_lib.config.local_files import (
     find_files,
     get_cache_root,
 )
-from recipe_lib.config.schema import SourceConfig
-from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.data.json_files import JsonFile
 from recipe_lib.data.sample_files import (
     SAMPLE_LIMIT,

@@ -30,10 +30,8 @@ from recipe_lib.generation.sample import Generated, Question
 from recipe_lib.generation.source import GenerationSource
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
-from recipe_lib.models import build_meta, init_weights
-from recipe_lib.models.decoder import Decoder
-from recipe_lib.parallel import DTYPES, Parallel, World, materialize, parallelize
-from recipe_lib.parallel.world import derive_seed
+from recipe_lib.models import Decoder, build_meta, init_weights
+from recipe_lib.parallel import DTYPES, Parallel, World, derive_seed, materialize, parallelize
 from recipe_lib.redaction import redact
 from recipe_lib.report.chart import render_page
 from recipe_lib.report.view import Section, Table

@@ -28,11 +28,9 @@ from recipe_lib.external.inspection import (
 )
 from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
 from recipe_lib.logs import get_logger
+from recipe_lib.models import ExternalSpec, StageParts, build_meta, build_spec
 from recipe_lib.models.decoder import LinearHead, LogitTransform
-from recipe_lib.models.families import build_spec
 from recipe_lib.models.language_model import LanguageModel, replace_entries
-from recipe_lib.models.meta_init import build_meta
-from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 

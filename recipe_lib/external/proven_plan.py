@@ -37,12 +37,10 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 )
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
 from recipe_lib.logs import get_logger
-from recipe_lib.models import build_meta
+from recipe_lib.models import ExternalSpec, build_meta
 from recipe_lib.models.language_model import list_layer_names
-from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.device import holds_values
-from recipe_lib.parallel.fsdp import materialize
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import World, materialize
 
 # The proof that an inferred plan is right, on a small model with random weights on the host.
 #

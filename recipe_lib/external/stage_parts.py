@@ -29,9 +29,8 @@ from recipe_lib.external.inspection import (
     list_other_parts,
 )
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
+from recipe_lib.models import StageParts, allocate, build_meta
 from recipe_lib.models.language_model import hold_tied_weight, list_layer_names, replace_entries
-from recipe_lib.models.meta_init import allocate, build_meta
-from recipe_lib.models.spec import StageParts
 
 
 def make_refusal(family: str, reason: str) -> ConfigError:

@@ -22,12 +22,10 @@ from recipe_lib.config.registry import get_registered, register
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, render_prompt
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.models.decoder import Decoder, KVCache
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models import Decoder, DecoderSpec, KVCache, ModelSpec
 from recipe_lib.ops.attention import AttentionInfo, make_attention_info
 from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.parallel import World
-from recipe_lib.parallel.world import derive_seed
+from recipe_lib.parallel import World, derive_seed
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 

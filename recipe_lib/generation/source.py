@@ -30,9 +30,14 @@ from recipe_lib.checkpoint.side_files import TOKENIZER_FILES
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, SetupError
-from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spec
-from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models import (
+    Decoder,
+    ModelSpec,
+    allocate,
+    build_meta,
+    read_config,
+    read_trained_spec,
+)
 
 # torch's names, as config.json has them -> those of the config key `dtype`
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}

@@ -3,28 +3,59 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.models.families import build_spec, read_spec, read_trained_spec
-from recipe_lib.models.spec import DecoderSpec, list_presets, read_config, read_preset_config
+from recipe_lib.models.families import (
+    build_scored_spec,
+    build_spec,
+    count_head_labels,
+    make_score_config,
+    read_run_spec,
+    read_spec,
+    read_trained_spec,
+)
+from recipe_lib.models.spec import (
+    SCORE,
+    DecoderSpec,
+    ExternalSpec,
+    ModelSpec,
+    StageParts,
+    has_score_head,
+    list_presets,
+    read_config,
+    read_preset_config,
+)
 
 if TYPE_CHECKING:
     from recipe_lib.models.decoder import Decoder, KVCache
-    from recipe_lib.models.meta_init import build_meta, init_weights
+    from recipe_lib.models.meta_init import allocate, build_meta, find_extra_tensors, init_weights
 
 __all__ = [
     "Decoder",
     "DecoderSpec",
+    "ExternalSpec",
     "KVCache",
+    "ModelSpec",
+    "SCORE",
+    "StageParts",
+    "allocate",
     "build_meta",
+    "build_scored_spec",
+    "build_spec",
+    "count_head_labels",
+    "find_extra_tensors",
+    "has_score_head",
     "init_weights",
-    "read_preset_config",
     "list_presets",
+    "make_score_config",
     "read_config",
+    "read_preset_config",
+    "read_run_spec",
     "read_spec",
     "read_trained_spec",
-    "build_spec",
 ]
 
 _NEED_TORCH = {
+    "find_extra_tensors": "meta_init",
+    "allocate": "meta_init",
     "Decoder": "decoder",
     "KVCache": "decoder",
     "build_meta": "meta_init",

@@ -29,8 +29,7 @@ from recipe_lib.optim.low_bit_adamw import (
     list_state_sizes,
 )
 from recipe_lib.optim.offloaded_states import OffloadedStates, step_parameter
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import derive_seed
+from recipe_lib.parallel import Parallel, derive_seed
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

@@ -10,7 +10,7 @@ from recipe_lib.parallel.parallelize import (
     split_pipeline,
 )
 from recipe_lib.parallel.tensor import check_tensor, shard_tensors
-from recipe_lib.parallel.world import World, make_world, meet_ranks, start_world
+from recipe_lib.parallel.world import World, derive_seed, make_world, meet_ranks, start_world
 
 __all__ = [
     "DTYPES",
@@ -19,14 +19,15 @@ __all__ = [
     "World",
     "all_reduce_gradients",
     "check_tensor",
+    "derive_seed",
     "describe_units",
+    "make_world",
     "materialize",
+    "meet_ranks",
     "parallelize",
     "resolve_wrapping",
     "shard_model",
     "shard_tensors",
     "split_pipeline",
-    "make_world",
-    "meet_ranks",
     "start_world",
 ]

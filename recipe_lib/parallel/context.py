@@ -17,10 +17,9 @@ from torch import Tensor
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.models import DecoderSpec, find_extra_tensors
 from recipe_lib.models.decoder import Attention, Decoder, Rotary
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import find_extra_tensors
-from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.gathered import Group
 from recipe_lib.ops.head_losses import HeadLoss

@@ -276,8 +276,7 @@ def shard_model(
     *,
     whole_layers: bool = False,
 ) -> list[Unit]:
-    """Shard parameters over `data_shard` x `context`, copy them over `data_replicate`; return the
-    units.
+    """Shard over `data_shard` x `context`, copy over `data_replicate`; return the units.
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too.
     Gradients arrive as SUMS over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided

@@ -455,7 +455,9 @@ class Heartbeat:
         """
         self.is_ending = True
         self._wake.set()
-        is_lost = isinstance(error, PeerFailedError) or is_lost_connection(error)
+        # That another process is not there any more: gloo's errors are known by their text alone.
+        is_of_gone = isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
+        is_lost = isinstance(error, PeerFailedError) or is_of_gone
         if is_lost:  # who is the cause says so, or is not heard of any more
             self._wait(
                 lambda: self._failure is not None or self._lost or bool(self._find_gone()),
@@ -570,12 +572,6 @@ def find_stopped_ranks() -> set[int]:
                 if all(variables.get(name) == os.environ.get(name) for name in _RUN):
                     stopped.add(int(variables.get("RANK", "")))
     return stopped
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Return True if an error says that another process is not there any more."""
-    # gloo's errors are known by their text alone.
-    return isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
 
 
 def count_collectives() -> dict[str, int]:

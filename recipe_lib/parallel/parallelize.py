@@ -21,11 +21,9 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
-from recipe_lib.models.decoder import Decoder
+from recipe_lib.models import Decoder, DecoderSpec, find_extra_tensors
 from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
-from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import shard_sequences
 from recipe_lib.parallel.ddp import Replicas, find_replicas, sum_replica_gradients

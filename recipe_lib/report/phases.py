@@ -179,14 +179,6 @@ def can_draw() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def should_report() -> bool:
-    """Return True if this process says what goes on.
-
-    That is the first of several ranks, and none that was forked to help.
-    """
-    return os.environ.get("RANK", "0") == "0" and not _screen.in_fork
-
-
 def has_unicode() -> bool:
     """Return True if what is drawn may have letters beyond ASCII.
 
@@ -275,7 +267,9 @@ def phase(
     """
     current = Phase(what, total, unit)
     end = threading.Event()
-    is_shown = should_report() and not is_quiet()
+    # The first of several ranks says what goes on, and no process that was forked to help.
+    is_reporter = os.environ.get("RANK", "0") == "0" and not _screen.in_fork
+    is_shown = is_reporter and not is_quiet()
     is_drawn = is_shown and can_draw()
     if is_drawn:
         _open.append(current)

@@ -12,19 +12,21 @@ from recipe_lib.optim.optimizers import (
 )
 from recipe_lib.parallel.world import derive_seed
 from recipe_lib.training.export_model import export_trained_adapter, export_trained_model
-from recipe_lib.training.host_memory import check_host_memory
 from recipe_lib.training.loop import Step, TrainingLoop, build_lr_schedule, resume_run
 from recipe_lib.training.losses import (
+    add_to_each,
     build_head_loss,
     compute_answer_logps,
     compute_validation_loss,
     evaluate_micro_batches,
     get_values,
+    name_validation,
+    sum_over_validation,
 )
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 from recipe_lib.training.run import run_recipe
-from recipe_lib.training.run_description import list_derived_numbers
+from recipe_lib.training.run_description import check_host_memory, list_derived_numbers
 from recipe_lib.training.training_data import TrainingData
 
 __all__ = [
@@ -33,26 +35,29 @@ __all__ = [
     "Step",
     "TrainingData",
     "TrainingLoop",
+    "add_to_each",
     "apply_optimizer_levers",
     "build_head_loss",
     "build_lr_schedule",
     "build_optimizer",
     "check_host_memory",
     "check_output",
-    "validate_parallelism",
     "clip_grad_norm",
     "compute_answer_logps",
+    "compute_validation_loss",
     "derive_seed",
-    "get_values",
-    "list_derived_numbers",
     "evaluate_micro_batches",
     "export_trained_adapter",
     "export_trained_model",
+    "get_values",
+    "list_derived_numbers",
+    "name_validation",
     "resolve_model",
     "resume_run",
     "run_recipe",
     "set_learning_rate",
-    "compute_validation_loss",
+    "sum_over_validation",
+    "validate_parallelism",
 ]
 
 _LOOP = (

@@ -1,5 +1,5 @@
-"""What a run leaves for others: the trained model or an adapter, its model card, and the commands to
-go on with.
+"""What a run leaves for others: the trained model or an adapter, its model card, and the commands
+to go on with.
 
 Recipes end with `export_trained_model` or `export_trained_adapter`. The commands are ready to be
 copied, and only such as work with what was written; `tune export` prints them too.
@@ -25,8 +25,7 @@ from recipe_lib.data import find_trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.meta_init import find_extra_tensors
-from recipe_lib.parallel import DTYPES
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import DTYPES, World
 from recipe_lib.training.records import read_run_metrics
 from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
 from recipe_lib.training.training_data import TrainingData

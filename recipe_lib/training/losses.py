@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.config.registry import get_registered
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config import FullFinetuneConfig, get_registered
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.generation.sample import compute_metric, generate_answers
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.head_losses import CrossEntropy, TokenScores
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
+from recipe_lib.parallel import Parallel, World
 from recipe_lib.training.training_data import TrainingData
 
 _PIPELINE_BATCHES = 16  # that go through a pipeline at a time

@@ -9,7 +9,6 @@ output_dir/config.yaml     every value that was used     metrics.jsonl   one JSO
            earlier/        what is left of a run that this one replaces, until its model is complete
 """
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -35,6 +34,7 @@ from recipe_lib.checkpoint.run_files import (
     read_record,
     write_record,
 )
+from recipe_lib.config import FullFinetuneConfig, list_loaded_plugins
 from recipe_lib.config.describe import format_config
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.load import check_no_secrets
@@ -47,8 +47,6 @@ from recipe_lib.config.local_files import (
     check_earlier_run,
     check_folder,
 )
-from recipe_lib.config.registry import list_loaded_plugins
-from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
@@ -150,7 +148,7 @@ def open_output(cfg: FullFinetuneConfig) -> None:
         if cfg.overwrite_output_dir:
             keep_earlier(folder)
         # These two are of this start only.
-        written = dataclasses.replace(cfg, overwrite_output_dir=False, resume=None)
+        written = replace(cfg, overwrite_output_dir=False, resume=None)
         files.replace_text(folder / CONFIG_FILE, format_config(written))
 
 
@@ -206,7 +204,7 @@ def check_inputs(cfg: FullFinetuneConfig) -> None:
 
 
 def list_input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of everything that a config's run reads from the disk, as it was written."""
+    """Yield (key, path) of all that a config's run reads from the disk, as it was written."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
     for name, key in read_schema(config_class).keys.items():
         value: Any = attrgetter(name)(cfg)

@@ -426,7 +426,7 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
     figures = summary.get("planned")
     if not isinstance(figures, dict):
         return Section(title, items=[_NO_PLAN] if "planned" in summary else [])
-    # What a CPU run measures is another quantity than what is planned for a GPU: no difference then.
+    # What a CPU run measures is another quantity than is planned for a GPU: no difference then.
     on_gpu = summary.get("memory_kind") == "device"
     # Those of the first rank, which records.
     planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures

@@ -1,9 +1,9 @@
-"""The model of a run, from a checkpoint or a shape to fill at random, and the checks before it takes
-memory and before its weights are read.
+"""The model of a run, from a checkpoint or a shape to fill at random, and the checks before it
+takes memory and before its weights are read.
 
-A recipe calls `resolve_model`, then `validate_parallelism` with what that found. `run_recipe` checks
-the parameters that a recipe adds to a model and that no family knows: a checkpoint may lack their
-values, and an export may lose them.
+A recipe calls `resolve_model`, then `validate_parallelism` with what that found. `run_recipe`
+checks the parameters that a recipe adds to a model and that no family knows: a checkpoint may lack
+their values, and an export may lose them.
 """
 
 from collections import Counter
@@ -23,16 +23,21 @@ from recipe_lib.config.local_files import ADAPTER_CONFIG, find_downloaded_model,
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.errors import CheckpointError, ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
-from recipe_lib.models import build_meta, read_config, read_preset_config, read_spec
-from recipe_lib.models.families import build_scored_spec, read_run_spec
+from recipe_lib.models import (
+    DecoderSpec,
+    ModelSpec,
+    build_meta,
+    build_scored_spec,
+    read_config,
+    read_preset_config,
+    read_run_spec,
+    read_spec,
+)
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import check_extra, find_extra_tensors
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
-from recipe_lib.parallel import DTYPES
+from recipe_lib.parallel import DTYPES, World, check_tensor
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.pipeline.balance import split_layers
-from recipe_lib.parallel.tensor import check_tensor
-from recipe_lib.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ def shorten_names(names: Iterable[str]) -> str:
 
 
 def _count_extra_elements(model: nn.Module, *, saved: bool = False) -> dict[str, int]:
-    """Return the elements of each extra tensor by its name; saved: only of those in a state dict."""
+    """Return the elements of each extra tensor by its name; saved: of those in a state dict."""
     return {name: tensor.numel() for name, tensor in find_extra_tensors(model, saved=saved).items()}
 
 

@@ -1,8 +1,8 @@
 """Everything a run says while it trains, in one object: metrics.jsonl, the progress line, trackers,
 the summary.
 
-`RunLog` opens the output folder and records each step; `Progress` shows it; a tracker is tensorboard,
-wandb, trackio or a plugin's, each an extra that is imported when it is asked for.
+`RunLog` opens the output folder and records each step; `Progress` shows it; a tracker is
+tensorboard, wandb, trackio or a plugin's, each an extra that is imported when it is asked for.
 """
 
 import dataclasses
@@ -19,11 +19,10 @@ from typing import Any, Protocol, Self
 
 from rich.text import Text
 
+from recipe_lib.config import FullFinetuneConfig, LogConfig, get_registered, register
 from recipe_lib.config.describe import format_value
 from recipe_lib.config.flat_schema import read_schema
 from recipe_lib.config.local_files import describe_missing_tracker
-from recipe_lib.config.registry import get_registered, register
-from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.files import report_storage_faults

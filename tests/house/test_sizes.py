@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tests.house.files import ROOT, list_functions_with_lines, list_python_files, parse_tree, place
 
-FILE_LINES = 800
+FILE_LINES = 600
 LIBRARY_FILES = 400
-LIBRARY_STATEMENTS = 45_800  # what adds a mechanism finds one that it replaces
+LIBRARY_STATEMENTS = 43_980  # what adds a mechanism finds one that it replaces
 RECIPE_LINES = 350
 FUNCTION_LINES = 80  # the rule, which one function in a hundred may break
-FUNCTION_LIMIT = 110  # and none may break this
+FUNCTION_LIMIT = 85  # and none may break this
 
 
 def lines(path: Path) -> int:

@@ -61,7 +61,7 @@ def offloaded() -> tuple[int, int, list[int]]:
 
     from recipe_lib.models import build_meta, build_spec, read_preset_config
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.training.host_memory import count_offloaded_bytes
+    from recipe_lib.training.run_description import count_offloaded_bytes
 
     kind, cfg, wanted = build_settings("demo/full", 1, "device=auto", "memory.cpu_offload=true")
     plan: Any = make_plan(kind, cfg, wanted)[0]

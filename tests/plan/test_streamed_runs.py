@@ -15,7 +15,7 @@ from recipe_lib.optim import optimizers
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import tracer
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
-from recipe_lib.training.host_memory import count_offloaded_bytes
+from recipe_lib.training.run_description import count_offloaded_bytes
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.plan.test_real_runs import TEACHER, TIED, collectives_let_go, config_of

@@ -13,7 +13,7 @@ from recipe_lib.memory.apply_levers import MemoryLevers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import Parallel, parallelize, start_world
 from recipe_lib.training import check_host_memory
-from recipe_lib.training.host_memory import count_calls_at_once, count_offloaded_bytes
+from recipe_lib.training.run_description import count_calls_at_once, count_offloaded_bytes
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.late_copies import LateCopies

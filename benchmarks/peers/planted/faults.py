@@ -15,16 +15,14 @@ from benchmarks.peers.planted.ground import Row, Setup, build_rows, edit_json, w
 
 @dataclass(frozen=True)
 class Fault:
-    """name: for files and `--only`. title: what was done. plant: does it.
+    """A fault of one run."""
 
-    trained: of a fault in masks, whether the texts that are trained (one list of pieces a row) are
-    as they should be. group: of the page.
-    """
-
-    name: str
-    title: str
-    group: str
+    name: str  # for files and `--only`
+    title: str  # what was done
+    group: str  # of the page
     plant: Callable[[Setup], None]
+    # Of a fault in masks: returns True if the texts that are trained (one list of pieces a row)
+    # are as they should be.
     trained: Callable[[list[list[str]]], bool] | None = None
 
 
@@ -154,7 +152,9 @@ def _leave_experts_without_adapters(setup: Setup) -> None:
 def _leave_experts_unquantized(setup: Setup) -> None:
     """Freeze weights in 4 bits of a model most of whose weights are experts in one tensor."""
     tensors.make_mixture(setup.model, 4)
-    setup.targets, setup.base_bits, setup.twist = ["q_proj", "v_proj"], 4, "transformers"
+    setup.targets = ["q_proj", "v_proj"]
+    setup.base_bits = 4
+    setup.twist = "transformers"
 
 
 def _zero_rate(setup: Setup) -> None:
@@ -212,9 +212,11 @@ def are_only_answers_trained(rows: list[list[str]]) -> bool:
     )
 
 
-CONFIG, DATA, TEMPLATES, FILES = (
-    "config", "rows", "tokens and templates", "files and disk",
-)  # fmt: skip
+# Groups of the page.
+CONFIG = "config"
+DATA = "rows"
+TEMPLATES = "tokens and templates"
+FILES = "files and disk"
 
 FAULTS: tuple[Fault, ...] = (
     Fault("typo", "key of the batch size misspelled, at the top", CONFIG, _make_twist("typo")),

@@ -1,5 +1,4 @@
-"""The sound ground that faults are planted in: a small model folder, rows of a conversation,
-settings of a short run.
+"""The sound run that faults are planted in: a small model, rows of a conversation, settings.
 
 Everything is written in words that belong to no tool: each tool's own file says how it is told the
 same.
@@ -32,26 +31,23 @@ LEGS = (2, 4, 6, 8, 4, 4, 0, 4)
 class Setup:
     """A run in no tool's words.
 
-    folder: of this run alone, everything lies in it. lr: as it is written. targets: modules that
-    get an adapter, None: every parameter is trained. base_bits: of the frozen weights next to
-    adapters, 16 or 4. save_every: steps between states, None: none. twist: the mistake in the
-    config or the command, which each tool spells its own way. whole_step: the rows of an optimizer
-    step, over all ranks.
+    Each tool's own file says how the tool is told the same.
     """
 
-    folder: Path
+    folder: Path  # of this run alone, everything lies in it
     steps: int = 4
     batch: int = 2
-    lr: str = "1e-3"
+    lr: str = "1e-3"  # as it is written
     max_len: int = 256
     packing: bool = False
     validate: bool = False
-    targets: list[str] | None = None
-    base_bits: int = 16
-    save_every: int | None = None
+    targets: list[str] | None = None  # modules with an adapter; None: every parameter is trained
+    base_bits: int = 16  # of the frozen weights next to adapters, 16 or 4
+    save_every: int | None = None  # steps between states; None: none is saved
     resume: bool = False
     ranks: int = 1
     shuffle: bool = True
+    # The mistake in the config or the command, which each tool spells its own way.
     twist: str = ""
     rows: list[Row] = field(default_factory=list)
 
@@ -106,7 +102,9 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def build_conversation(number: int) -> Row:
     """Build a row of three messages; no two numbers below 800 give the same one."""
-    thing, legs, count = THINGS[number % 8], LEGS[number % 8], 2 + number // 8
+    thing = THINGS[number % 8]
+    legs = LEGS[number % 8]
+    count = 2 + number // 8
     question = f"How many legs do {count} of the kind {thing} have?"
     answer = f"{count} times {legs} is {count * legs} legs."
     return {

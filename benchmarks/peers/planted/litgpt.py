@@ -88,13 +88,22 @@ class LitGpt(Tool):
         if "q_prj" in (setup.targets or ()):
             lora = lora.replace("lora_query: false", "lora_qury: true")
         text = _CONFIG.format(
-            model=setup.model, output=setup.output, ranks=setup.ranks, resume="resume: true\n" if setup.resume else "",
-            data="JSONmesages" if setup.twist == "unknown_format" else "JSON", pairs=pairs,
-            nested="    misspelt_key: 1\n" if setup.twist == "typo_nested" else "", save=setup.save_every or 1000,
-            whole=setup.batch * setup.ranks, batch="two" if setup.twist == "wrong_type" else setup.batch,
-            steps=setup.steps, max_len=setup.max_len, validate=str(setup.validate).lower(), lr=setup.lr,
+            model=setup.model,
+            output=setup.output,
+            ranks=setup.ranks,
+            resume="resume: true\n" if setup.resume else "",
+            data="JSONmesages" if setup.twist == "unknown_format" else "JSON",
+            pairs=pairs,
+            nested="    misspelt_key: 1\n" if setup.twist == "typo_nested" else "",
+            save=setup.save_every or 1000,
+            whole=setup.batch * setup.ranks,
+            batch="two" if setup.twist == "wrong_type" else setup.batch,
+            steps=setup.steps,
+            max_len=setup.max_len,
+            validate=str(setup.validate).lower(),
+            lr=setup.lr,
             lora=lora if adapters else "",
-        )  # fmt: skip
+        )
         if setup.twist == "typo":
             text = text.replace("  micro_batch_size", "  micro_batch_sise")
         (setup.folder / "finetune.yaml").write_text(text, encoding="utf-8")

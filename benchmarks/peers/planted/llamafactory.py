@@ -30,9 +30,12 @@ class LlamaFactory(Tool):
     def prepare(self, setup: Setup) -> list[str]:
         """Write train.yaml and dataset_info.json."""
         tags = {
-            "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
             "system_tag": "system",
-        }  # fmt: skip
+        }
         columns = {"messages": "messages"} | (
             {"misspelt_key": "x"} if setup.twist == "typo_nested" else {}
         )

@@ -14,13 +14,11 @@ LIMIT = 300.0  # seconds that a command may take
 
 @dataclass
 class Result:
-    """What a command did. lines: (seconds after the start, text). code: None if it was killed, for
-    time or by us.
-    """
+    """What a command did."""
 
     command: list[str]
-    code: int | None
-    lines: list[tuple[float, str]] = field(default_factory=list)
+    code: int | None  # None if it was killed, for time or by us
+    lines: list[tuple[float, str]] = field(default_factory=list)  # (seconds after the start, text)
     seconds: float = 0.0
     timed_out: bool = False
 
@@ -43,14 +41,21 @@ def run(
     """
     started = time.monotonic()
     process = subprocess.Popen(
-        list(command), cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        list(command),
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     assert process.stdout
-    result, rest = Result(list(command), None), b""
+    result = Result(list(command), None)
+    rest = b""  # of a line that has not ended yet
     selector = selectors.DefaultSelector()
     selector.register(process.stdout, selectors.EVENT_READ)
-    pause, killed = (0.0005 if stop_when else 0.2), False
+    pause = 0.0005 if stop_when else 0.2
+    killed = False
     while True:
         now = time.monotonic() - started
         if stop_when is not None and not killed and stop_when():
@@ -64,9 +69,11 @@ def run(
         piece = os.read(process.stdout.fileno(), 65536)
         if not piece:
             break
-        *whole, rest = (rest + piece).replace(b"\r", b"\n").split(b"\n")
+        *ended_lines, rest = (rest + piece).replace(b"\r", b"\n").split(b"\n")
         now = time.monotonic() - started
-        result.lines += [(now, line.decode(errors="replace")) for line in whole if line.strip()]
+        for line in ended_lines:
+            if line.strip():
+                result.lines.append((now, line.decode(errors="replace")))
     if rest.strip():
         result.lines.append((time.monotonic() - started, rest.decode(errors="replace")))
     code = process.wait()

@@ -27,25 +27,21 @@ class Unfit(Exception):  # noqa: N818  (an outcome of the benchmark, not of a to
 
 @dataclass(frozen=True)
 class Change:
-    """name, title: as of a Fault. play: the whole of it; returns the result that is judged and what
-    is known.
+    """A fault between two runs."""
 
-    harmless: None: not measured; else whether the losses are what they would have been.
-    """
-
-    name: str
-    title: str
+    name: str  # as of a Fault
+    title: str  # as of a Fault
+    # Runs both, and returns the setup and the result that are judged, whether the losses are what
+    # they would have been (None: not measured), and a note.
     play: Callable[[Tool, Setup, "Sound"], "tuple[Setup, Result, bool | None, str]"]
 
 
 @dataclass
 class Sound:
-    """What the runs without faults of a tool were: lines, and the losses of a run of all steps that
-    nothing stopped.
-    """
+    """What the runs without faults of a tool were."""
 
     lines: list[str]
-    losses: list[float]
+    losses: list[float]  # of a run of all steps that nothing stopped
 
 
 def run_sound(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
@@ -74,15 +70,15 @@ def run_second_half(setup: Setup, **changes: object) -> Setup:
     return setup.again(steps=AFTER, save_every=BEFORE // 2, resume=True, **changes)
 
 
-def compute_difference(found: list[float], expected: list[float]) -> float:
+def compute_difference(losses: list[float], expected: list[float]) -> float:
     """Return the largest relative difference of the last losses of two runs.
 
     It is infinite if there are too few, or one is NaN.
     """
     count = AFTER - BEFORE
-    if min(len(found), len(expected)) < count:
+    if min(len(losses), len(expected)) < count:
         return float("inf")
-    pairs = zip(found[-count:], expected[-count:], strict=True)
+    pairs = zip(losses[-count:], expected[-count:], strict=True)
     differences = [abs(a - b) / max(abs(b), 1e-9) for a, b in pairs]
     return max(differences) if all(map(math.isfinite, differences)) else float("inf")
 
@@ -93,8 +89,8 @@ def _judge_equality(
     if result.code != 0:
         return None, ""
     worst = compute_difference(tool.losses(setup, result), expected)
-    said = "too few losses to compare" if worst == float("inf") else f"losses differ by {worst:.2g}"
-    return worst <= close, f"{said} (relative) from those of a run that nothing stopped"
+    note = "too few losses to compare" if worst == float("inf") else f"losses differ by {worst:.2g}"
+    return worst <= close, f"{note} (relative) from those of a run that nothing stopped"
 
 
 def change_nothing(
@@ -131,10 +127,10 @@ def change_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
     Compared with two ranks throughout.
     """
     folder = setup.folder / "quiet"
-    quiet = setup.again(folder=folder, steps=AFTER, ranks=2)
+    unstopped = setup.again(folder=folder, steps=AFTER, ranks=2)
     _share(setup, folder)
-    _, whole = run_sound(tool, quiet)
-    expected = tool.losses(quiet, whole)
+    _, unstopped_result = run_sound(tool, unstopped)
+    expected = tool.losses(unstopped, unstopped_result)
     run_sound(tool, run_first_half(setup, ranks=2))
     setup, result = go_on(tool, run_second_half(setup, batch=2 * setup.batch))
     return setup, result, *_judge_equality(tool, setup, result, expected, SUM_CLOSE)
@@ -148,9 +144,8 @@ def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
     setup, result = go_on(tool, run_second_half(setup))
-    _, note = _judge_equality(
-        tool, setup, result, sound.losses, CLOSE
-    )  # one number among many shows in no loss: luck counts not
+    # One number among many shows in no loss: luck counts not.
+    _, note = _judge_equality(tool, setup, result, sound.losses, CLOSE)
     return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
 
 
@@ -174,10 +169,11 @@ def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
         killed = tool.start(first, tool.command(first), stop_when=second_save)
         if killed.code is not None:
             raise Unfit("the run had ended before there was a second state to kill it in")
-        there = ", ".join(path.name for path in tool.states(first))
+        states = ", ".join(path.name for path in tool.states(first))
         trial, result = go_on(tool, first.again(resume=True))
         harmless, note = _judge_equality(tool, trial, result, sound.losses, CLOSE)
-        worst = trial, result, harmless, f"attempt {attempt + 1} of 3, on the disk: {there}; {note}"
+        note = f"attempt {attempt + 1} of 3, on the disk: {states}; {note}"
+        worst = (trial, result, harmless, note)
         if result.code != 0 or not harmless:
             break
     assert worst
@@ -193,9 +189,9 @@ def check_packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result
     setup, result = go_on(tool, setup.again(packing=True, batch=1))
     if result.code != 0:
         return setup, result, None, ""
-    (found,) = tool.losses(setup, result)[:1] or [float("nan")]
-    note = f"first loss {found:.4f} packed, {expected:.4f} side by side"
-    return setup, result, abs(found - expected) <= CLOSE * abs(expected), note
+    (packed_loss,) = tool.losses(setup, result)[:1] or [float("nan")]
+    note = f"first loss {packed_loss:.4f} packed, {expected:.4f} side by side"
+    return setup, result, abs(packed_loss - expected) <= CLOSE * abs(expected), note
 
 
 def _share(setup: Setup, folder: Path) -> Path:

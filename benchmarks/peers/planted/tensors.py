@@ -1,5 +1,6 @@
-"""Damage to safetensors files, on their bytes: 8 bytes of header length, the header as JSON, the
-tensors.
+"""Damage to safetensors files, on their bytes.
+
+A file is 8 bytes of header length, the header as JSON, and the tensors.
 """
 
 import json
@@ -31,18 +32,20 @@ def select_tensors(
     header: dict[str, Any], content: bytes | bytearray, names: list[str]
 ) -> tuple[dict[str, Any], bytes]:
     """Return header and bytes of some of the tensors."""
-    out, kept = {}, bytearray()
+    selected_header = {}
+    selected = bytearray()
     for name in names:
         first, last = header[name]["data_offsets"]
-        out[name] = header[name] | {"data_offsets": [len(kept), len(kept) + last - first]}
-        kept += content[first:last]
-    return out, bytes(kept)
+        offsets = [len(selected), len(selected) + last - first]
+        selected_header[name] = header[name] | {"data_offsets": offsets}
+        selected += content[first:last]
+    return selected_header, bytes(selected)
 
 
 def put_nan(path: Path) -> None:
     """Make the first number of a norm's weight NaN (the file holds fp32)."""
     header, content = read(path)
-    _find_fp32_offset(header, _NORM)
+    _check_fp32(header, _NORM)
     at = header[_NORM]["data_offsets"][0]
     content[at : at + 4] = struct.pack("<f", float("nan"))
     write(path, header, bytes(content))
@@ -54,12 +57,13 @@ def flip_exponent_bit(path: Path) -> None:
     Below 2 it becomes 2^128 times as large.
     """
     header, content = read(path)
-    _find_fp32_offset(header, _MATRIX)
+    _check_fp32(header, _MATRIX)
     content[header[_MATRIX]["data_offsets"][0] + 3] ^= 0x40
     write(path, header, bytes(content))
 
 
-def _find_fp32_offset(header: dict[str, Any], name: str) -> None:
+def _check_fp32(header: dict[str, Any], name: str) -> None:
+    """Raise SystemExit for a tensor that is not in fp32."""
     if header[name]["dtype"] != "F32":
         raise SystemExit(
             f"error: {name}: found {header[name]['dtype']}, expected a model in fp32; give --model"
@@ -110,26 +114,28 @@ def make_mixture(folder: Path, experts: int) -> None:
     The routers' rows are the embedding's first ones. Raises SystemExit for weights that are not in
     fp32.
     """
-    path, settings = folder / "model.safetensors", folder / "config.json"
-    config = json.loads(settings.read_text(encoding="utf-8"))
+    path = folder / "model.safetensors"
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
     header, content = read(path)
-    _find_fp32_offset(header, _MATRIX)
+    _check_fp32(header, _MATRIX)
     parts = {name: bytes(content[slice(*entry["data_offsets"])]) for name, entry in header.items()}
     shapes = {name: entry["shape"] for name, entry in header.items()}
     for layer in range(config["num_hidden_layers"]):
-        before = f"model.layers.{layer}."
+        prefix = f"model.layers.{layer}."
         for old, new in {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.items():
-            part, shape = (found.pop(f"{before}mlp.{old}.weight") for found in (parts, shapes))
+            part = parts.pop(f"{prefix}mlp.{old}.weight")
+            shape = shapes.pop(f"{prefix}mlp.{old}.weight")
             for expert in range(experts):
-                name = f"{before}block_sparse_moe.experts.{expert}.{new}.weight"
-                parts[name], shapes[name] = part, shape
+                name = f"{prefix}block_sparse_moe.experts.{expert}.{new}.weight"
+                parts[name] = part
+                shapes[name] = shape
         width = config["hidden_size"]
-        name = f"{before}block_sparse_moe.gate.weight"
-        parts[name], shapes[name] = (
-            parts["model.embed_tokens.weight"][: 4 * experts * width],
-            [experts, width],
-        )
-    offset, entries = 0, {}
+        name = f"{prefix}block_sparse_moe.gate.weight"
+        parts[name] = parts["model.embed_tokens.weight"][: 4 * experts * width]
+        shapes[name] = [experts, width]
+    offset = 0
+    entries = {}
     for name, part in parts.items():
         entries[name] = {
             "dtype": "F32",
@@ -143,4 +149,4 @@ def make_mixture(folder: Path, experts: int) -> None:
         "architectures": ["MixtralForCausalLM"],
         "num_local_experts": experts,
     }
-    settings.write_text(json.dumps(config | {"num_experts_per_tok": 2}), encoding="utf-8")
+    config_file.write_text(json.dumps(config | {"num_experts_per_tok": 2}), encoding="utf-8")

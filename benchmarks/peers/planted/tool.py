@@ -15,28 +15,30 @@ from benchmarks.peers.planted.running import Result, run
 # No network, one thread: what is compared is what is said, and runs of a small model are no faster
 # on more.
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "COLUMNS": "400",
-    "WANDB_MODE": "disabled", "NO_COLOR": "1", "TERM": "dumb",
-}  # fmt: skip
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONUNBUFFERED": "1",
+    "COLUMNS": "400",
+    "WANDB_MODE": "disabled",
+    "NO_COLOR": "1",
+    "TERM": "dumb",
+}
 
 
 class Tool(ABC):
-    """A tool in its own environment. environments: folder of virtual environments, one a tool.
+    """A tool in its own environment. environments: folder of virtual environments, one a tool."""
 
-    name: of the environment's folder. title: of the column. packages: what its environment is made
-    of, in order. shown: packages whose versions are told. metric: regular expression of its lines
-    of metrics. unable: fault -> why this tool is out of it. told: what the tool was given, in a
-    sentence for the page.
-    """
-
-    name = ""
-    title = ""
-    packages: Sequence[Sequence[str]] = ()
-    shown: Sequence[str] = ()
-    metric = r"$^"
-    told = ""
-    unable: dict[str, str] = {}
+    name = ""  # of the environment's folder
+    title = ""  # of the column
+    packages: Sequence[Sequence[str]] = ()  # what its environment is made of, in order
+    shown: Sequence[str] = ()  # packages whose versions are told
+    metric = r"$^"  # regular expression of its lines of metrics
+    told = ""  # what the tool was given, in a sentence for the page
+    unable: dict[str, str] = {}  # by fault, why this tool is out of it
 
     def __init__(self, environments: Path):
         self.environment = environments / self.name
@@ -114,8 +116,8 @@ class Tool(ABC):
         """
         self.remember(setup)
         result = run(["nice", "-n", "15", *command], setup.folder, self.variables(setup), **options)
-        for place in (f"{setup.folder}/", str(setup.folder), f"{self.environment}/"):
-            result.lines = [(at, line.replace(place, "")) for at, line in result.lines]
+        for path in (f"{setup.folder}/", str(setup.folder), f"{self.environment}/"):
+            result.lines = [(at, line.replace(path, "")) for at, line in result.lines]
         return result
 
 

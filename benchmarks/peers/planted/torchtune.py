@@ -109,29 +109,40 @@ class Torchtune(Tool):
             {path.name for path in setup.model.glob("*.safetensors")} | self._named_by_index(setup)
         )
         saved = self.states(setup)
-        if (
-            setup.resume and saved
-        ):  # the files of the newest epoch are named by hand, as its documentation has it
+        if setup.resume and saved:
+            # The files of the newest epoch are named by hand, as its documentation has it.
             last = max(saved, key=lambda folder: int(folder.name.split("_")[1]))
             files = sorted(f"{last.name}/{path.name}" for path in last.glob("*.safetensors"))
         adapters = setup.targets is not None
         text = _CONFIG.format(
-            output=setup.output, model=setup.model, max_len=setup.max_len, train=setup.train,
+            output=setup.output,
+            model=setup.model,
+            max_len=setup.max_len,
+            train=setup.train,
             dataset="chat_mesages" if setup.twist == "unknown_format" else "chat_dataset",
-            packing=setup.packing, nested="  misspelt_key: 1\n" if setup.twist == "typo_nested" else "",
-            shuffle=setup.shuffle, builder="lora_llama3_2" if adapters else "llama3_2",
-            vocab=sizes["vocab_size"], layers=sizes["num_hidden_layers"], heads=sizes["num_attention_heads"],
-            kv_heads=sizes["num_key_value_heads"], width=sizes["hidden_size"], mlp=sizes["intermediate_size"],
-            positions=sizes["max_position_embeddings"], files=json.dumps(files),
+            packing=setup.packing,
+            nested="  misspelt_key: 1\n" if setup.twist == "typo_nested" else "",
+            shuffle=setup.shuffle,
+            builder="lora_llama3_2" if adapters else "llama3_2",
+            vocab=sizes["vocab_size"],
+            layers=sizes["num_hidden_layers"],
+            heads=sizes["num_attention_heads"],
+            kv_heads=sizes["num_key_value_heads"],
+            width=sizes["hidden_size"],
+            mlp=sizes["intermediate_size"],
+            positions=sizes["max_position_embeddings"],
+            files=json.dumps(files),
             lora=_LORA.format(targets=json.dumps(setup.targets)) if adapters else "",
-            resume=setup.resume, batch="two" if setup.twist == "wrong_type" else setup.batch,
-            epochs=max(1, setup.steps // _PER_EPOCH), lr=setup.lr, schedule=_SCHEDULE if adapters else "",
+            resume=setup.resume,
+            batch="two" if setup.twist == "wrong_type" else setup.batch,
+            epochs=max(1, setup.steps // _PER_EPOCH),
+            lr=setup.lr,
+            schedule=_SCHEDULE if adapters else "",
             per_epoch=min(_PER_EPOCH, setup.steps),
-        )  # fmt: skip
+        )
         if setup.twist == "typo":
-            text += (  # beside the right key, which its recipes read without a default
-                "batch_sise: 2\n"
-            )
+            # Beside the right key, which its recipes read without a default.
+            text += "batch_sise: 2\n"
         (setup.folder / "tune.yaml").write_text(text, encoding="utf-8")
         return [text]
 

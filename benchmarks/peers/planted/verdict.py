@@ -1,4 +1,4 @@
-"""What a tool made of a fault, told from exit code, output and what was written; no human judges.
+"""What a tool made of a fault, by its exit code, its output and what was written.
 
 A line counts as a message on the fault if it has the fault's words and is news: not among the lines
 of the sound run (numbers apart), no line of metrics, no echo of the config that the tool was given.
@@ -25,8 +25,18 @@ NOT_APPLICABLE = "n/a"
 
 GOOD = (REJECTED, STOPPED, WARNED, HANDLED)
 OUTCOMES = (
-    REJECTED, STOPPED, WARNED, HANDLED, FOUND, NAMED_TRACEBACK, UNNAMED, TRACEBACK, HANGS, SILENT, NOT_APPLICABLE,
-)  # fmt: skip
+    REJECTED,
+    STOPPED,
+    WARNED,
+    HANDLED,
+    FOUND,
+    NAMED_TRACEBACK,
+    UNNAMED,
+    TRACEBACK,
+    HANGS,
+    SILENT,
+    NOT_APPLICABLE,
+)
 
 _PREFIX = r"(?:\[rank\d+\]: ?)?"  # torchrun's, before each line of a traceback
 # The line behind a traceback's frames, as Python prints it: `package.Error`, perhaps with a text.
@@ -37,19 +47,14 @@ _NUMBER = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?")
 
 @dataclass
 class Outcome:
-    """A cell of the table. seconds: from the start to the line; of a silent run, to its end. line:
-    the evidence.
+    """A cell of the table."""
 
-    code: the exit code; steps: optimizer steps that were done; note: what was measured, or why a
-    tool is out of it.
-    """
-
-    outcome: str
-    seconds: float = 0.0
-    line: str = ""
-    code: int | None = None
-    steps: int = 0
-    note: str = ""
+    outcome: str  # of OUTCOMES
+    seconds: float = 0.0  # from the start to the line; of a silent run, to its end
+    line: str = ""  # the evidence
+    code: int | None = None  # the exit code
+    steps: int = 0  # optimizer steps that were done
+    note: str = ""  # what was measured, or why a tool is out of it
 
     def to_json(self) -> dict[str, object]:
         """Return the outcome as JSON values."""

@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -211,9 +212,8 @@ def _build_plan(
     partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
     pending = _list_pending(forward, chosen=chosen, token_uses=shared.uses, mixed=mixed)
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
-    used: set[str] = set()
-    for call in forward.calls:
-        used = used.union(*(tensor.parameters for _, tensor, _ in call.arguments))
+    arguments = chain.from_iterable(call.arguments for call in forward.calls)
+    used = set[str]().union(*(tensor.parameters for _, tensor, _ in arguments))
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
     unused = dict.fromkeys(shapes.keys() - used, "the forward does not use it")
     parameters = [

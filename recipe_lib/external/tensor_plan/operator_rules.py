@@ -217,12 +217,8 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
         added = tensors[2] if len(tensors) > 2 else None
     if min(len(ours), len(theirs)) > 2 and len(ours) != len(theirs):
         return None
-    step.contract(
-        ours[-1],
-        right=theirs[-2] if len(theirs) > 1 else theirs[0],
-        left_tensor=left,
-        right_tensor=right,
-    )
+    rows = theirs[-2] if len(theirs) > 1 else theirs[0]
+    step.contract(ours[-1], right=rows, left_tensor=left, right_tensor=right)
     batch = [step.join(one, other) for one, other in zip(ours[:-2], theirs[:-2], strict=False)]
     longer = ours if len(ours) >= len(theirs) else theirs
     batch = batch if len(batch) == len(longer) - 2 else longer[: max(len(longer) - 2, 0)]

@@ -1,19 +1,171 @@
-"""The loss of distillation: the means that a step logs, and those of a validation.
+"""Distillation's teacher, in memory and with ids that mean the same, and the loss against it.
 
-The loss of a token is `ops.distillation.Distillation`, a head loss.
+The loss of a token is `ops.distillation.Distillation`, a head loss; the means that a step logs, and
+those of a validation, are at the end.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.data import Batch
-from recipe_lib.methods.distill.config import DistillConfig
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
-from recipe_lib.training.losses import add_to_each, name_validation, sum_over_validation
-from recipe_lib.training.training_data import TrainingData
+from recipe_lib.adapters import quantize_frozen
+from recipe_lib.checkpoint.huggingface import load_weights
+from recipe_lib.config.schema import ModelConfig
+from recipe_lib.data import Batch, check_vocabulary, warn_of_positions
+from recipe_lib.errors import CheckpointError, ConfigError, DataError
+from recipe_lib.methods.distill.config import DistillConfig, DistillFinetuneConfig
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights
+from recipe_lib.ops.distillation import TeacherStates
+from recipe_lib.optim.optimizers import count_local_bytes
+from recipe_lib.parallel import (
+    DTYPES,
+    Parallel,
+    World,
+    check_tensor,
+    derive_seed,
+    materialize,
+    parallelize,
+)
+from recipe_lib.parallel.context import check_context
+from recipe_lib.parallel.fsdp import evaluate_in_parts
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from recipe_lib.training import (
+    ResolvedModel,
+    TrainingData,
+    add_to_each,
+    check_host_memory,
+    name_validation,
+    resolve_model,
+    sum_over_validation,
+)
+from recipe_lib.units import format_bytes
+
+
+def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
+    """Return the teacher that the config names.
+
+    Raises CheckpointError and ConfigError, also where the ranks cannot share it.
+    """
+    keys = cfg.distill
+    key = "distill.teacher" if keys.teacher else "distill.teacher_preset"
+    try:
+        source = resolve_model(ModelConfig(path=keys.teacher, preset=keys.teacher_preset))
+        spec = cast(DecoderSpec, source.spec)
+        # It is divided among the ranks as the model is.
+        check_tensor(spec, cfg.parallel, keys.quantize_teacher)
+        check_context(spec, cfg.parallel)
+        if keys.quantize_teacher != "none":
+            # On a model without bytes, for what it raises.
+            dtype = DTYPES[cfg.dtype]
+            quantize_frozen(build_meta(spec, dtype), keys.quantize_teacher, dtype)
+    except (CheckpointError, ConfigError) as error:
+        # The library speaks of the keys of the model and its adapters, the user set the teacher's.
+        named = [
+            fault.replace("lora.quantize_base", "distill.quantize_teacher")
+            for fault in error.faults
+        ]
+        raise type(error)(
+            *(f"{key}: {fault.removeprefix('model.preset=')}" for fault in named)
+        ) from error
+    return source
+
+
+def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData) -> None:
+    """Raise DataError, with the first difference, unless a teacher's tokenizer has the same token
+    for every id.
+    """
+    if source.folder is None:
+        return
+    theirs = load_tokenizer(source.folder, None, by_key=False)
+    difference = find_first_difference(tokenizer, theirs)
+    if difference is not None:
+        raise DataError(
+            f"distill.teacher: {theirs.place} and {tokenizer.place} differ: {difference}; expected"
+            " a teacher with the tokenizer of the model"
+        )
+    check_vocabulary(tokenizer, source.spec.vocab_size, data.dataset, data.validation_dataset)
+    warn_of_positions(source.spec.max_positions, data.dataset, data.validation_dataset)
+
+
+def find_first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
+    """Return `the id 17 is 'a' in one and 'b' in the other`; None: all ids are the same tokens."""
+    for token in range(max(ours.vocab_size, theirs.vocab_size)):
+        our_text = _format_token(ours, token)
+        their_text = _format_token(theirs, token)
+        if our_text != their_text:
+            return f"the id {token} is {their_text} in the first and {our_text} in the second"
+    return None
+
+
+def _format_token(tokenizer: Tokenizer, token: int) -> str:
+    # Escaped, since a token may be a part of a character.
+    try:
+        return repr(tokenizer.get_token_bytes(token).decode("utf-8", errors="backslashreplace"))
+    except (DataError, IndexError, KeyError):
+        return "no token"
+
+
+def build_teacher(
+    source: ResolvedModel, cfg: DistillFinetuneConfig, world: World
+) -> tuple[Decoder, Parallel]:
+    """Return a frozen teacher in this rank's memory, divided as the model is but for its own
+    storage, without values yet; it computes in dtype.
+    """
+    dtype = DTYPES[cfg.dtype]
+    # How it is stored has keys of its own, and it computes in dtype, however the model's products
+    # are rounded.
+    memory = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher)
+    settings = replace(cfg, memory=memory, matmul_dtype=None)
+    teacher = build_meta(source.spec, dtype)
+    quantize_frozen(teacher, cfg.distill.quantize_teacher, dtype)
+    parallel = parallelize(teacher, settings, world, for_training=False)
+    check_host_memory(teacher, parallel=parallel, cfg=settings, world=world)
+    materialize(teacher, settings.memory, world.device)
+    return teacher, parallel
+
+
+def load_teacher(teacher: Decoder, source: ResolvedModel, cfg: DistillFinetuneConfig) -> None:
+    """Give a teacher its values: each rank reads, and quantizes, its own part; random ones for a
+    preset.
+    """
+    seed = derive_seed(cfg.seed, "teacher")
+    if source.folder:
+        load_weights(teacher, spec=source.spec, folder=source.folder, seed=seed)
+    else:
+        init_weights(teacher, seed, source.spec)
+    teacher.eval()  # no dropout
+
+
+@torch.no_grad()
+def compute_teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
+    """Return what the teacher's layers make of a micro-batch, hidden states `[b, s, d]`, and its
+    head; no logits.
+    """
+    # Layers without the head are no forward of the root, at whose end FSDP frees what it gathered.
+    with evaluate_in_parts(teacher):
+        hidden = teacher.hidden_states(batch.tokens, batch.positions, batch.attention)
+
+    # Called for a chunk of the tokens at a time, so that logits of all of them never exist.
+    def head(hidden: Tensor, **kwargs: object) -> Tensor:
+        with evaluate_in_parts(teacher, head=True):
+            return cast(Tensor, teacher.lm_head(hidden, **kwargs))
+
+    return TeacherStates(hidden, head, batch.labels)
+
+
+def describe_teacher(keys: DistillConfig, teacher: nn.Module, parallel: Parallel) -> str:
+    """Return one line for the log: the loss, and what the teacher takes of a rank's memory."""
+    loss = f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
+    loss += f" + {1 - keys.weight:g} x cross-entropy"
+    layers = parallel.levers.layers
+    num_streamed = 0 if layers is None else layers.num_bytes()
+    memory = format_bytes(count_local_bytes(teacher.parameters()) - num_streamed)
+    if num_streamed:
+        memory += f" and {format_bytes(num_streamed)} in host memory"
+    return f"{loss}; the teacher takes {memory} per rank"
 
 
 def compute_distillation_means(

@@ -30,10 +30,8 @@ from torch import Tensor, nn
 
 from recipe_lib.data import Batch
 from recipe_lib.methods.dpo.config import DpoConfig
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
-from recipe_lib.training.losses import get_values, name_validation, sum_over_validation
-from recipe_lib.training.training_data import TrainingData
+from recipe_lib.parallel import Parallel, World
+from recipe_lib.training import TrainingData, get_values, name_validation, sum_over_validation
 
 # From micro-batches to the log-probabilities of the answers of each, when they are asked for; None
 # where another rank of the pipeline has them, or there is no reference.

@@ -12,8 +12,7 @@ from recipe_lib.data import Dataset
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.methods.reward.config import RewardConfig
-from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.families import count_head_labels, make_score_config
+from recipe_lib.models import Decoder, count_head_labels, make_score_config
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData, check_pairs

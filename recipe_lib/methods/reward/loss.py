@@ -20,10 +20,8 @@ from recipe_lib.data import Batch
 from recipe_lib.methods.reward.config import RewardConfig
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.world import World
-from recipe_lib.training.losses import add_to_each, name_validation, sum_over_validation
-from recipe_lib.training.training_data import TrainingData
+from recipe_lib.parallel import Parallel, World
+from recipe_lib.training import TrainingData, add_to_each, name_validation, sum_over_validation
 
 PAIR_SUMS = ("loss", "reward_chosen", "reward_rejected", "accuracy")
 CLASS_SUMS = ("loss", "accuracy")

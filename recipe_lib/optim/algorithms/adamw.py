@@ -4,9 +4,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recipe_lib.config import OptimizerConfig, register
 from recipe_lib.config.optimizer_facts import OptimizerFacts
-from recipe_lib.config.registry import register
-from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, TrainedParameters
 
 FACTS = OptimizerFacts(

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipe_lib.config import OptimizerConfig, register
 from recipe_lib.config.optimizer_facts import OptimizerFacts
-from recipe_lib.config.registry import register
-from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.low_bit_adamw import (
     ChunkedOptimizer,

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recipe_lib.config import OptimizerConfig, register
 from recipe_lib.config.optimizer_facts import OptimizerFacts
-from recipe_lib.config.registry import register
-from recipe_lib.config.schema import OptimizerConfig
 
 FACTS = OptimizerFacts(
     keys=("momentum", "implementation"),

@@ -165,18 +165,6 @@ def count_layer_weights(spec: Sizes) -> int:
     )
 
 
-def count_active_weights(spec: Sizes) -> int:
-    """Return the elements of one layer's matrices that compute a token.
-
-    Of a mixture those are the router's and those of the experts of its choices.
-    """
-    return _count_attention_weights(spec) + _average_over_layers(
-        spec,
-        3 * spec.width * spec.mlp_width,
-        lambda mixture: spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width),
-    )
-
-
 def _count_attention_weights(spec: Sizes) -> int:
     return 2 * spec.width * _count_attention_channels(spec)
 
@@ -210,7 +198,14 @@ def estimate_times(spec: Sizes, cfg: Any) -> tuple[float, float]:
     seen = [half if window is None else min(half, window) for window in spec.windows]
     attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
     passes = 3 if cfg.trained_adapters is None else 2
-    layer = 2 * count_active_weights(spec) * (passes + _RECOMPUTED[checkpointing]) + attention * (
+    # Elements of one layer's matrices that compute a token: of a mixture those of the router and of
+    # the experts of its choices.
+    active_weights = _count_attention_weights(spec) + _average_over_layers(
+        spec,
+        3 * spec.width * spec.mlp_width,
+        lambda mixture: spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width),
+    )
+    layer = 2 * active_weights * (passes + _RECOMPUTED[checkpointing]) + attention * (
         4.5 if checkpointing == "full" else 3.5
     )
     return layer, 2.0 * spec.head_rows * spec.width * passes

@@ -19,7 +19,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     MemoryPeaks,
     OutOfMemory,
 )
-from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, USE, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 
 
 @dataclass
@@ -134,7 +134,14 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
         storage = trace.storages[number] if kind in (ALLOC, FREE) else None
         if storage is None or not storage.device or not storage.bytes:
             continue
-        frames = _make_frames(storage)
+        # What a viewer shows of an allocation in place of a stack of calls.
+        lines = (
+            ("operator", storage.op or "-"),
+            ("module", storage.module or "-"),
+            ("part", storage.part),
+            ("kind", f"{storage.kind} {storage.label}".rstrip()),
+        )
+        frames = [{"filename": filename, "line": 0, "name": name} for filename, name in lines]
         is_out_of_memory = False
         if kind == FREE:
             if block := blocks.pop(number, None):
@@ -173,17 +180,6 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
 
 def _make_annotation(name: str, stage: str, time: int) -> dict[str, Any]:
     return {"name": name, "stage": stage, "device": 0, "time_us": time}
-
-
-def _make_frames(storage: Storage) -> Frames:
-    """Return what a viewer shows of an allocation in place of a stack of calls."""
-    lines = (
-        ("operator", storage.op or "-"),
-        ("module", storage.module or "-"),
-        ("part", storage.part),
-        ("kind", f"{storage.kind} {storage.label}".rstrip()),
-    )
-    return [{"filename": filename, "line": 0, "name": name} for filename, name in lines]
 
 
 def _make_entry(

@@ -23,10 +23,9 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recipe_lib.checkpoint.huggingface import find_checkpoint
+from recipe_lib.config import FullFinetuneConfig, is_hub, resolve_sources
 from recipe_lib.config.local_files import find_files, get_cache_root
 from recipe_lib.config.mesh import compute_micro_batches, compute_padded_multiple
-from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.schema_data import is_hub, resolve_sources
 from recipe_lib.data import (
     Batch,
     DataPlan,
@@ -35,9 +34,9 @@ from recipe_lib.data import (
     adapt_to_recipe,
     build_dataset,
     build_validation_dataset,
+    make_step,
     settle_formats,
 )
-from recipe_lib.data.batches import make_step
 from recipe_lib.data.cache import MANIFEST
 from recipe_lib.data.sources import open_sources
 from recipe_lib.data.tokenize_dataset import DatasetBuilder

@@ -24,9 +24,8 @@ from recipe_lib.config.paths import get_configs_folder, list_presets
 from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
-from recipe_lib.models import read_config, read_preset_config
+from recipe_lib.models import ExternalSpec, ModelSpec, read_config, read_preset_config
 from recipe_lib.models.families import get_text_config, read_run_spec
-from recipe_lib.models.spec import ExternalSpec, ModelSpec
 
 CONFIG_FILE = "config.json"
 _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower-case name

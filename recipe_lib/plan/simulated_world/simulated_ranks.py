@@ -72,7 +72,13 @@ def enter_simulated_world(
     pin_kernels(like_cpu, capability)
     with _make_fake_group(rank, ranks), apply_patches(_tell_meshes_apart(hash((rank, shape)))):
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
-        with apply_patches([*_make_meshes_real(), *_use_own_streams()]):
+        # Streams are kept away from C++, which does not know ours.
+        stream_patches: list[Patch] = [
+            # FSDP asks it in one place, and it asks a C++ guard that this device does not have.
+            (torch.accelerator, "current_stream", MODULE.current_stream),
+            (Tensor, "record_stream", lambda t, stream: MODULE.listener.use_on(t, stream.number)),
+        ]
+        with apply_patches([*_make_meshes_real(), *stream_patches]):
             yield build_world(
                 mesh, rank, size=ranks, local_rank=0, device=device, context=parallel.context
             )
@@ -146,15 +152,6 @@ def _make_meshes_real() -> list[Patch]:
     ]
     attributes.append((dtensor_shards, "compute_local_shape_and_global_offset"))
     return [(owner, name, make_real(getattr(owner, name))) for owner, name in attributes]
-
-
-def _use_own_streams() -> list[Patch]:
-    """Return patches that keep streams away from C++, which does not know ours."""
-    return [
-        # FSDP asks it in one place, and it asks a C++ guard that this device does not have.
-        (torch.accelerator, "current_stream", MODULE.current_stream),
-        (Tensor, "record_stream", lambda t, stream: MODULE.listener.use_on(t, stream.number)),
-    ]
 
 
 def connect_streams(tracer: "Tracer") -> None:

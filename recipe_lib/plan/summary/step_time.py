@@ -261,9 +261,15 @@ def compute_pipeline_time(
     """
     parts = [split_actions(traces[place], timing) for place, timing in timings.items()]
     runs = {place: place_runs for place, (_, place_runs) in zip(timings, parts, strict=True)}
-    messages: dict[tuple[int, str], float] = {}
+    messages: dict[tuple[int, str], float] = {}  # seconds, by stage and kind of sending
     for trace in traces.values():
-        messages |= time_messages(trace, phase, hardware=hardware, calibration=calibration)
+        messages |= {
+            (action.stage, action.kind): compute_collective_seconds(
+                op.collective, hardware, calibration
+            )
+            for action, _, op in trace.iterate_action_ops(phase)
+            if action.kind in ("SF", "SB") and op.collective and op.collective.operation == "send"
+        }
     step = sum(max(waits) for waits in zip(*(gaps for gaps, _ in parts), strict=True))
     trained: Timeline | None = None
     # All places have as many runs; one without a backward trains nothing.
@@ -324,19 +330,6 @@ def extend_to_all(
     if stands is None:
         raise ValueError(f"{traced} micro-batches cannot stand for {count}")
     return {action: run[known] for action, known in stands.items()}
-
-
-def time_messages(
-    trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
-) -> dict[tuple[int, str], float]:
-    """Return the seconds of each message by (stage, kind of sending)."""
-    return {
-        (action.stage, action.kind): compute_collective_seconds(
-            op.collective, hardware, calibration
-        )
-        for action, _, op in trace.iterate_action_ops(phase)
-        if action.kind in ("SF", "SB") and op.collective and op.collective.operation == "send"
-    }
 
 
 def scale_to_step(

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from recipe_lib.config import ParallelConfig, list_loaded_plugins
 from recipe_lib.config.mesh import compute_micro_batches, count_stages, list_rank_stages
-from recipe_lib.config.registry import list_loaded_plugins
-from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data import Batch
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline import driver

@@ -22,8 +22,7 @@ from recipe_lib.config.mesh import add_context_dim, compute_micro_batches, split
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, find_lines_in
 from recipe_lib.models.meta_init import find_extra_tensors
-from recipe_lib.parallel import World
-from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel import Parallel, World
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.simulated_world.compiled_code import trace_compiled_code

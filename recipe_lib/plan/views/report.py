@@ -337,7 +337,13 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         f"{highest_text}. Requested bytes of tensors, on one rank; from left to right every"
         f" allocation and release, in their order. {limit}"
     )
-    return Figure(render_svg(chart), _list_kind_keys(highest, unit), note, wide=True)
+    sizes = [format_hundredths(count_hundredths(size, unit), unit) for size in highest.kinds]
+    keys = [
+        (f"k{index}", f"{STORAGE_KINDS[index]} {sizes[index]}")
+        for index, num_bytes in enumerate(highest.kinds)
+        if num_bytes
+    ]
+    return Figure(render_svg(chart), keys, note, wide=True)
 
 
 def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
@@ -374,16 +380,6 @@ def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
         if row is not None:
             chart.put("text", text=phase, x=begin, y=14 + 16 * row)
             ends[row] = begin + width + 8
-
-
-def _list_kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
-    """Return color, name and bytes at the highest point of each kind."""
-    sizes = [format_hundredths(count_hundredths(size, unit), unit) for size in highest.kinds]
-    return [
-        (f"k{index}", f"{STORAGE_KINDS[index]} {sizes[index]}")
-        for index, num_bytes in enumerate(highest.kinds)
-        if num_bytes
-    ]
 
 
 # Of an action of a pipeline: what it is, the color.

@@ -1,5 +1,6 @@
-"""Run by LitGPT's own interpreter: its two documented commands, with a model of these sizes in its
-list.
+"""Run by LitGPT's own interpreter: its two documented commands.
+
+A model of these sizes is added to its list.
 """
 
 import json
@@ -19,13 +20,23 @@ def main(folder: Path, words: list[str]) -> None:
     ):
         sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config.name_to_config["planted"] = {
-            "name": "planted", "hf_config": {}, "block_size": sizes["max_position_embeddings"],
-            "vocab_size": sizes["vocab_size"], "padded_vocab_size": sizes["vocab_size"],
-            "n_layer": sizes["num_hidden_layers"], "n_head": sizes["num_attention_heads"],
-            "n_embd": sizes["hidden_size"], "n_query_groups": sizes["num_key_value_heads"], "rotary_percentage": 1.0,
-            "parallel_residual": False, "bias": False, "norm_class_name": "RMSNorm", "norm_eps": sizes["rms_norm_eps"],
-            "mlp_class_name": "LLaMAMLP", "intermediate_size": sizes["intermediate_size"],
-        }  # fmt: skip
+            "name": "planted",
+            "hf_config": {},
+            "block_size": sizes["max_position_embeddings"],
+            "vocab_size": sizes["vocab_size"],
+            "padded_vocab_size": sizes["vocab_size"],
+            "n_layer": sizes["num_hidden_layers"],
+            "n_head": sizes["num_attention_heads"],
+            "n_embd": sizes["hidden_size"],
+            "n_query_groups": sizes["num_key_value_heads"],
+            "rotary_percentage": 1.0,
+            "parallel_residual": False,
+            "bias": False,
+            "norm_class_name": "RMSNorm",
+            "norm_eps": sizes["rms_norm_eps"],
+            "mlp_class_name": "LLaMAMLP",
+            "intermediate_size": sizes["intermediate_size"],
+        }
         if not (folder / "lit_model.pth").exists():
             sys.argv = ["litgpt", "convert_to_litgpt", str(folder), "--model_name", "planted"]
             litgpt()
