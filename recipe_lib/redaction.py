@@ -1,7 +1,8 @@
-"""Finds secrets in text, and replaces them.
+"""Find secrets in text, and replace them.
 
 They are the shapes of known tokens, passwords in addresses, and what secret environment variables
-hold. Errors, logs and what a run writes go through `redact`; a config that has one is refused.
+hold. Errors, logs and what a run writes go through `redact`; config/load.py refuses a config for
+which `has_secret` is true.
 
 A shape counts only between word borders and at its full length: `task-classification-v2`,
 `sk-learn-data`, `hf_models/7b` and folders named by a hash are ordinary text. A bare 40-digit hash
@@ -15,12 +16,13 @@ from typing import Any
 
 SECRET = "[secret]"
 
-# Nothing of a word before it, or behind it.
-_WORD = r"(?<![A-Za-z0-9_-])"
-_END = r"(?![A-Za-z0-9])"
+# No character of a word stands directly before, or directly behind.
+_WORD_BEGINS = r"(?<![A-Za-z0-9_-])"
+_WORD_ENDS = r"(?![A-Za-z0-9])"
+# A new shape needs its beginning in `_TOKEN_BEGINNINGS`, or it is never searched for.
 _TOKEN = re.compile(
     "|".join(
-        rf"{_WORD}{shape}{_END}"
+        rf"{_WORD_BEGINS}{shape}{_WORD_ENDS}"
         for shape in (
             # Hugging Face; not the hash of a commit
             r"(?:hf|api_org)_(?=[a-f0-9]*[A-Zg-z])[A-Za-z0-9]{30,}",
@@ -41,7 +43,8 @@ _TOKEN = re.compile(
         )
     )
 )
-# What is named stays, the secret is what follows it.
+# The named group stays in the text, the secret is what follows it. A new one needs its word in
+# `_CONTEXT_WORDS`, in lower case.
 _IN_CONTEXT = re.compile(
     r"(?P<address>://)[^/\s@'\"\\]*:[^/\s@'\"\\]+(?=@)"
     r"|(?P<header>(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?))"
@@ -51,8 +54,8 @@ _IN_CONTEXT = re.compile(
     r"[^&\s'\"\\]{8,}"
     r"|(?P<key>(?i:(?:key|token|secret)['\"]?\s*[:=]\s*['\"]?|\bwandb login\s+))[0-9a-f]{40}\b"
 )
-# Text without any of these, which nearly all is, need not be searched.
-_BEGINNINGS = (
+# Text without any of these, which nearly all is, need not be searched by the patterns above.
+_TOKEN_BEGINNINGS = (
     "hf_",
     "api_org_",
     "sk-",
@@ -68,7 +71,7 @@ _BEGINNINGS = (
     "pypi-",
     "eyJ",
 )
-_CONTEXTS = (
+_CONTEXT_WORDS = (
     "://",
     "authorization",
     "bearer",
@@ -79,34 +82,45 @@ _CONTEXTS = (
     "sig",
     "password",
 )
-_VARIABLE = re.compile(
+# Names of environment variables that hold a secret.
+_SECRET_VARIABLE = re.compile(
     r"(?:^|_)(?:TOKEN|API_?KEY|SECRET(?:_ACCESS)?(?:_KEY)?|ACCESS_KEY(?:_ID)?|PASSWORD|PAT)$"
 )
 # Characters of a variable's value; a shorter one (`1`, `true`) is no secret.
-_SHORTEST = 8
-# From here on a value is replaced within words too.
-_LONG = 16
+_MIN_SECRET_CHARACTERS = 8
+# From so many characters on a value is replaced within words too; a shorter one may be part of an
+# ordinary word.
+_MIN_CHARACTERS_IN_WORDS = 16
 
 
 def redact(text: str) -> str:
     """Return the text with every secret in it replaced by `[secret]`."""
     for name, value in os.environ.items():
-        if len(value) < _SHORTEST or value not in text or not _VARIABLE.search(name):
+        if len(value) < _MIN_SECRET_CHARACTERS or value not in text:
+            continue
+        if not _SECRET_VARIABLE.search(name):
             continue
         if value.startswith(("/", "~", ".")):
             continue  # the path of a file that holds it
-        before, after = ("", "") if len(value) >= _LONG else (_WORD, _END)
-        text = re.sub(f"{before}{re.escape(value)}{after}", SECRET, text)
+        pattern = re.escape(value)
+        if len(value) < _MIN_CHARACTERS_IN_WORDS:
+            pattern = f"{_WORD_BEGINS}{pattern}{_WORD_ENDS}"
+        text = re.sub(pattern, SECRET, text)
     lower = text.lower()
-    if any(word in lower for word in _CONTEXTS):
+    if any(word in lower for word in _CONTEXT_WORDS):
+        # Each alternative of the pattern is a named group, so there always is a last one; `or 0` is
+        # for the type checker.
         text = _IN_CONTEXT.sub(lambda match: f"{match[match.lastgroup or 0]}{SECRET}", text)
-    if any(word in text for word in _BEGINNINGS):
+    if any(beginning in text for beginning in _TOKEN_BEGINNINGS):
         text = _TOKEN.sub(SECRET, text)
     return text
 
 
 def redact_values(value: Any) -> Any:
-    """Redact every text in nested tables and lists; their keys stay as they are."""
+    """Redact every text in nested tables and lists; their keys stay as they are.
+
+    The result is what JSON holds: tables are dicts, tuples have become lists.
+    """
     if isinstance(value, Mapping):
         return {key: redact_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

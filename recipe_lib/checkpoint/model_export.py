@@ -32,7 +32,7 @@ from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.safetensors_files import (
     DTYPE_NAMES,
     DTYPES,
-    EXTRA,
+    EXTRA_PARAMETERS_KEY,
     PlannedTensor,
     write_tensor_file,
 )
@@ -190,7 +190,7 @@ def find_extra_fault(cfg: CheckpointConfig, names: Collection[str]) -> str | Non
 
 def make_extra_metadata(names: Collection[str]) -> dict[str, str]:
     """Return the metadata of a file with these extra parameters."""
-    return {EXTRA: " ".join(sorted(names))} if names else {}
+    return {EXTRA_PARAMETERS_KEY: " ".join(sorted(names))} if names else {}
 
 
 def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:

@@ -25,6 +25,8 @@ from recipe_lib.reading import check_regular, open_regular, parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
+# A file is the length of its header (`<Q`, little-endian), the header in JSON, and the data.
+_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
 DTYPES = {
     "F64": torch.float64,
@@ -44,12 +46,13 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fr
     _EIGHT_BITS, 1
 )
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Of plain weights; the other types are of codes, scales, and a recipe's tables.
+# Types of plain weights. A file may hold others: codes of quantized weights, their scales, and
+# buffers that are tables of integers.
 READABLE_TYPES = {
     DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 # Key of a file's metadata: the names of those of its tensors that a recipe added to the model.
-EXTRA = "tune_extra_parameters"
+EXTRA_PARAMETERS_KEY = "tune_extra_parameters"
 _LFS_POINTER = b"version https://git-lfs"
 _COMPARED_ROWS = 4096  # of two tensors, at a time
 
@@ -94,26 +97,27 @@ def read_header(path: Path) -> Header:
             f"{path}: cannot be read ({error.strerror}); fetch the file again"
         ) from None
     with file:
-        start = file.read(max(8, len(_LFS_POINTER)))
-        if start.startswith(_LFS_POINTER):
+        first_bytes = file.read(max(_LENGTH_BYTES, len(_LFS_POINTER)))
+        if first_bytes.startswith(_LFS_POINTER):
             raise CheckpointError(
                 f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull` or"
                 " `tune download`"
             )
-        if len(start) < 8:
-            raise _make_cut_short_fault(path, size, 8)
-        (length,) = struct.unpack("<Q", start[:8])
+        if len(first_bytes) < _LENGTH_BYTES:
+            raise _make_cut_short_fault(path, size, _LENGTH_BYTES)
+        (length,) = struct.unpack("<Q", first_bytes[:_LENGTH_BYTES])
         if length > MAX_HEADER_BYTES:
             raise _make_format_fault(path, f"a header of {length} bytes")
-        if 8 + length > size:
-            raise _make_cut_short_fault(path, size, 8 + length)
-        file.seek(8)
-        text = file.read(length)
+        data_start = _LENGTH_BYTES + length
+        if data_start > size:
+            raise _make_cut_short_fault(path, size, data_start)
+        file.seek(_LENGTH_BYTES)
+        header_json = file.read(length)
     try:
-        fields = parse_json(text)
+        fields = parse_json(header_json)
     except ValueError as error:
         raise _make_format_fault(path, "a header that is not JSON") from error
-    return _check_header(path, fields, data_bytes=size - 8 - length, data_start=8 + length)
+    return _check_header(path, fields, data_bytes=size - data_start, data_start=data_start)
 
 
 def _check_header(path: Path, fields: Any, *, data_bytes: int, data_start: int) -> Header:
@@ -142,14 +146,15 @@ def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
             # `type`, since a bool is an int to isinstance and to the pattern above.
-            if all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+            if all(type(value) is int and value >= 0 for value in (*shape, start, end)):
                 # A type that is not known has no size to check; who reads the tensor refuses it.
                 if dtype not in _ITEM_BYTES or end - start == math.prod(shape) * _ITEM_BYTES[dtype]:
-                    return TensorEntry(dtype, shape=tuple(shape), start=start, end=end)
+                    return TensorEntry(dtype=dtype, shape=tuple(shape), start=start, end=end)
     raise _make_format_fault(path, f"an impossible entry for {name}")
 
 
 def _make_cut_short_fault(path: Path, size: int, expected: int) -> CheckpointError:
+    """Make the error of a file of `size` bytes that should have `expected` or more."""
     return CheckpointError(
         f"{path}: cut short: {format_bytes(size)} ({size} bytes), expected {expected} bytes;"
         " fetch the file again"
@@ -164,7 +169,7 @@ def _make_format_fault(path: Path, fault: str) -> CheckpointError:
 
 def list_extra_names(header: Header) -> set[str]:
     """Return the tensors of a file that its metadata names as extra parameters."""
-    return set(header.metadata.get(EXTRA, "").split())
+    return set(header.metadata.get(EXTRA_PARAMETERS_KEY, "").split())
 
 
 class Reader(ExitStack):
@@ -184,9 +189,10 @@ class Reader(ExitStack):
         return self._open(name).get_slice(name)
 
     def open_entry(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
-        """Return slices of the tensor that an entry lies in, or of what its view makes.
+        """Return slices of the tensor that an entry lies in, or of what its view makes of tensors.
 
-        dtype: of weights that the view decodes from codes.
+        A view puts several tensors together, or decodes a quantized one. dtype: that of weights
+        decoded from codes; without a view the type is the file's.
         """
         if entry.view is None:
             return self.slice(entry.file_name)
@@ -200,8 +206,9 @@ class Reader(ExitStack):
 
 
 def have_same_numbers(first: Any, second: Any) -> bool:
-    """Return whether two opened tensors are equal, the second one cast to the type of the first.
+    """Return True if two opened tensors are equal, the second one cast to the type of the first.
 
+    Both are what `Reader.slice` or `Reader.open_entry` return; nothing of them is read yet.
     Some rows are compared at a time, so that two embeddings need not fit into memory.
     """
     shape = _get_shape(first)
@@ -272,18 +279,18 @@ def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> byt
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
+    header_json = json.dumps(fields, separators=(",", ":")).encode()
     # Data begins on a multiple of 8 bytes, so that a reader that maps the file has it aligned.
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    header_json += b" " * (-len(header_json) % 8)
+    return struct.pack("<Q", len(header_json)) + header_json
 
 
 def copy_to_host(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES.
+    """Yield a tensor's bytes in row-major order, in chunks of at most CHUNK_BYTES.
 
-    A piece is copied to the host when it is asked for.
+    A chunk is copied to the host when it is asked for.
     """
     flat = tensor.detach().contiguous().view(-1)
-    for piece in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
-        if piece.numel():
-            yield memoryview(piece.cpu().view(torch.uint8).numpy())
+    for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
+        if chunk.numel():
+            yield memoryview(chunk.cpu().view(torch.uint8).numpy())

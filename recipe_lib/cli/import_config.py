@@ -29,6 +29,7 @@ PARSER = Parser(
     {
         "file": {"metavar": "FILE", "help": "a YAML file of torchtune's"},
         "overrides": {"nargs": "*", "metavar": "key=value", "help": "keys of ours, which win"},
+        # Those who say whose config it is may; there is nothing to choose, so help leaves it out.
         "--from": {"choices": ("torchtune",), "help": argparse.SUPPRESS},
         "--out": {"metavar": "FILE", "help": "write the config there; no file is replaced"},
         "--model": {"metavar": "MODEL", "help": "model.path: a folder, or a name on the hub"},
@@ -46,22 +47,25 @@ def run(words: list[str]) -> int:
     """Print the config and the table of keys; write nothing unless all of it can be."""
     arguments = PARSER.parse(words)
     out = None if arguments.out is None else _check_target(arguments.out)
-    model = [f"model.path={arguments.model}"] if arguments.model else []
+    model_override = [f"model.path={arguments.model}"] if arguments.model else []
     imported = import_file(
-        arguments.file, overrides=model + arguments.overrides, omitted=arguments.without
+        arguments.file, overrides=model_override + arguments.overrides, omitted=arguments.without
     )
+    # Its header has the command that runs the file, so it needs a name also on standard output.
     text = imported.format_yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
         say(_format_explanation(imported))
     if out is None:
         sys.stdout.write(text)
         return DONE
+    # Whole or not at all; without `replace` a file that has come since the check above stays.
     replace_bytes(out, text.encode(), replace=False)
     print(out)
     return DONE
 
 
 def _check_target(name: str) -> Path:
+    """Return the path to write to. Raises ConfigError for a file that is there, or cannot be."""
     path = expand_home(name)
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
@@ -69,7 +73,7 @@ def _check_target(name: str) -> Path:
         )
     if os.path.lexists(path):
         raise ConfigError(f"--out: {show(name)} is there already; choose another name")
-    check_output_path("--out", str(path))
+    check_output_path("--out", str(path))  # that its folder is there and can be written to
     return path
 
 

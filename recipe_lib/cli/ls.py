@@ -7,6 +7,7 @@ The figures are those at the head of each config's file, so that nothing is plan
 import ast
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Parser
@@ -23,7 +24,7 @@ to reserve.
 _PLANNED = re.compile(
     r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+ \w+) reserved \((\d+) ranks?,"
 )
-_MEANT = re.compile(r"Meant for ([^:]+):")
+_INTENDED_GPUS = re.compile(r"Meant for ([^:]+):")
 
 PARSER = Parser(
     "ls",
@@ -39,19 +40,19 @@ def run(words: list[str]) -> int:
     words = PARSER.parse(words).words
     recipes = [word for word in words if word in list_recipes()]
     filters = [word for word in words if word not in recipes]
-    shown = {
-        name: [config for config in configs if all(is_match(config, word) for word in filters)]
-        for name, configs in list_configs().items()
-        if name in (recipes or list_recipes())
-    }
-    if filters:
+    shown: dict[str, list[str]] = {}
+    for name, configs in list_configs().items():
+        if name not in (recipes or list_recipes()):
+            continue
+        matches = [config for config in configs if _matches_all(config, filters)]
         # A recipe without configs is listed too, unless configs were asked for.
-        shown = {name: configs for name, configs in shown.items() if configs}
+        if matches or not filters:
+            shown[name] = matches
     if filters and not shown:
         raise ConfigError(_describe_no_match(filters))
-    width = max((len(config) for configs in shown.values() for config in configs), default=0)
-    for number, (name, configs) in enumerate(shown.items()):
-        if number:
+    width = max((len(config) for config in chain.from_iterable(shown.values())), default=0)
+    for index, (name, configs) in enumerate(shown.items()):
+        if index:
             print()
         # Without importing the recipe and its torch.
         tree = ast.parse(find_recipe(name).read_text(encoding="utf-8"))
@@ -68,29 +69,39 @@ def is_match(config: str, word: str) -> bool:
 
     `qwen3/8B_lora` has the parts qwen3, 8B and lora; `qwen3/` matches that family alone.
     """
+    # Configs are called llama3_1, the models in them Llama 3.1. A slash in front would match no part.
     name = config.lower().replace(".", "_")
     prefix = word.lower().replace(".", "_").lstrip("/")
-    return any(
-        part.startswith(prefix) for part in (name, *name.split("/"), *re.split(r"[/_]", name))
-    )
+    return any(part.startswith(prefix) for part in _split_name(name))
+
+
+def _matches_all(config: str, words: Sequence[str]) -> bool:
+    return all(is_match(config, word) for word in words)
+
+
+def _split_name(name: str) -> list[str]:
+    """Return what a word may match: `qwen3/8B_lora`, `qwen3`, `8B_lora`, and `8B` and `lora`."""
+    return [name, *name.split("/"), *re.split(r"[/_]", name)]
 
 
 def read_planned_memory(config: Path) -> str:
     """Return the plan at the head of a config: `6.84 GiB planned  1 GPU of 24 GB`, or nothing."""
     # The header is comments, broken between words.
     header = config.read_text(encoding="utf-8").partition("\nrecipe:")[0].replace("\n# ", " ")
-    peak = _PLANNED.search(header)
-    if not peak:
+    plan_match = _PLANNED.search(header)
+    if not plan_match:
         return ""
-    number, unit = peak[1].split()
-    cards = _MEANT.search(header)
-    ranks = f"{peak[2]} rank{'s' if peak[2] != '1' else ''}"
-    return f"{number:>6} {unit} planned  {cards[1] if cards else ranks}"
+    peak, num_ranks = plan_match.groups()
+    amount, unit = peak.split()
+    gpus_match = _INTENDED_GPUS.search(header)
+    ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks"
+    return f"{amount:>6} {unit} planned  {gpus_match[1] if gpus_match else ranks}"
 
 
 def _describe_no_match(words: Sequence[str]) -> str:
-    names = [name for configs in list_configs().values() for name in configs]
-    parts = {part for name in names for part in (*name.split("/"), *re.split(r"[/_]", name))}
+    names = list(chain.from_iterable(list_configs().values()))
+    # Suggestions are parts of names, such as a family or a size, and never a whole name.
+    parts = set(chain.from_iterable(map(_split_name, names))).difference(names)
     unknown = next(
         (word for word in words if not any(is_match(name, word) for name in names)), None
     )

@@ -46,11 +46,11 @@ from recipe_lib.report.phases import Phase
 from recipe_lib.report.phases import phase as show_phase
 
 # How many timeouts long a rank may be at something before the others stop waiting for it.
-STEP_SECONDS = 1.0  # a training step
-FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
+STEP_TIMEOUTS = 1.0  # a training step
+FIRST_STEP_TIMEOUTS = 10.0  # communicators and kernels are made
 # Loading, quantizing, compiling, validation, saving, export: for ever while it moves, this long
 # where it does not.
-LONG_SECONDS = 30.0
+LONG_TIMEOUTS = 30.0
 # Most, of any phase, for a rank without a beat that is not known to be stopped: a library that
 # holds the interpreter's lock, as while it opens a large file or the first use of a GPU, lets no
 # thread beat. And of a step for all ranks.
@@ -84,7 +84,7 @@ class Beat:
     """The last message of a rank."""
 
     at: str = "starting"  # `step 12, at recipe.py:120 (train_step)`
-    patience: float = LONG_SECONDS  # how many timeouts that may take
+    patience: float = LONG_TIMEOUTS  # how many timeouts that may take
     still: float = 0.0  # seconds for which its main thread has been at one and the same place
     quiet: float = 0.0  # seconds for which it has entered no collective, exchange or new phase
     # Collectives by group, exchanges by pair of ranks.
@@ -114,10 +114,10 @@ def find_silent(
     the others may still import.
     """
     patience = {
-        rank: min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_SECONDS
+        rank: min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_TIMEOUTS
         for rank, beat in beats.items()
     }
-    patience |= dict.fromkeys(stopped, STEP_SECONDS)
+    patience |= dict.fromkeys(stopped, STEP_TIMEOUTS)
     return [rank for rank, beat in beats.items() if beat.unheard >= timeout * patience[rank]]
 
 
@@ -141,7 +141,7 @@ def is_overdue(beat: Beat, timeout: float) -> bool:
 
     In a step that is judged by what it has entered, in what may take long by whether it moves.
     """
-    seconds = beat.quiet if beat.patience <= FIRST_STEP_SECONDS else beat.still
+    seconds = beat.quiet if beat.patience <= FIRST_STEP_TIMEOUTS else beat.still
     return seconds >= timeout * beat.patience
 
 
@@ -166,7 +166,7 @@ class Heartbeat:
     """Says that this rank lives and where it is, and hears it of the others.
 
     with Heartbeat(store, rank, size, 60.0) as heartbeat:
-        heartbeat.enter("step 1", STEP_SECONDS)
+        heartbeat.enter("step 1", STEP_TIMEOUTS)
 
     What is raised inside the block ends the other ranks too. Of one rank, or without a store,
     nothing runs, and nothing is watched.
@@ -193,7 +193,7 @@ class Heartbeat:
         self._main = get_current_thread()
         self._once = threading.Lock()
         self._phase = "starting"
-        self._patience = LONG_SECONDS
+        self._patience = LONG_TIMEOUTS
         self._exchanges = Counter[str]()  # by pair of a pipeline's ranks
         self._not_collective = Counter[str]()  # by process group, what its count has of these
         self._entered: tuple[str, str, dict[str, int]] = ("", "", {})
@@ -240,7 +240,7 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(timeout=2 * BEAT_SECONDS)
 
-    def enter(self, phase: str, patience: float = LONG_SECONDS) -> None:
+    def enter(self, phase: str, patience: float = LONG_TIMEOUTS) -> None:
         """Note what the main thread comes to. patience: how many timeouts that may take."""
         self._phase = phase
         self._patience = patience
@@ -288,7 +288,7 @@ class Heartbeat:
         connection and is silent. is_made: it is older than this rank, and has one timeout.
         Otherwise rank 0 makes it, and may still import.
         """
-        seconds = self._timeout * (STEP_SECONDS if is_made else LONG_SECONDS)
+        seconds = self._timeout * (STEP_TIMEOUTS if is_made else LONG_TIMEOUTS)
         self.enter("connecting to the store")
         timer = threading.Timer(seconds, lambda: self._end(self._blame_store(seconds)))
         timer.daemon = True
@@ -340,7 +340,7 @@ class Heartbeat:
         now = time.monotonic()
         return Beat(
             at=", ".join(filter(None, (self._phase, self.action, describe_place(self._stack)))),
-            patience=LONG_SECONDS if is_compiling(self._stack) else self._patience,
+            patience=LONG_TIMEOUTS if is_compiling(self._stack) else self._patience,
             still=now - self._moved,
             quiet=now - self._advanced,
             entered=self._entered[2],

@@ -27,7 +27,7 @@ from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError
+from recipe_lib.parallel.heartbeat import LONG_TIMEOUTS, Heartbeat, PeerFailedError
 
 
 class WorldConfig(Protocol):
@@ -174,7 +174,7 @@ def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
 def _group_limit(cfg: WorldConfig) -> timedelta:
     # Twice as long as the heartbeat is patient, 30 days at most.
     timeout = cfg.parallel.heartbeat_timeout_seconds
-    return timedelta(seconds=min(2 * LONG_SECONDS * timeout, 30 * 86400.0))
+    return timedelta(seconds=min(2 * LONG_TIMEOUTS * timeout, 30 * 86400.0))
 
 
 def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:

@@ -36,7 +36,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, Peaks, explain_out_of_memory
 from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.optim.optimizers import OptimizerLevers, compute_learning_rate, set_hyperparameters
-from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
+from recipe_lib.parallel.heartbeat import FIRST_STEP_TIMEOUTS, STEP_TIMEOUTS
 from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
 from recipe_lib.training.output import check_same_data
@@ -166,7 +166,7 @@ class TrainingLoop:
             # The first step makes communicators and kernels, so it may take longer.
             is_first = self.step == first_step
             self._world.heartbeat.enter(
-                f"step {self.step + 1}", FIRST_STEP_SECONDS if is_first else STEP_SECONDS
+                f"step {self.step + 1}", FIRST_STEP_TIMEOUTS if is_first else STEP_TIMEOUTS
             )
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()

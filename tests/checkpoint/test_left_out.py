@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.checkpoint.safetensors_files import EXTRA
+from recipe_lib.checkpoint.safetensors_files import EXTRA_PARAMETERS_KEY
 from recipe_lib.cli.main import main
 from tests.cli.adapter_runs import write_adapter_run
 from tests.recipes import distill_models
@@ -157,7 +157,9 @@ def test_what_a_recipe_added_is_not_dropped_by_quantizing(
 ) -> None:
     folder = shutil.copytree(realdata / "stories260K-hf", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors") | {"model.gate": torch.ones(3)}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt", EXTRA: "model.gate"})
+    save_file(
+        tensors, folder / "model.safetensors", {"format": "pt", EXTRA_PARAMETERS_KEY: "model.gate"}
+    )
     assert run_verb("quantize", folder, tmp_path) == 2
     assert "holds model.gate, which a recipe added to the model" in capsys.readouterr().err
 

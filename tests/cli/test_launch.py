@@ -54,11 +54,11 @@ def stop_one(rank):
     print(f"ready {os.getpid()} ", end="", flush=True)
     from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
     from recipe_lib.parallel import start_world
-    from recipe_lib.parallel.heartbeat import STEP_SECONDS
+    from recipe_lib.parallel.heartbeat import STEP_TIMEOUTS
 
     parallel = ParallelConfig(heartbeat_timeout_seconds=1.5)
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
-        world.heartbeat.enter("step 2", STEP_SECONDS)
+        world.heartbeat.enter("step 2", STEP_TIMEOUTS)
         world.any(False)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -89,7 +89,7 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
         parallel = ParallelConfig(heartbeat_timeout_seconds=TIMEOUT)
         with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
             for step in range(10_000):
-                world.heartbeat.enter(f"step {step}", heartbeat.STEP_SECONDS)
+                world.heartbeat.enter(f"step {step}", heartbeat.STEP_TIMEOUTS)
                 world.any(False)
                 if step == 5:
                     (folder / f"trains{node}").touch()

@@ -42,10 +42,10 @@ def test_who_is_behind_all_others(ranks: list[Beat], expected: list[int]) -> Non
 @pytest.mark.parametrize(
     ("node", "patience", "is_stopped", "seconds"),
     [
-        ("a", beats.STEP_SECONDS, False, 60),
-        ("a", beats.FIRST_STEP_SECONDS, False, 300),  # a call may let no thread beat
-        ("a", beats.LONG_SECONDS, False, 300),
-        ("", beats.LONG_SECONDS, False, 1800),  # it may still import
+        ("a", beats.STEP_TIMEOUTS, False, 60),
+        ("a", beats.FIRST_STEP_TIMEOUTS, False, 300),  # a call may let no thread beat
+        ("a", beats.LONG_TIMEOUTS, False, 300),
+        ("", beats.LONG_TIMEOUTS, False, 1800),  # it may still import
         *((node, patience, True, 60) for node in ("", "a") for patience in (1.0, 10.0, 30.0)),
     ],
 )
@@ -61,13 +61,13 @@ def test_how_long_a_rank_may_be_silent(
     ("beat", "expected"),
     [
         (
-            Beat(patience=beats.STEP_SECONDS, still=0, quiet=60),
+            Beat(patience=beats.STEP_TIMEOUTS, still=0, quiet=60),
             True,
         ),  # an endless loop: it moves, and comes no further
-        (Beat(patience=beats.STEP_SECONDS, still=0, quiet=59), False),
-        (Beat(patience=beats.FIRST_STEP_SECONDS, still=0, quiet=599), False),
-        (Beat(patience=beats.LONG_SECONDS, still=0, quiet=10_000), False),  # it saves, or compiles
-        (Beat(patience=beats.LONG_SECONDS, still=1800, quiet=1800), True),
+        (Beat(patience=beats.STEP_TIMEOUTS, still=0, quiet=59), False),
+        (Beat(patience=beats.FIRST_STEP_TIMEOUTS, still=0, quiet=599), False),
+        (Beat(patience=beats.LONG_TIMEOUTS, still=0, quiet=10_000), False),  # it saves, or compiles
+        (Beat(patience=beats.LONG_TIMEOUTS, still=1800, quiet=1800), True),
     ],
 )
 def test_who_has_had_the_time(beat: Beat, expected: bool) -> None:
@@ -76,12 +76,12 @@ def test_who_has_had_the_time(beat: Beat, expected: bool) -> None:
 
 def test_all_stand_only_when_each_one_does() -> None:
     stands, moves = (
-        Beat(patience=beats.STEP_SECONDS, still=300),
-        Beat(patience=beats.STEP_SECONDS, still=1),
+        Beat(patience=beats.STEP_TIMEOUTS, still=300),
+        Beat(patience=beats.STEP_TIMEOUTS, still=1),
     )
     assert are_all_stuck({0: stands, 1: stands}, 60.0)
     assert not are_all_stuck({0: stands, 1: moves}, 60.0)
-    assert not are_all_stuck({0: stands, 1: Beat(patience=beats.LONG_SECONDS, still=300)}, 60.0)
+    assert not are_all_stuck({0: stands, 1: Beat(patience=beats.LONG_TIMEOUTS, still=300)}, 60.0)
 
 
 def test_numbers_of_many_ranks_are_cut() -> None:

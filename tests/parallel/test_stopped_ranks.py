@@ -140,7 +140,7 @@ def meet_alone(environment: dict[str, str], printed: Path) -> None:
     os.environ.update(environment)
     os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)
-    heartbeat.LONG_SECONDS = 2.0
+    heartbeat.LONG_TIMEOUTS = 2.0
     signal.alarm(30)  # else it would wait for ever
     parallel = ParallelConfig(heartbeat_timeout_seconds=TIMEOUT)
     with meet_ranks(FullFinetuneConfig(parallel=parallel, device="cpu")):

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from recipe_lib.checkpoint.safetensors_files import EXTRA
+from recipe_lib.checkpoint.safetensors_files import EXTRA_PARAMETERS_KEY
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     DPO,
@@ -131,7 +131,7 @@ def test_export_and_round_trip(realdata: Path, tmp_path: Path, copies: Any) -> N
     written = load_file(file)
     assert len(written) == 47 + 5
     with safe_open(file, "pt") as held:
-        assert held.metadata()[EXTRA].split() == NAMES
+        assert held.metadata()[EXTRA_PARAMETERS_KEY].split() == NAMES
     trained = dict(first.recipe.model.named_parameters())
     for name in NAMES:
         assert torch.equal(written[name], trained[name]) and not torch.equal(

@@ -50,7 +50,7 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
         )
 
         for step in range(steps):
-            world.heartbeat.enter(f"step {step + 1}", heartbeat.STEP_SECONDS)
+            world.heartbeat.enter(f"step {step + 1}", heartbeat.STEP_TIMEOUTS)
             with world.heartbeat.name_action_in_errors():  # as a run's loop does
                 in_turn = pipeline.train([Batch(row, row) for row in tokens])
                 for number, batch in enumerate(in_turn):
