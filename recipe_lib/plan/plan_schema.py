@@ -254,7 +254,7 @@ class TimePlan:
     In a pipeline it is that of the rank that computes the longest.
     """
 
-    # Kernels, communication excepted.
+    # Time during which kernels run, on one stream or several; those of collectives do not count.
     compute: float
     # Collectives, each as long as it takes while nothing else runs.
     communication: float
