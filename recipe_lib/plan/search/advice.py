@@ -167,8 +167,8 @@ def _describe_traffic(lever: Lever, estimate: Estimate, base: Estimate) -> list[
 def _is_fitting(plan: Plan, base: Estimate, estimate: Estimate) -> bool:
     """Return True if the run with a lever fits with expandable segments.
 
-    Its steps are taken to need the plan's own peak and the difference that the lever makes; loading,
-    validation and saving as much beyond the memory held between steps as in the plan.
+    Its steps are taken to need the plan's own peak and the difference that the lever makes; other
+    phases as much beyond the memory held between steps as in the plan.
     """
     peaks = plan.heaviest.peaks
     step_bytes = [peak.reserved_expandable for peak in peaks if peak.phase in (FIRST, STEADY)]
@@ -361,13 +361,13 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
 def choose_strategy(
     recipe_class: type, cfg: Any, settings: PlanSettings, *, expandable: bool = False
 ) -> tuple[str, str]:
-    """Return (strategy, the line that says so) of a config whose `parallel.strategy` is `auto`.
+    """Return (strategy, a line for the log) for a config whose `parallel.strategy` is `auto`.
 
-    Of shards and copies that fit the device with room for an estimate's error, it is the one with
-    the shorter step. It is shards where neither fits, or copies do not go with other settings.
+    Of FSDP and DDP, choose the one with the shorter step that fits the device with room for the
+    estimate's error; FSDP if neither fits, or if DDP breaks a rule with other settings.
 
-    cfg: plannable. expandable: whether the run's allocator has expandable segments. Raises
-    UserErrors of recipe and config.
+    cfg: of the run on simulated devices. expandable: whether the run's allocator has expandable
+    segments. Raises UserErrors of recipe and config.
     """
     configs = {name: apply_changes(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
     strategy = SHARDS
@@ -385,7 +385,7 @@ def choose_strategy(
 def decide_strategy(
     sharded: Estimate | None, copied: Estimate | None, settings: PlanSettings, *, expandable: bool
 ) -> tuple[str, str]:
-    """Return (strategy, why) by the estimates of both; None: there is none."""
+    """Return (strategy, reason) by the estimates with FSDP and with DDP; None: no estimate."""
     where = f"{settings.ranks} x {settings.hardware.name}"
     if sharded is None or copied is None:
         return SHARDS, f"no estimate could be made of both for {where}"
