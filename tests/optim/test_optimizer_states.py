@@ -229,7 +229,7 @@ def read_page(title: str) -> dict[str, dict[str, tuple[float, float]]]:
 STEADY = ["constant", *(name for name in PATTERNS if name.startswith("outlier"))]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=StateKind.label)
+@pytest.mark.parametrize("kind", KINDS, ids=StateKind.format_label)
 def test_the_page_is_what_fewer_steps_show(kind: StateKind) -> None:
     """With betas[1] of 0.95 a constant gradient's steps are after 100 what they are after 3,000;
     and the bytes.
