@@ -69,7 +69,7 @@ def is_match(config: str, word: str) -> bool:
 
     `qwen3/8B_lora` has the parts qwen3, 8B and lora; `qwen3/` matches that family alone.
     """
-    # Configs are called llama3_1, the models in them Llama 3.1. A slash in front would match no part.
+    # A config is called llama3_1, its model Llama 3.1. A slash in front would match no part.
     name = config.lower().replace(".", "_")
     prefix = word.lower().replace(".", "_").lstrip("/")
     return any(part.startswith(prefix) for part in _split_name(name))

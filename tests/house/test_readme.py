@@ -165,7 +165,7 @@ def one_card() -> None:
     assert (
         f"one card of 8 GB, in sequences of 2048 tokens: {reserved / GIB:.2f} GiB reserved" in TEXT
     )
-    assert f"and {host / GIB:.0f} GiB of host memory, where the 14.96 GiB of weights" in TEXT
+    assert f"and {host / GIB:.0f} GiB of host memory. The 14.96 GiB of weights" in TEXT
 
 
 def command(piece: str) -> list[str]:

@@ -91,7 +91,7 @@ def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
 # looks at this one.
 CALLING_THREADS = """
 import ctypes, os, threading, time
-from recipe_lib.parallel.thread_stacks import stack_of, this_thread
+from recipe_lib.parallel.thread_stacks import get_current_thread, read_stack
 
 libc, called = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
 
@@ -103,13 +103,13 @@ def call():
 def look(thread, until):
     looks = 0
     while time.monotonic() < until:
-        assert stack_of(thread)[-1].function == "<module>"
+        assert read_stack(thread)[-1].function == "<module>"
         looks += 1
     print(looks)
 
 for _ in range(3):
     threading.Thread(target=call, daemon=True).start()
-watcher = threading.Thread(target=look, args=(this_thread(), time.monotonic() + SECONDS))
+watcher = threading.Thread(target=look, args=(get_current_thread(), time.monotonic() + SECONDS))
 watcher.start()
 watcher.join()
 os._exit(0)
