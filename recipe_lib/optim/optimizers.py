@@ -45,10 +45,10 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer `cfg.name` over the parameters that require a gradient, in one group.
 
-    parameters: plain or sharded (DTensor), alone or with their names. Muon chooses matrices by name,
-    and stochastic rounding draws other numbers for each name. States will be where the parameters
-    are, under CPU offload on the host. device: the one that computes. world: in a pipeline a rank
-    may have nothing to train, if others do. seed: of stochastic rounding.
+    parameters: plain or sharded (DTensor), alone or with their names. Muon chooses matrices by
+    name, and stochastic rounding draws other numbers for each name. States will be where the
+    parameters are, under CPU offload on the host. device: the one that computes. world: in a
+    pipeline a rank may have nothing to train, if others do. seed: of stochastic rounding.
 
     `implementation: auto` takes fused kernels where torch has right ones. Implementations agree to
     rounding in fp32 and fp64, and differ in time and in the temporary memory of a step (`foreach`

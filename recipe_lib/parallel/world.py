@@ -355,7 +355,7 @@ def make_world(cfg: WorldConfig, meeting: Meeting) -> World:
     shape = tuple(compute_mesh_shape(cfg.parallel, meeting.size).values())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
     if meeting.store is not None:
-        # The limits of a mesh's groups are ten minutes by default; `init_device_mesh` takes no other.
+        # The groups of a mesh have a limit of ten minutes, and `init_device_mesh` takes no other.
         for group in list(dist.distributed_c10d._world.pg_names):
             dist.distributed_c10d._set_pg_timeout(_compute_group_timeout(cfg), group)
     return replace(
