@@ -1,9 +1,10 @@
 """Activation offload: what layers save for backward waits in pinned host memory.
 
-`memory.apply_levers` calls `offload_activations(model, ...)`, which wraps each layer's forward. When the forward has ended, what autograd saved of it is copied to the host on another stream while
-the next layer computes; backward copies it back before it is needed. So the device holds the saved
-tensors of `memory.activation_offload_prefetch_layers` + 1 layers, not of all (the virtual memory of
-vDNN, arXiv 1602.08124, by layers).
+`apply_memory_levers` calls `offload_activations(model, cfg.memory, device)`, which wraps each
+layer's forward. When it has ended, what autograd saved of it is copied to the host on another
+stream while the next layer computes; backward copies it back before it is needed. So the device
+holds the saved tensors of `memory.activation_offload_prefetch_layers` + 1 layers, not of all (the
+virtual memory of vDNN, arXiv 1602.08124, by layers).
 
 Whole storages are copied, bit for bit: losses and gradients are those without the lever.
 `recipe_lib/ops/host_copies.py` orders copies and waits.

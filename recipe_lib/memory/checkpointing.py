@@ -1,6 +1,6 @@
 """Activation checkpointing: keep less for backward, and compute it again (arXiv 1604.06174).
 
-`memory.apply_levers` calls `apply_activation_checkpointing(model, mode, ...)`, which wraps the
+`apply_memory_levers` calls `apply_activation_checkpointing(model, mode, ...)`, which wraps the
 forward of each layer. A layer of a Llama-like decoder then keeps so many elements a token, next to
 the log-sum-exp of attention (d model width, h heads and k key heads of width e, f MLP width):
 
