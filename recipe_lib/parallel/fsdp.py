@@ -296,8 +296,8 @@ def shard_model(
     """Shard a model with FSDP2, in place; return its units, without the root.
 
     It is sharded over the mesh's `data_shard` dimension and replicated over `data_replicate`;
-    context-parallel ranks are neighbors in these. Parameters become DTensors under the same names, of
-    the same dtype, frozen ones too. Gradients are SUMS over all ranks, made in
+    context-parallel ranks are neighbors in these. Parameters become DTensors under the same names,
+    of the same dtype, frozen ones too. Gradients are SUMS over all ranks, made in
     `parallel.reduce_dtype`: divide a loss by the token count of the global batch.
 
     The model is left as it is, and the list is empty, with `parallel.strategy: ddp`, and with one

@@ -98,7 +98,7 @@ class Parallel:
         if self.pipeline is not None:
             scheduled = self.pipeline.train(batches.micro_batches, self.accumulation)
         else:
-            scheduled = self.accumulation.take_scheduled(batches.micro_batches)
+            scheduled = self.accumulation.take_in_turn(batches.micro_batches)
         yield from self.accumulation.lend(scheduled)
 
     def backward(self, loss: Tensor) -> None:
@@ -341,10 +341,10 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
     if not extras:
         return
     parts = model.find_stage_parts()
-    stage_by_prefix: dict[str, int] = {}  # by the beginning of a tensor's name
+    # By the beginning of a tensor's name.
+    stage_by_prefix = {f"{name}.": len(stages) - 1 for name in parts.last}
     for stage, layers in enumerate(stages):
         stage_by_prefix |= {f"{parts.layers[layer]}.": stage for layer in layers}
-    stage_by_prefix |= {f"{name}.": len(stages) - 1 for name in parts.last}
     # A tied embedding is on the first and the last stage, so what is added to it is on two.
     stage_by_prefix |= {
         f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied
@@ -371,5 +371,5 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
 
 
 def _run_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
-    """Run a linear by the op whose weight gradient the pipeline can defer."""
+    # By the op whose weight gradient can be deferred.
     return linear(hidden, module.weight, module.bias)

@@ -246,8 +246,9 @@ def _choose_placement(name: str, copied: tuple[str, ...], kind: str | None) -> P
     if matrix not in ROW_PARALLEL:
         # The adapter's A works on the n tokens of the rank. Each rank has all factors of NF4, which
         # are few.
-        has_all_factors = is_of_experts or kind == "nf4"
-        is_whole = "lora_A" in parts or (leaf == "weight_factors" and has_all_factors)
+        is_whole = "lora_A" in parts or (
+            leaf == "weight_factors" and (is_of_experts or kind == "nf4")
+        )
         return Replicate() if is_whole else Shard(output_dim)
     is_base = parts[-2] == matrix  # a parameter of the linear itself, not of its adapter
     if "lora_A" in parts or (is_base and leaf == "weight"):
