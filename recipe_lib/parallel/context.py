@@ -1,7 +1,7 @@
 """Divide the tokens of every sequence among ranks: context parallelism by DeepSpeed Ulysses.
 
-`parallelize` calls `shard_sequences` on the meta model. Each of c ranks is given whole micro-batches
-`[b, s]`, and computes the layers on its consecutive tokens of each row, `[b, s / c, d]`. In
+`parallelize` calls `shard_sequences` on the meta model. Each of c ranks is given whole
+micro-batches `[b, s]`, and computes its consecutive tokens of each row, `[b, s / c, d]`. In
 attention the ranks exchange tokens for heads (`recipe_lib.ops.sequence_shards`): each has all
 tokens of some heads, so documents, masks and windows are prepared for whole rows.
 
