@@ -508,7 +508,7 @@ def list_model_files(
 def export_config(
     source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the config.json of an export: the source's, with dtype and architecture as exported."""
+    """Return the config.json of an export: the source's, with its own dtype and architecture."""
     is_external = isinstance(spec, ExternalSpec)
     # Of a multimodal model only the text model is trained and written.
     source = source_config if is_external else get_text_config(source_config)

@@ -220,7 +220,7 @@ def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     unigrams = tokenizers.models.Unigram(
         list(scores.items()), model.unk_id(), byte_fallback=_has_bytes(model)
     )
-    # The file does not say whether it is a BPE or a unigram model: take which encodes alike.
+    # The file does not say whether it is a BPE or a unigram model: try which one encodes alike.
     for pieces_model in (_build_byte_pairs(model, scores), unigrams):
         candidate = tokenizers.Tokenizer(pieces_model)
         _set_space_rules(candidate, vocabulary)
@@ -276,7 +276,7 @@ def _has_bytes(model: SentencePieceProcessor) -> bool:
 
 
 def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
-    """Set where a space is inserted: nowhere, at the start of a text, or after special tokens too."""
+    """Set where a space is put: nowhere, at the start of a text, or after special tokens too."""
     spaces = [tokenizers.normalizers.Replace(" ", _SPACE)]
     if vocabulary.collapses_spaces:
         spaces.insert(0, tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "))

@@ -88,8 +88,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Return (torchrun's flags, RECIPE, its arguments).
 
     RECIPE is the first word that is neither a flag nor a flag's value; empty if --config comes
-    first, since the config then names the recipe. Raises ConfigError for an unknown flag, or without
-    a config.
+    first, since the config then names the recipe. Raises ConfigError for an unknown flag, or if no
+    config is given.
     """
     position = 0
     values: dict[str, str] = {}
@@ -110,8 +110,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> int:
     """Return the number of words of the torchrun flag that `words` begin with; 0 if it is none.
 
-    values: flag -> value of the flags before; this one is added. verb: of `tune`, for errors. Raises
-    ConfigError for a flag that was given before, lacks its value, or cannot be used.
+    values: flag -> value of the flags before; this one is added. verb: of `tune`, for errors.
+    Raises ConfigError for a flag that was given before, lacks its value, or cannot be used.
     """
     word = words[0]
     name, equals, value = word.partition("=")
@@ -245,7 +245,7 @@ def count_ranks_and_machines(flags: Sequence[str]) -> tuple[int, int]:
 
 
 def should_show_plan(flags: Sequence[str]) -> bool:
-    """Return True if this process prints the plan: on the first machine, and there the first rank."""
+    """Return True if this process prints the plan: the first rank, on the first machine."""
     node_rank = get_flag_value(flags, "--node-rank") or "0"
     return node_rank == "0" and os.environ.get("RANK", "0") == "0"
 

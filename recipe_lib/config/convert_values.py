@@ -73,7 +73,7 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
 
 
 def _convert_path(value: str, key: Key) -> str:
-    """Return a path with `~` expanded; a path of the demo's files leads to where they are installed.
+    """Return a path with `~` expanded, and with the demo's files where they are installed.
 
     Raises MismatchError for a path that is too long for a file system.
     """
@@ -85,8 +85,8 @@ def _convert_path(value: str, key: Key) -> str:
     elif len(os.fsencode(path)) <= LONGEST_PATH:
         return path
     raise MismatchError(
-        f"found {quote(value)} with {size_text}, expected {describe_expected(key)}; a name has at most"
-        f" {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
+        f"found {quote(value)} with {size_text}, expected {describe_expected(key)}; a name has at"
+        f" most {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
     )
 
 
@@ -421,8 +421,8 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
 _NAME = re.compile(r"\$\{\s*(\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
 _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
 
-# The most characters that the references of a config may be filled in with: references to texts with
-# references grow exponentially.
+# The most characters that the references of a config may be filled in with: texts that refer to
+# texts with references grow exponentially.
 MOST_CHARACTERS = 2**18
 # Characters that each reference counts for, even if its value is shorter: each takes time.
 _LEAST_CHARACTERS = 256
