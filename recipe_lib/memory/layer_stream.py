@@ -37,9 +37,9 @@ from recipe_lib.units import format_bytes, pluralize
 
 EXPERTS = "experts"  # value of `memory.stream_layers` that streams these alone
 
-# `step(host, stand_in)`: runs the optimizer for one parameter. It changes the stand-in on the device
-# in place, by the stand-in's gradient, with the optimizer's states of the host parameter. The new
-# values are then copied to the host by `LayerStream`.
+# `step(host, stand_in)`: runs the optimizer for one parameter. It changes the stand-in, which is on
+# the device, in place, by the stand-in's gradient, with the optimizer's states of the host's
+# parameter. The new values are then copied to the host by `LayerStream`.
 StepParameter = Callable[[nn.Parameter, nn.Parameter], None]
 
 
@@ -67,9 +67,8 @@ class StreamedUnit:
         self.names = list(entries)  # names in the model
         self._entries = list(entries.values())
         self._hosts: list[nn.Parameter] = []  # those in host memory, while in use; else empty
-        self._on_device: list[nn.Parameter | None] = [None] * len(
-            entries
-        )  # stand-ins; None: not made
+        # The stand-ins; None: not made yet.
+        self._on_device: list[nn.Parameter | None] = [None] * len(entries)
 
     def list_host_parameters(self) -> list[nn.Parameter]:
         """Return the parameters in host memory."""
