@@ -107,7 +107,11 @@ def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
                 loss += micro_loss.detach()
             all_reduce_gradients(model, divided, world)
             clip_grad_norm(
-                model.parameters(), max_norm=1.0, world=world, parallel=divided, earlier=None
+                model.parameters(),
+                max_norm=1.0,
+                world=world,
+                parallel=divided,
+                norms_in_backward=None,
             )
             for group in optimizer.param_groups:
                 group["lr"] = _compute_rate(step, steps)

@@ -110,7 +110,7 @@ class FullFinetune:
         """Build the optimizer over this rank's shards; its states appear in the first step."""
         self.optimizer = training.build_optimizer(
             self.cfg.optimizer,
-            params=self.model.named_parameters(),
+            parameters=self.model.named_parameters(),
             device=self.device,
             world=self.world,
             seed=self.cfg.seed,
@@ -177,7 +177,7 @@ class FullFinetune:
             max_norm=self.cfg.clip_grad_norm,
             world=self.world,
             parallel=self.parallel,
-            earlier=self.levers.norms,
+            norms_in_backward=self.levers.norms,
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

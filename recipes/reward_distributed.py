@@ -134,7 +134,7 @@ class RewardFinetune:
         ]
         self.optimizer = training.build_optimizer(
             self.cfg.optimizer,
-            params=self.model.named_parameters(),
+            parameters=self.model.named_parameters(),
             device=self.device,
             world=self.world,
             seed=self.cfg.seed,
@@ -201,7 +201,7 @@ class RewardFinetune:
             max_norm=self.cfg.clip_grad_norm,
             world=self.world,
             parallel=self.parallel,
-            earlier=self.levers.norms,
+            norms_in_backward=self.levers.norms,
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,5 +1,4 @@
-"""Tensor parallel for a model that somebody else trains: a loop of one's own, or the Trainer of
-transformers.
+"""Tensor parallelism for a model in somebody else's training loop, or in transformers' Trainer.
 
     plan = infer_tensor_plan(model, batch)   # batch: what the forward is called with
     plan.certify()
@@ -8,8 +7,9 @@ transformers.
         ...                                  # all ranks of the mesh take the same batches
     plan.save_pretrained(model, folder)
 
-The model's class runs as it is, its parameters are DTensors, and each backward leaves the gradients
-of the whole model in them. See docs/external_models.md.
+The model's class runs as it is. Its parameters become DTensors, and each backward leaves the
+gradients of the whole model in them. These are called by users alone; the recipes shard a model by
+`tensor_parallel.shard_module`. See docs/external_models.md.
 """
 
 import copy
@@ -45,8 +45,10 @@ from recipe_lib.models.language_model import restore_file_order
 from recipe_lib.ops.dtensor_shards import get_detached_local, get_local
 from recipe_lib.ops.gathered import Group, all_reduce
 
-_LENGTH = 16  # tokens of a row that a small copy is certified with; two rows
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Tokens in each of the two rows with which a small copy is certified.
+_LENGTH = 16
+# Environment variables by which a process knows that torchrun has started it.
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def infer_tensor_plan(
@@ -54,19 +56,20 @@ def infer_tensor_plan(
 ) -> "TensorPlan":
     """Infer how ranks can share a model from one forward of it; the model is not changed.
 
-    inputs: what training calls its forward with, token ids first, such as a batch of two short
-    rows, or these ids alone; labels are left out. Another set of arguments may go another way
-    through the forward, which `apply`'s model refuses. size: takes what so many ranks can share; 0:
-    all that can be shared. tokens: shares out tokens, too (sequence parallel): rows have to be
-    padded to a length that the ranks divide. Raises SetupError where the forward cannot be traced.
+    inputs: the keyword arguments of the forward in training, token ids `[b, s]` first, such as a
+    batch of two short rows; or the ids alone. `labels` are left out. With other arguments the
+    forward may make other calls, and the model that `apply` changed raises SetupError. size: number
+    of ranks; only axes that they divide are cut; 0: all that can be. tokens: the ranks share tokens
+    as well (sequence parallel); training rows then need a length that the ranks divide. Raises
+    SetupError if the forward cannot be traced.
     """
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    called = {name: value for name, value in inputs.items() if name != "labels"}
+    traced_inputs = {name: value for name, value in inputs.items() if name != "labels"}
     if hasattr(getattr(model, "config", None), "use_cache"):
-        called.setdefault("use_cache", False)
+        traced_inputs.setdefault("use_cache", False)
     return TensorPlan(
-        infer_plan(model, inputs=called, size=size, tokens=tokens),
-        inputs=called,
+        infer_plan(model, inputs=traced_inputs, size=size, tokens=tokens),
+        inputs=traced_inputs,
         model=model,
         size=size,
     )
@@ -78,27 +81,28 @@ class TensorPlan:
 
     # Which parameter is cut how, and where ranks exchange what.
     sharding: sharding_plan.ShardingPlan
-    # What it was inferred with, as `infer_tensor_plan` got it.
+    # The keyword arguments of the forward that was traced.
     inputs: dict[str, Any] = field(repr=False, compare=False)
+    # The model that was traced, whole.
     model: nn.Module = field(repr=False, compare=False)
+    # The number of ranks that the plan was inferred for; 0: for any.
     size: int = 0
 
     @property
     def legal_sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks that can share the model, above 1."""
+        """Return the numbers of ranks above 1 that can share the model."""
         return self.sharding.legal_sizes
 
     def certify(self, model: nn.Module | None = None, size: int | None = None) -> int:
-        """Prove the plan for so many ranks, in this process and on the CPU. Returns the number of
-        comparisons.
+        """Prove the plan in this process, on the CPU; return the number of comparisons.
 
-        model: None: the one that it was inferred of, before `apply`. size: None: what it was
-        inferred for, or else the fewest ranks that can share the model.
+        model: None: the one that was traced, before `apply`. size: number of ranks; None: the one
+        of `infer_tensor_plan`, or else the fewest ranks that can share the model.
 
-        A rank has nothing but its own part, and what the model gives and the gradients of all
-        parameters have to be the whole model's. A large model of transformers is proven on a small
-        copy of its class and its kinds of layers, whose plan has to be this one; adapters are added
-        afterwards. Raises SetupError.
+        Each rank is a thread with its own part alone. The outputs, and the gradients of all
+        parameters, have to be those of the whole model. A large model of transformers is proven on
+        a small copy of its class and its kinds of layers, whose plan has to be like this one;
+        adapters are added afterwards. Raises SetupError if the plan is wrong, or cannot be proven.
         """
         model = model or self.model
         size = size or self.size or min(self.legal_sizes, default=0)
@@ -109,16 +113,18 @@ class TensorPlan:
         small = copy.deepcopy(model).cpu().float()
         plan = self.sharding
         inputs = self.inputs
-        ranks = size
+        num_ranks = size
         if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL:
             small, inputs = _build_small_copy(model, self.inputs)
-            plan, ranks = _infer_plan_of_copy(small, inputs=inputs, size=size, large=self.sharding)
+            plan, num_ranks = _infer_plan_of_copy(
+                small, inputs=inputs, size=size, large=self.sharding
+            )
         randomize(small)
         inputs = {
             name: value.cpu() if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        proof = certify(small, plan=plan, size=ranks, inputs=inputs)
+        proof = certify(small, plan=plan, size=num_ranks, inputs=inputs)
         if proof.failures:
             raise SetupError(
                 f"tensor plan of {type(model).__name__} for {size} ranks: is wrong"
@@ -127,13 +133,13 @@ class TensorPlan:
         return proof.checked
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Make the model that of one rank of a mesh of one dimension, in place. Every rank has
-        loaded it whole.
+        """Make the model that of one rank of `mesh`, in place; every rank has loaded it whole.
 
-        Parameters become DTensors, those of transposed or fused matrices in an order of their own;
-        the optimizer is made afterwards. A gradient of which each rank has a part is summed in
-        backward. Logits are whole on every rank. Raises ConfigError for a number of ranks that the
-        plan does not allow.
+        mesh: of one dimension. Parameters become DTensors, so the optimizer is made afterwards. A
+        fused matrix is cut within each of its parts: the rows of its DTensor have another order
+        than in the file, which `full_state_dict` restores. Gradients that are partial sums are
+        summed over ranks in backward. Every rank gets all logits. Raises ConfigError for a mesh
+        that the plan does not allow, and for a model without an output projection.
         """
         size = mesh.size()
         plan = self.sharding
@@ -155,20 +161,23 @@ class TensorPlan:
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
         framed = frame_forward(model, plan=plan, ranks=build_ranks(group), head=head)
-        partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
+        partial_names = [
+            parameter.name for parameter in plan.parameters if parameter.gradient == "partial"
+        ]
         # transformers' Trainer reads the signature of the forward for the columns of a data set.
         model.forward = wraps(model.forward)(
             _sum_partial_gradients(model, partial_names, forward=framed, mesh=mesh, group=group)
         )
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
-            # As it was inferred; what a class keeps for generating takes calls of its own
+            # As in the traced forward: a cache for generation would make calls of its own.
             config.use_cache = False
 
     @torch.no_grad()
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Gather the whole model's `state_dict()` on the mesh's first rank's host; others get an
-        empty one. A collective.
+        """Gather the whole model's `state_dict()`, in host memory. A collective.
+
+        Returns an empty dict on all ranks but the mesh's first.
         """
         mesh = _get_mesh(model)
         plans = self._list_parameter_plans(model)
@@ -182,8 +191,9 @@ class TensorPlan:
 
     @torch.no_grad()
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Read a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name
-        that is missing.
+        """Copy this rank's parts of a whole model's `state_dict()` into the model.
+
+        Raises ConfigError for a missing name; names that the model does not have are ignored.
         """
         mesh = _get_mesh(model)
         plans = self._list_parameter_plans(model)
@@ -201,8 +211,9 @@ class TensorPlan:
             get_detached_local(value).copy_(part)
 
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
-        """Write what the class' own `save_pretrained(folder, **more)` writes of the whole model. A
-        collective.
+        """Save the whole model by its class' `save_pretrained`, on the mesh's first rank.
+
+        more: further arguments of that method. A collective: all ranks wait for the files.
         """
         state = self.full_state_dict(model)
         mesh = _get_mesh(model)
@@ -211,7 +222,7 @@ class TensorPlan:
         torch.distributed.barrier(mesh.get_group())
 
     def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
-        """Return the plans of all parameters, by every name that one has."""
+        """Return the plans of all parameters by name; a tied one is under each of its names."""
         ids = {id(parameter): name for name, parameter in model.named_parameters()}
         return {
             name: self.sharding.parameter(ids[id(parameter)])
@@ -221,12 +232,12 @@ class TensorPlan:
 
 @contextmanager
 def seen_as_one_process() -> Iterator[None]:
-    """Hide the variables of torchrun inside the block, while the process group stays what it is.
+    """Hide torchrun's environment variables inside the block; the process group stays as it is.
 
-    So transformers' Trainer, which asks them, leaves out DistributedDataParallel, gives all ranks
-    the same batches, and counts each once.
+    transformers' Trainer reads them. Without them it does not wrap the model in
+    DistributedDataParallel, gives all ranks the same batches, and counts each batch once.
     """
-    hidden = {name: os.environ.pop(name) for name in _OF_TORCHRUN if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in _TORCHRUN_VARIABLES if name in os.environ}
     try:
         yield
     finally:
@@ -236,8 +247,9 @@ def seen_as_one_process() -> Iterator[None]:
 def _sum_partial_gradients(
     model: nn.Module, names: list[str], forward: Callable[..., Any], mesh: DeviceMesh, group: Group
 ) -> Callable[..., Any]:
-    """Wrap a forward: backward then sums the gradients of these parameters over ranks, before it
-    adds them up.
+    """Wrap a forward so that backward sums the gradients of the named parameters over ranks.
+
+    They are summed before they are added to `.grad`, which may hold those of earlier micro-batches.
     """
     handles: list[Any] = []
 
@@ -250,9 +262,9 @@ def _sum_partial_gradients(
         while handles:
             handles.pop().remove()
         handles.extend(
-            each.register_hook(add)
-            for each in map(model.get_parameter, names)
-            if each.requires_grad
+            parameter.register_hook(add)
+            for parameter in map(model.get_parameter, names)
+            if parameter.requires_grad
         )
         return forward(*args, **kwargs)
 
@@ -260,6 +272,7 @@ def _sum_partial_gradients(
 
 
 def _get_mesh(model: nn.Module) -> DeviceMesh:
+    """Return the mesh of the model's DTensors. Raises SetupError where there are none yet."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             return parameter.device_mesh
@@ -269,8 +282,9 @@ def _get_mesh(model: nn.Module) -> DeviceMesh:
 
 
 def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Build a small model of the same class with random weights, and two short rows of such
-    inputs.
+    """Build a small model of the same class with random weights, and inputs of two short rows.
+
+    Raises SetupError for a model that is not a class of transformers.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(type(model), "_from_config"):
@@ -281,30 +295,33 @@ def _build_small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, di
     small = type(model)._from_config(
         shrink(config), attn_implementation=config._attn_implementation, dtype=torch.float32
     )
-    words = small.get_input_embeddings().weight.shape[0]
-    cut = {}
+    vocab_size = small.get_input_embeddings().weight.shape[0]
+    small_inputs = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor):
+            # Ids, positions `[b, s]`; masks of 4 dimensions `[b, 1, s, s]` are cut in both lengths.
             rows = (
                 value[:2, ..., :_LENGTH] if value.dim() < 4 else value[:2, ..., :_LENGTH, :_LENGTH]
             )
-            value = rows % words if name == "input_ids" else rows
-        cut[name] = value.cpu() if isinstance(value, Tensor) else value
-    return small.eval(), cut
+            value = rows % vocab_size if name == "input_ids" else rows
+        small_inputs[name] = value.cpu() if isinstance(value, Tensor) else value
+    return small.eval(), small_inputs
 
 
 def _infer_plan_of_copy(
     small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.ShardingPlan
 ) -> tuple[sharding_plan.ShardingPlan, int]:
-    """Infer the plan of a small copy, for as many ranks as can share it: it may have fewer
-    heads.
+    """Infer the plan of a small copy; return it, and how many ranks, up to `size`, can share it.
+
+    large: the plan of the large model, which has to treat each kind of parameter as this one does;
+    else SetupError. The copy may have fewer heads, and so allow fewer ranks.
     """
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
-    ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
+    num_ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
     difference = find_plan_difference(large, plan)
-    if difference or not ranks:
+    if difference or not num_ranks:
         raise SetupError(
             f"tensor plan of {type(small).__name__}: could not be proven on a small model:"
             f" {difference or 'no legal size'}"
         )
-    return plan, ranks
+    return plan, num_ranks

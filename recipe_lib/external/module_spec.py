@@ -1,5 +1,9 @@
-"""The spec of a model that transformers, or a user's plugin, implements, read off the module that
-its class makes.
+"""Describe a model that transformers, or a user's plugin, implements.
+
+`read_spec` makes a `ModuleSpec` of a config.json: it builds the class once on the meta device, and
+reads sizes, layers and tied weights off the module. The rest of the library asks the spec, as it
+asks the one of a native decoder (`recipe_lib.models.spec.ExternalSpec`). The second half of the
+file maps the tensors of checkpoint files to the model's, by transformers' own table of conversions.
 """
 
 import json
@@ -47,7 +51,8 @@ from recipe_lib.models.spec import (
 )
 from recipe_lib.parallel.world import World
 
-_MANY_POSITIONS = 2**24  # of a model whose config names no limit
+_MANY_POSITIONS = 2**24  # tokens; the limit for a model whose config names none
+# Keys under which configs of transformers give the longest sequence, in tokens.
 _POSITION_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -56,21 +61,23 @@ _POSITION_KEYS = (
     "n_ctx",
     "seq_length",
 )
+# Keys for the standard deviation of random weights.
 _STD_KEYS = ("initializer_range", "init_std", "initializer_std")
 
 
 @dataclass(frozen=True)
 class ModuleSpec(ExternalSpec):
-    """A model of another library; see the class that this is derived from."""
+    """A model of transformers or of a plugin. The base class documents the inherited methods."""
 
+    # What the module is built from: the implementation's name, and the config.
     source: ModuleSource
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """Build the model on meta, with parameters of `dtype`, and with our call signature.
+        """Build the model on meta, with parameters of `dtype` and our call signature.
 
-        What its class computed for the buffers is in `computed_buffers`; `materialize` puts it
-        there. Floating point buffers keep the type that the class gives them. Of a multimodal model
-        `list_other_parts` have no gradient.
+        The buffers' values, as the class' constructor computed them, are in `computed_buffers`,
+        from which `materialize` takes them; they keep their type. Parts of a multimodal model that
+        text does not run through are frozen.
         """
         model = make_module(self.source, dtype)
         buffers = dict(model.named_buffers())
@@ -84,12 +91,11 @@ class ModuleSpec(ExternalSpec):
 
     @torch.no_grad()
     def make_first_vectors(self, seed: int) -> dict[str, Tensor]:
-        """Return the values that its class begins vectors and numbers with: parameters of less than
-        two dimensions.
+        """Return first values for all parameters of fewer than two dimensions, by name.
 
-        The class' own `_init_weights`, or its modules' `reset_parameters`, runs over a model of
-        which nothing else has values; random ones follow from (seed, the module's name). Where a
-        class has neither, biases are 0, others 1.
+        The class' own `_init_weights`, or its modules' `reset_parameters`, computes them. Random
+        ones follow from (seed, the module's name). Where a class has neither, biases are 0, others
+        1.
         """
         model: Any = make_module(self.source)
         vectors: dict[str, Tensor] = {}
@@ -99,7 +105,7 @@ class ModuleSpec(ExternalSpec):
                     value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
                     module._parameters[name] = nn.Parameter(value, False)
                     vectors[f"{prefix}.{name}" if prefix else name] = value
-        # Those inside before the one around them.
+        # Children before their parents, as torch's `Module.apply` goes.
         for name, module in reversed(list(model.named_modules())):
             with seed_host_generators(f"{seed}/{name}"):
                 if hasattr(model, "_init_weights"):
@@ -111,64 +117,68 @@ class ModuleSpec(ExternalSpec):
         return vectors
 
     def list_layer_kinds(self) -> list[str]:
-        """List the kinds of the layers: equal texts stand for the same parameters and the same kind
-        of attention.
-        """
+        """Return a text for each layer; equal ones have the same parameters and attention."""
         model: Any = make_module(self.source)
         types = getattr(getattr(model, "config", None), "layer_types", None)
         kinds = []
-        for at, name in enumerate(list_layer_names(model)):
+        for index, name in enumerate(list_layer_names(model)):
             layer = model.get_submodule(name)
             shapes = [
-                (inside, tuple(parameter.shape)) for inside, parameter in layer.named_parameters()
+                (parameter_name, tuple(parameter.shape))
+                for parameter_name, parameter in layer.named_parameters()
             ]
-            kinds.append(
-                f"{type(layer).__name__} {types[at] if types and at < len(types) else ''} {shapes}"
-            )
+            kind = types[index] if types and index < len(types) else ""
+            kinds.append(f"{type(layer).__name__} {kind} {shapes}")
         return kinds
 
     def layout(self) -> TensorLayout:
         return build_layout(self.source)
 
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """Build the map from the model's tensors to a file's; see `weight_names.build_weight_map`.
+        """Return where each tensor of the model lies in files that have these names.
 
-        The file has the model's own names, or lacks the prefix of those of its body; or it has
-        those of which transformers makes the model's. A tied weight is under any of its names. A
-        buffer that a file lacks keeps its first value.
+        file_names: names of tensors; empty: files that are to be written. A file may have the
+        model's own names, the same without the body's prefix (`model.`), or those that transformers
+        converts when it reads the file. A tied weight is under any of its names. A buffer that the
+        files lack has no entry, and keeps its first value.
         """
         layout = self.layout()
         in_file = frozenset(file_names)
         prefix = layout.prefix
-        bare = bool(in_file and prefix) and not any(name.startswith(prefix) for name in in_file)
-        read = (find_reading(self.source, in_file) if in_file else None) or Reading({}, {})
+        lacks_prefix = bool(in_file and prefix) and not any(
+            name.startswith(prefix) for name in in_file
+        )
+        reading = (find_reading(self.source, in_file) if in_file else None) or Reading({}, {})
         entries = []
         for name in layout.shapes:
             names = layout.names.get(name, (name,))
-            spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
-            written = next(
+            spellings = [alias.removeprefix(prefix) if lacks_prefix else alias for alias in names]
+            file_name = next(
                 (spelling for spelling in spellings if spelling in in_file), spellings[0]
             )
-            written = next(
-                (read.renamed[other] for other in names if other in read.renamed), written
+            file_name = next(
+                (reading.renamed[alias] for alias in names if alias in reading.renamed), file_name
             )
-            made = next((read.made[other] for other in names if other in read.made), None)
-            if made is not None and written not in in_file:
-                entries.append(WeightEntry(name, made.names()[0], made=made))
-            elif not (in_file and name in layout.buffers and written not in in_file):
-                entries.append(WeightEntry(name, written))
+            conversion = next(
+                (reading.made[alias] for alias in names if alias in reading.made), None
+            )
+            if conversion is not None and file_name not in in_file:
+                entries.append(WeightEntry(name, conversion.names()[0], made=conversion))
+            elif not (in_file and name in layout.buffers and file_name not in in_file):
+                entries.append(WeightEntry(name, file_name))
         return entries
 
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        """Return the names that tied weights may have in these files, also where transformers
-        renames them.
+        """Return the names that a tied weight may have in these files -> its parameter's name.
+
+        The files' own names count too, where transformers renames tensors as it reads them.
         """
         tied = self.layout().tied_names()
-        read = find_reading(self.source, frozenset(file_names)) or Reading({}, {})
+        reading = find_reading(self.source, frozenset(file_names)) or Reading({}, {})
         return tied | {
-            read.renamed[name]: parameter
+            reading.renamed[name]: parameter
             for name, parameter in tied.items()
-            if name in read.renamed
+            if name in reading.renamed
         }
 
     def build_written_layout(self) -> WrittenLayout | None:
@@ -199,8 +209,10 @@ class ModuleSpec(ExternalSpec):
         return stage_parts.find_parts(self)
 
     def build_shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
-        """Build the spec of a small model of the same class of transformers, with so many layers at
-        least; keys: as in `shrink`.
+        """Build the spec of a small model of the same class of transformers.
+
+        It has one layer of each kind, but at least `layers`. keys: the most heads of keys and
+        values, where they are fewer than those of queries (`small_models.shrink`).
         """
         config = shrink(build_transformers_config(self.source.config, self.family), layers, keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
@@ -209,11 +221,10 @@ class ModuleSpec(ExternalSpec):
 def read_spec(
     config: Mapping[str, Any], where: str, implementation: str = TRANSFORMERS
 ) -> ModuleSpec:
-    """Read the spec of a model that is not native; its class is made once, without memory for
-    parameters.
+    """Read the spec of a model that is not native off its class, built once on meta.
 
-    where: the file, folder or preset, named in errors. implementation: `transformers`, or a name
-    that is registered.
+    config: the content of config.json. where: the file, folder or preset, named in errors.
+    implementation: `transformers`, or a name that a plugin registered.
 
     Raises SetupError if transformers is not installed, ConfigError for a name that no plugin
     registered, and CheckpointError for a config.json that its class does not take, or a model
@@ -258,14 +269,17 @@ def read_spec(
 def _build_source(
     config: dict[str, Any], where: str, implementation: str, family: str
 ) -> tuple[ModuleSource, Any]:
-    """Build the model's module, with transformers' fused attention if its class has that."""
-    first = ""
+    """Build the module, with fused attention if its class has that; return its source too.
+
+    Raises CheckpointError where the class cannot be built from the config.
+    """
+    first_error = ""
     for attention in ("sdpa", "eager"):
         source = ModuleSource(implementation, config, attention)
         try:
             return source, make_module(source)
         except (ValueError, ImportError) as error:  # a class without sdpa says so by one of these
-            first = first or format_one_line(error)
+            first_error = first_error or format_one_line(error)
         except (
             TypeError,
             AttributeError,
@@ -277,14 +291,16 @@ def _build_source(
             raise CheckpointError(
                 f"{where}: {family} cannot be built from config.json ({format_one_line(error)})"
             ) from error
-    raise CheckpointError(f"{where}: {family} cannot be built ({first})")
+    raise CheckpointError(f"{where}: {family} cannot be built ({first_error})")
 
 
 def _find_number(
     model: nn.Module, config: dict[str, Any], keys: Iterable[str], default: float
 ) -> Any:
-    """Return the first number of the config under one of the keys, with the defaults of the class;
-    `default` where there is none.
+    """Return the first positive number under one of the keys; `default` where there is none.
+
+    The built config is asked before `config`: it has the class' defaults for keys that are left
+    out.
     """
     built_config: Any = getattr(model, "config", None)
     if hasattr(built_config, "get_text_config"):
@@ -293,17 +309,16 @@ def _find_number(
     return next((value for value in values if type(value) in (int, float) and value > 0), default)
 
 
-# How the files of a transformers model name and shape its weights, where its class does so in
-# another way.
+# Checkpoint files whose tensors have other names or shapes than the model's parameters.
 #
-# transformers 5 renames tensors of many architectures while it reads them, and makes other tensors
-# of some: of the matrices of a mixture's experts, which lie apart in the file, one parameter of 3
-# dimensions. Here its own table of these (`transformers.conversion_mapping`) is asked which tensors
-# of a file make which parameter, and its own operations make them, a parameter, or some experts of
-# one, at a time.
+# transformers 5 renames tensors of many architectures while it reads them, and converts some: the
+# matrices of a mixture's experts lie apart in the file, and become one parameter of 3 dimensions.
+# Here its table (`transformers.conversion_mapping`) says which tensors of a file make which
+# parameter, and its own operations make them: one parameter, or one expert, at a time.
 
 
-_FAULTS = (
+# Errors of transformers' operations where tensors do not fit them.
+_CONVERSION_ERRORS = (
     RuntimeError,
     ValueError,
     TypeError,
@@ -316,84 +331,96 @@ _FAULTS = (
 
 
 class TensorConversion:
-    """Tensors that one of transformers' operations makes of others."""
+    """One conversion of a group of tensors by transformers' operations; see `spec.Conversion`.
+
+    It is used in both directions: from a file's tensors to parameters, and back.
+    """
 
     def __init__(self, first: str, converter: Any, module: Any, config: Any) -> None:
-        self.first = first  # the name that it is known by
-        # Pattern of the converter -> names of the tensors that it takes, in their order.
+        self.first = first  # the name of the first tensor that it makes
+        # Pattern of the converter -> names of the input tensors that match it, in order.
         self.sources = dict[str, list[str]]()
-        # What it makes -> that tensor's name in the file that it is made for, if it has another.
+        # Name of an output tensor -> its name in the file, where that is another one.
         self.written: dict[str, str] = {}
+        # A `transformers.core_model_loading.WeightConverter`; the next two are its arguments.
         self._converter = converter
         self._module = module
         self._config = config
 
     def names(self) -> list[str]:
-        """Return the names of all tensors that it takes."""
+        """Return the names of all input tensors."""
         return [name for names in self.sources.values() for name in names]
 
     def makes(self) -> list[str]:
-        """Return the names of all tensors that it makes, of several the first is `first`."""
+        """Return the names of all output tensors, `first` among them."""
         patterns = self._converter.target_patterns
-        return [self.first.replace(patterns[0], other) for other in patterns]
+        return [self.first.replace(patterns[0], pattern) for pattern in patterns]
 
     def convert(
         self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
     ) -> dict[str, Tensor]:
-        """Make tensors of those of the file, by name. read: a tensor by its name. names: of
-        `sources`, those to take.
+        """Convert the input tensors; return the output tensors by name.
+
+        read: returns an input tensor by its name. names: the part of `sources` to convert; None:
+        all.
         """
+        # A copy: a converter collects the tensors that it is given.
         converter = deepcopy(self._converter)
-        for pattern, taken in (names or self.sources).items():
-            for name in taken:
+        for pattern, pattern_names in (names or self.sources).items():
+            for name in pattern_names:
                 converter.add_tensor(self.first, name, pattern, read(name))
-        made = converter.convert(self.first, model=self._module, config=self._config)
+        outputs = converter.convert(self.first, model=self._module, config=self._config)
         return {
             self.written.get(name, name): value[0] if isinstance(value, list) else value
-            for name, value in made.items()
+            for name, value in outputs.items()
         }
 
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]] | None:
-        """Return the shapes of what is made; None where the tensors do not go together."""
+        """Return the shapes of the output tensors; None where the inputs do not fit.
+
+        shape_of: returns the shape of an input tensor by its name.
+        """
         try:
             converted = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
-        except _FAULTS:
+        except _CONVERSION_ERRORS:
             return None
         return {name: tuple(value.shape) for name, value in converted.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """Yield parts that can be made by themselves: first row, row after the last or None for
-        all, tensors to take.
+        """Yield (first row, stop row, names for `convert`) of parts that convert by themselves.
 
-        Experts that are stacked, one by one; else everything at once.
+        Rows are those of the output's first dimension; stop None: to the end. Stacked experts are
+        yielded one by one, other conversions as one part.
         """
-        counts = {len(names) for names in self.sources.values()}
-        if len(counts) != 1 or not _is_stacking(self._converter.operations):
+        num_names = {len(names) for names in self.sources.values()}
+        if len(num_names) != 1 or not _is_stacking(self._converter.operations):
             yield 0, None, self.sources
             return
-        for at in range(counts.pop()):
-            yield at, at + 1, {pattern: [names[at]] for pattern, names in self.sources.items()}
+        for expert in range(num_names.pop()):
+            names = {pattern: [names[expert]] for pattern, names in self.sources.items()}
+            yield expert, expert + 1, names
 
 
 def _is_stacking(operations: list[Any]) -> bool:
-    """Return True if operations stack tensors along the first dimension, and leave that alone
-    afterwards.
+    """Return True if operations stack tensors along dimension 0, and then leave that alone.
+
+    Each row of the output is then made of one tensor of each pattern.
     """
     first, *others = operations
     if type(first).__name__ != "MergeModulelist" or first.dim != 0:
         return False
-    touched = [getattr(other, key, 1) for other in others for key in ("dim", "dim0", "dim1")]
-    return (
-        all(type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others)
-        and 0 not in touched
+    return all(
+        type(operation).__name__ in ("Concatenate", "Transpose", "Interleave")
+        and all(getattr(operation, key, 1) != 0 for key in ("dim", "dim0", "dim1"))
+        for operation in others
     )
 
 
 @lru_cache(maxsize=8)
 def build_layout(source: ModuleSource) -> TensorLayout:
-    """Build what the files of a model hold, by one build of its class."""
+    """Build the list of a model's tensors, linears and modules, by one build of its class."""
     model = make_module(source)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -417,16 +444,17 @@ def build_layout(source: ModuleSource) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """A map of how the tensors of a file become a model's parameters, by the parameter's name."""
+    """How the tensors of a file become a model's parameters, by the parameter's name."""
 
-    renamed: Mapping[str, str]  # those that have another name in the file -> that name
-    made: Mapping[str, TensorConversion]  # those that a conversion makes
+    renamed: Mapping[str, str]  # parameter -> the name that its tensor has in the file
+    made: Mapping[str, TensorConversion]  # parameter -> the conversion that makes it
 
 
 @lru_cache(maxsize=4)
 def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
-    """Find how transformers would read these tensors; None for a model whose files it reads as they
-    are.
+    """Find how transformers would read these tensors; None where it has no conversions.
+
+    file_names: names of the tensors in the files. Others than the model's are left out.
     """
     table = _get_conversion_table(source, legacy=True)
     if table is None:
@@ -445,6 +473,7 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
         parameter, pattern = loading.rename_source_key(
             name, renamings, converters, module.base_model_prefix, state
         )
+        # The table may rename a tensor that has the model's name already.
         if parameter not in state and name in state:
             parameter, pattern = loading.rename_source_key(
                 name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=state
@@ -468,10 +497,10 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
 
 @lru_cache(maxsize=4)
 def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
-    """Find how transformers writes the model, in the layout of the architecture's own checkpoints;
-    None: as it has it.
+    """Find the layout of the architecture's own checkpoints, as transformers writes them.
 
-    Also None where that could not be read again as the same parameters.
+    None: the model's own names and shapes are written, as transformers has no conversion for them,
+    or its conversion could not be read again as the same parameters.
     """
     table = _get_conversion_table(source, legacy=False)
     if not table:
@@ -481,12 +510,13 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
     from transformers import core_model_loading as loading
 
     try:
-        back = [
+        # Each entry reversed, and the last one first.
+        reverse_table = [
             entry.reverse_transform()
             for entry in table
             if not isinstance(entry, loading.PrefixChange)
         ][::-1]
-        renamings, converters = _split_table(back)
+        renamings, converters = _split_table(reverse_table)
         by_pattern = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
@@ -504,7 +534,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
                     ),
                 )
                 group.sources.setdefault(pattern, []).append(name)
-        shapes = {name: layout.shapes[own] for name, own in renamed.items()}
+        shapes = {name: layout.shapes[parameter] for name, parameter in renamed.items()}
         made: dict[str, TensorConversion] = {}
         for group in groups.values():
             made_shapes = group.shapes(layout.shapes.__getitem__)
@@ -513,43 +543,45 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
             group.written = {name: loading.apply_renamings(name, renamings) for name in made_shapes}
             shapes |= {group.written[name]: shape for name, shape in made_shapes.items()}
             made |= dict.fromkeys(group.written.values(), group)
-    except _FAULTS:
+    except _CONVERSION_ERRORS:
         return None
-    found_again = WrittenLayout(shapes, renamed, made)
-    return found_again if _can_read_back(source, found_again) else None
+    written = WrittenLayout(shapes, renamed, made)
+    return written if _can_read_back(source, written) else None
 
 
 def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
-    """Return True if files of these tensors would be read as the parameters that they were made
-    of.
-    """
+    """Return True if files of this layout would be read as the parameters they were made of."""
     layout = build_layout(source)
-    read = find_reading(source, frozenset(written.shapes))
-    if read is None:
+    reading = find_reading(source, frozenset(written.shapes))
+    if reading is None:
         return False
     for name, shape in layout.shapes.items():
         names = layout.names.get(name, (name,))
-        renamed = next((read.renamed[other] for other in names if other in read.renamed), None)
-        if renamed is not None:
-            if written.shapes[renamed] != shape or written.renamed.get(renamed) != name:
+        file_name = next(
+            (reading.renamed[alias] for alias in names if alias in reading.renamed), None
+        )
+        if file_name is not None:
+            if written.shapes[file_name] != shape or written.renamed.get(file_name) != name:
                 return False
             continue
-        conversion = next((read.made[other] for other in names if other in read.made), None)
+        conversion = next((reading.made[alias] for alias in names if alias in reading.made), None)
         shapes = conversion.shapes(written.shapes.__getitem__) if conversion else None
-        if shapes is None or all(shapes.get(other) != shape for other in names):
+        if shapes is None or all(shapes.get(alias) != shape for alias in names):
             return False
     return True
 
 
 @lru_cache(maxsize=2)
 def _build_module(source: ModuleSource) -> nn.Module:
-    """Build the class' module without values: conversions ask it for shapes and its config."""
+    """Build the class' module on meta: conversions ask it for shapes and its config."""
     return make_module(source)
 
 
 def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | None:
-    """Return transformers' conversions of a model's files, in the order in which they are read;
-    None: it has no such table.
+    """Return transformers' conversions for a model's files, in the order of reading.
+
+    legacy: with the names of older checkpoints. None: a plugin's model, or a release of
+    transformers before 5, which has no table.
     """
     if source.implementation != TRANSFORMERS:
         return None
@@ -561,9 +593,7 @@ def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | 
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Split a table into entries that give another name alone, and those that make other
-    tensors.
-    """
+    """Split a table into (entries that only rename tensors, entries that convert them)."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     return (

@@ -1,20 +1,13 @@
-"""Runs a model that nobody wrote a tensor-parallel plan for by one that was inferred: the exchanges
-that it names.
+"""Run a model's own forward as one tensor-parallel rank, with the exchanges of an inferred plan.
 
-A plan says at which call of a torch function, in which module's forward, ranks exchange what they
-have (`sharding_plan.Boundary`). While a module's forward runs, a torch function mode counts its
-calls as the inference did, gives functions this rank's part of parameters (DTensors under FSDP and
-before it), and exchanges where the plan says so. What hooks of modules do in between (FSDP gathers
-parameters) is not counted. Parameters of which a rank needs some segments whole are assembled
-wherever they are used: a forward that trains may do so otherwise than the one that was traced. A
-layer that is checkpointed runs forward again in backward, perhaps in another thread: the outermost
-forward of a thread enters the mode.
+`run_by_plan` changes an external model for training (called by `tensor_parallel.shard_module`);
+`frame_forward` returns the forward of any module (called by `apply_plan` and `proven_plan`).
 
-A layer that is compiled is traced alone (`compiled_layers`): its forward is run here once, of
-tensors without values.
-
-In a pipeline a rank runs a model of which other ranks have modules (`stage_parts`): what those
-would do is not done, and calls outside of layers are counted as ever.
+A plan names an exchange by a module's path and the index of a torch function call in that module's
+forward (`sharding_plan.Boundary`). While a forward runs, a torch function mode counts the calls as
+the inference did, passes functions this rank's part of each parameter, and exchanges where the plan
+says so. A compiled layer runs here once, with fake tensors, when it is traced (`compiled_layers`).
+In a pipeline the modules of other ranks are left out (`stage_parts`), with their exchanges.
 """
 
 import threading
@@ -53,43 +46,47 @@ from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
-# What a class calls in the place of another function where it is compiled, with the same arguments.
+# Function -> the one whose place it takes, with the same arguments: transformers' experts call the
+# first one where they are compiled. Both count as the second, so that one plan is for both.
 _SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}
 
 
 class _RunningForward:
-    """A module's forward that runs."""
+    """One module's forward that is running, with the count of its calls."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.calls = 0  # that it has made
-        self.reached = 0  # boundaries that it came to
+        self.path = path  # of the module; empty for the model itself
+        self.calls = 0  # torch function calls so far that returned a tensor
+        self.reached = 0  # calls so far at which the plan has an exchange
 
 
 class _Running(threading.local):
-    """The state of one thread."""
+    """The state of one thread: a checkpointed layer may run again in autograd's own thread."""
 
     def __init__(self) -> None:
-        # The forwards that run, the outermost first; None for what hooks do around one.
+        # The running forwards, the outermost first. None on top: a module's hooks run, whose calls
+        # are not counted.
         self.frames: list[_RunningForward | None] = []
-        self.entered: Entered = {}  # see `Exchanges`
-        # Rank and length of rows of a layer that is traced by itself.
+        # The results of exchanges that later calls share; see `Exchanges.entered`.
+        self.entered: Entered = {}
+        # While one layer is traced for the compiler: the rank, and the tokens of a row. Else None.
         self.alone: tuple[Rank, int] | None = None
-        self.ran: set[str] = set()  # patterns of the paths of modules, in the forward of a layer
-        self.is_partly_off = False  # an adapter
+        # The modules that have run in the layer that runs, by path with `*` for numbers.
+        self.ran: set[str] = set()
+        # A module of the layer that runs has its adapter switched off, and makes fewer calls.
+        self.is_partly_off = False
 
 
 def run_by_plan(
     model: Any, plan: ShardingPlan, ranks: Ranks, head: nn.Module | None, gathers_again: bool = True
 ) -> None:
-    """Make the forward of an external model's class that of one rank, in place; its parameters are
-    DTensors by then.
+    """Make an external model's class forward that of one rank, in place.
 
-    Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose
-    forward stays as it is; None: another rank of a pipeline has it. gathers_again: of what backward
-    needs only that is kept which the rest cannot be made of (`kept_tensors`), in layers that are
-    not checkpointed. A forward that goes another way than the one that the plan was made of raises
-    SetupError.
+    Called when parameters are DTensors, and before layers are checkpointed and sharded by FSDP.
+    head: the output projection, whose forward stays as it is; None: another rank of a pipeline has
+    it. gathers_again: layers that are not checkpointed let go of tensors that backward can make
+    again, gathered tokens among them (`kept_tensors`). A forward whose calls are not those of the
+    traced one raises SetupError when it runs.
     """
     execution = _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again)
     model.run_class_forward_by(
@@ -105,8 +102,9 @@ def frame_forward(
     head: nn.Module | None,
     gathers_again: bool = True,
 ) -> Callable[..., Any]:
-    """Return the model's forward as that of one rank; the modules within become so in place. See
-    `run_by_plan`.
+    """Return the model's forward as that of one rank; the forwards of its modules are replaced.
+
+    The arguments are those of `run_by_plan`.
     """
     return _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again).frame_all(
         model.forward, head
@@ -114,7 +112,7 @@ def frame_forward(
 
 
 class _Execution(TorchFunctionMode):
-    """The exchanges of one model."""
+    """The mode that runs one model by its plan: it counts calls, and exchanges at boundaries."""
 
     def __init__(
         self, model: nn.Module, plan: ShardingPlan, ranks: Ranks, gathers_again: bool
@@ -125,10 +123,11 @@ class _Execution(TorchFunctionMode):
         self.plan = plan
         self.ranks = ranks
         self.running = _Running()
-        self.hooked = False
-        self.length = 0  # of the rows of the forward that runs
-        # By layer and the shape of what it reads: it may run again when the model has read other
-        # rows since.
+        self.hooked = False  # `add_hooks` has run
+        # Tokens in each row of the forward that runs; 0: ranks do not share tokens.
+        self.length = 0
+        # The same by layer and shape of its input: a checkpointed layer runs again in backward,
+        # when the model may have read other rows since.
         self.lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self.kept = KeptTensors()
         self.exchanges = Exchanges(
@@ -148,24 +147,30 @@ class _Execution(TorchFunctionMode):
             outside=self.outside,
             gathers_again=gathers_again,
         )
-        # By their module, and the number of a call there.
+        # By module path and index of a call there.
         self.boundaries: dict[tuple[str, int], list[Boundary]] = {}
         for boundary in plan.boundaries:
-            # Parameters are assembled wherever they are used: a forward that trains may do so
-            # otherwise than the one that was traced.
+            # Parameters are assembled wherever they are used, not by call: a forward that trains
+            # may use them at other calls than the traced one.
             if boundary.kind != "assemble":
                 self.boundaries.setdefault((boundary.module, boundary.call), []).append(boundary)
+        # How many calls of a module's forward have exchanges.
         self.expected = Counter(module for module, _ in self.boundaries)
+        # Layer -> the modules in it that have exchanges, as `_Running.ran`.
         self.must_run = {
             layer: {make_pattern(path) for path in self.expected if path.startswith(f"{layer}.")}
             for layer in list_layer_names(model)
         }
-        self.assembled = [each for each in plan.parameters if each.whole]
+        # Parameters of which a rank computes with some segments whole, gathered for each use.
+        self.assembled = [parameter for parameter in plan.parameters if parameter.whole]
+        # The same by the path of a module that holds them: (owner, name there, plan). Filled as
+        # forwards run.
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
 
     def frame_all(self, forward: Callable[..., Any], head: nn.Module | None) -> Callable[..., Any]:
-        """Return the forward of the model as that of one rank; those of the modules within become
-        so in place.
+        """Return the model's forward as that of one rank, and replace those of its modules.
+
+        head: a module whose forward stays as it is.
         """
         layers = set(list_layer_names(self.model))
         for path, module in self.model.named_modules():
@@ -177,7 +182,7 @@ class _Execution(TorchFunctionMode):
                 module.forward = (
                     self.compiled.make_traceable(framed, path) if path in layers else framed
                 )
-        # At the first forward, so that they go around FSDP's.
+        # The others are registered at the first forward, so that they go around FSDP's hooks.
         self.model.register_forward_pre_hook(self.add_hooks, prepend=True)
         return self.frame(forward, "", ends_sharing=False)
 
@@ -189,11 +194,11 @@ class _Execution(TorchFunctionMode):
         ends_sharing: bool,
         module: nn.Module | None = None,
     ) -> Callable[..., Any]:
-        """Return the forward of the module at `path`, its calls counted. ends_sharing: no later one
-        enters its tensors.
+        """Return the forward of the module at `path`, with its calls counted.
 
-        An adapter that is switched off makes the first of the calls alone, those of the frozen
-        weight.
+        ends_sharing: True for a layer; results of exchanges in it are not shared with later ones.
+        module: asked for `is_off`: an adapter that is switched off makes only the calls of its
+        frozen weight, so that later boundaries are not reached.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -213,6 +218,7 @@ class _Execution(TorchFunctionMode):
             try:
                 with ExitStack() as stack:
                     if outermost:
+                        # Per thread: a checkpointed layer may be the outermost forward of another.
                         stack.enter_context(
                             divide_attributes(self.model, self.plan, self.ranks.size)
                         )
@@ -232,8 +238,9 @@ class _Execution(TorchFunctionMode):
         return run
 
     def _note_length(self, path: str, first: Any, outermost: bool, is_layer: bool) -> None:
-        """Note, before a forward whose first tensor is `first`, the length of the rows that it is
-        of.
+        """Set `length` before a forward: the tokens of its rows.
+
+        first: the first tensor of its arguments, the token ids in the model's forward.
         """
         if self.running.alone is not None:
             return
@@ -247,7 +254,7 @@ class _Execution(TorchFunctionMode):
                 self.lengths[key] = self.length
 
     def _check(self, frame: _RunningForward, is_off: bool) -> None:
-        """Check, at the end of a forward, that it came to all exchanges."""
+        """Raise SetupError, at the end of a forward, if it has not come to all exchanges."""
         running = self.running
         path = frame.path
         running.is_partly_off |= is_off
@@ -256,15 +263,16 @@ class _Execution(TorchFunctionMode):
                 path, f"{frame.reached} of {self.expected[path]} exchanges were reached"
             )
         running.ran.add(make_pattern(path))
-        # What a kernel does in the place of a module has none of the module's exchanges.
+        # A kernel that computes in place of a module would leave out the module's exchanges.
         missing = self.must_run.get(path, set()) - running.ran
         if missing and not running.is_partly_off:
             raise self._make_other_way_error(min(missing), f"it was not run within {path}")
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
-        """Run the forward of one layer inside, of rows of a length, as that of a rank: nothing
-        comes from before it.
+        """Trace one layer inside, with no state of the forward around it.
+
+        rank: a tensor `[]`, so that all ranks trace the same graph. length: tokens of a row.
         """
         running = self.running
         before = vars(running).copy()
@@ -276,11 +284,10 @@ class _Execution(TorchFunctionMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Run a layer inside that does its own exchanges: no call is noted, and no later one enters
-        its tensors.
-        """
+        """Call a compiled layer inside: its graph has the exchanges, so that no call is counted."""
         try:
             with ExitStack() as stack:
+                # All modes, also those above this one: torch has no public way to leave one.
                 for _ in range(torch._C._len_torch_function_stack()):
                     stack.enter_context(_pop_mode_temporarily())
                 yield
@@ -297,14 +304,12 @@ class _Execution(TorchFunctionMode):
                     module.register_forward_hook(self.resume, always_call=True)
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Stop counting before a module's other hooks: what they do is none of the forward around
-        it.
-        """
+        """Stop counting before a module's other hooks, such as FSDP's gathers of parameters."""
         if self.running.frames:
             self.running.frames.append(None)
 
     def resume(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Go on counting after them."""
+        """Go on counting after the module's other hooks."""
         if self.running.frames:
             self.running.frames.pop()
 
@@ -321,8 +326,8 @@ class _Execution(TorchFunctionMode):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", str(function))
         name = _SAME_CALL.get(name, name)
-        reads = name in ("__get__", "size")
-        # What compiled code reads are plain tensors, of which one may have to be assembled.
+        reads = name in ("__get__", "size")  # of an attribute or shape: no call to the inference
+        # In a layer that is traced, parameters are plain tensors: any may have to be assembled.
         compiled = self.running.alone is not None and bool(self.assembled)
         parameters = [
             value
@@ -338,12 +343,14 @@ class _Execution(TorchFunctionMode):
             arguments = (args, kwargs)
             args, kwargs = self._take_local(arguments, {} if reads else plans)
             is_assembled = any(plans.values())
-            if reads and is_assembled and isinstance(function(*args, **kwargs), Tensor):  # weight.T
+            # weight.T is a tensor, of the whole parameter; weight.shape needs no gather.
+            if reads and is_assembled and isinstance(function(*args, **kwargs), Tensor):
                 args, kwargs = self._take_local(arguments, plans)
         if reads:
             return function(*args, **kwargs)
         boundaries = self.boundaries.get((frame.path, frame.calls))
-        if boundaries is None or name.startswith("_set_"):  # of autograd's state, as tracing sets
+        # `_set_...` functions set autograd's state, as tracing does: no calls of the model's.
+        if boundaries is None or name.startswith("_set_"):
             result = function(*args, **kwargs)
             self.kept.note(function, args, kwargs, result)
         else:
@@ -358,6 +365,7 @@ class _Execution(TorchFunctionMode):
         return result
 
     def _make_other_way_error(self, path: str, reason: str) -> SetupError:
+        """Make the error of a forward whose calls are not those that the plan was made of."""
         compiled = "compile=false or " if self.running.alone is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"
@@ -365,9 +373,7 @@ class _Execution(TorchFunctionMode):
         )
 
     def _find_assembled_plan(self, parameter: Tensor, path: str) -> ParameterPlan | None:
-        """Find how to assemble a parameter that the forward of the module at `path` uses, if it is
-        one to be assembled.
-        """
+        """Return the plan of a parameter that is assembled where it is used; None for others."""
         if not self.assembled:
             return None
         if path not in self.assembled_within:
@@ -383,20 +389,22 @@ class _Execution(TorchFunctionMode):
         return None
 
     def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan | None]) -> Any:
-        """Replace parameters among arguments by this rank's part. plans: how to assemble those that
-        are to be, by id.
+        """Return the arguments with DTensors replaced by this rank's part.
+
+        plans: by id of a parameter, how its whole segments are gathered; None or missing: they are
+        not.
         """
 
-        def take_own(tensor: Tensor) -> Tensor:
+        def take_local_part(tensor: Tensor) -> Tensor:
             plan = plans.get(id(tensor))
             local = get_local(tensor)
             return local if plan is None else self.exchanges.assemble(local, plan)
 
-        return pytree.tree_map_only(Tensor, take_own, arguments)
+        return pytree.tree_map_only(Tensor, take_local_part, arguments)
 
 
 def build_ranks(group: Group) -> Ranks:
-    """Build `Ranks` of this process among the ranks of a group."""
+    """Build this process' `Ranks`: the collectives of the exchanges, over a process group."""
     return Ranks(
         group.rank,
         group.size,

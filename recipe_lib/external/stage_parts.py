@@ -1,11 +1,14 @@
-"""Cut a class of another library into the stages of a pipeline, prove that it can be, and run one.
+"""Cut a model of another library into pipeline stages, prove that it can be, and run a stage.
 
-It is cut at its list of layers. Each stage runs the class' own forward from its tokens, which makes
-masks and rotations for itself. What has weights before the layers gives zeros where another stage
-has it; layers before the stage's give the hidden states that came from there; the forward ends
-behind the stage's last layer. So names stay those of the checkpoint. That hidden states are all
-that one layer has from those before it is proven on a small model of the class: cut at every layer,
-it has to come to the same numbers, bit for bit.
+`find_parts` says what the stages of a class may have, `keep_parts` leaves out what other ranks
+have, and `build.ExternalModel` runs a stage by `run_alone` and `run_only`.
+
+A model is cut at its list of layers. Each stage runs the class' own forward of the tokens, so that
+the class makes its masks and rotary tables, and names stay those of the checkpoint. Modules of
+other stages are replaced while it runs: those with weights before the layers give zeros, layers
+before the stage's give the hidden states that were received, and the stage's last layer ends the
+forward. A class is refused unless a small model of it, cut at every layer, computes the same, bit
+for bit: then a layer needs nothing but hidden states from those before it.
 """
 
 from collections.abc import Iterable
@@ -34,23 +37,24 @@ from recipe_lib.models.language_model import hold_tied_weight, list_layer_names,
 
 
 def make_refusal(family: str, reason: str) -> ConfigError:
-    """Make the error of a class that is not cut."""
+    """Make the error for a model that cannot be cut; family: its model_type."""
     return ConfigError(
         f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1"
     )
 
 
 class _EndOfStage(Exception):  # noqa: N818  (no error)
-    """Ends a forward behind a stage's last layer."""
+    """Ends a forward behind a stage's last layer, with its hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.hidden = hidden  # [b, s, d]
 
 
-class _OfOtherStage(nn.Module):
-    """In place of a module of another stage, with what a forward may ask it for, and no values of
-    its tensors.
+class _SkippedModule(nn.Module):
+    """Stands for a module of another stage: returns `output`, and has its attributes.
+
+    A forward may read them, such as the type of a weight; tensors are on meta, without values.
     """
 
     def __init__(self, held: nn.Module, output: Any = None) -> None:
@@ -65,24 +69,25 @@ class _OfOtherStage(nn.Module):
             value = getattr(vars(self)["held"][0], name)
             if not isinstance(value, Tensor):
                 return value
-            with torch._C.DisableTorchFunction():  # it is no call of the forward's
+            # Not to be counted by the function mode that runs a tensor-parallel plan.
+            with torch._C.DisableTorchFunction():
                 return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what it was given to return."""
+        """Return `output`, whatever the arguments."""
         return self.output
 
 
-class _Last(_OfOtherStage):
+class _LastLayer(_SkippedModule):
     """Runs a stage's last layer, and ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `_EndOfStage`."""
+        """Run the layer, and raise `_EndOfStage` with its hidden states."""
         raise _EndOfStage(_get_hidden_states(self.held[0](*args, **kwargs)))
 
 
 def _get_hidden_states(output: Any) -> Any:
-    """Return the hidden states among what a layer returns."""
+    """Return the hidden states `[b, s, d]` that a layer returns, alone or first in a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -93,8 +98,10 @@ def run_alone(
     inputs: dict[str, Any],
     layers: Iterable[int],
 ) -> Tensor:
-    """Return the hidden states behind layers of these numbers; see `LanguageModel.run_stage`.
-    inputs: of the class' forward.
+    """Run layers of these indices; return the hidden states behind them, `[b, s, d]`.
+
+    hidden: the hidden states before the first of them; None: the first stage, which embeds tokens.
+    inputs: the arguments of the class' forward, `input_ids` `[b, s]` among them.
     """
     with run_only(
         model, parts=parts, hidden=hidden, tokens=inputs["input_ids"], layers=list(layers)
@@ -111,35 +118,36 @@ def run_alone(
 def run_only(
     model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
 ) -> AbstractContextManager[None]:
-    """Run, inside, these layers alone in the class' forward of `tokens` `[b, s]`; None: what is
-    after them.
+    """Return a context in which the class' forward runs these layers alone.
 
-    hidden: what is there instead of those before, None for the first stage.
+    hidden: the hidden states before the first of them, `[b, s, d]`; None: the first stage. tokens:
+    `[b, s]`. layers: indices, in order; the forward ends behind the last by `_EndOfStage`. None: no
+    layer, but what follows all layers, as on the last stage.
     """
     swaps: dict[str, nn.Module] = {}
-    running = [] if layers is None else layers
-    for number, name in enumerate(parts.layers):
-        if number not in running:
+    running_layers = [] if layers is None else layers
+    for index, name in enumerate(parts.layers):
+        if index not in running_layers:
             output = (hidden, *[None] * (parts.returned - 1)) if parts.returned else hidden
-            swaps[name] = _OfOtherStage(_get_held_module(model, name), output)
+            swaps[name] = _SkippedModule(_get_full_module(model, name), output)
     if hidden is not None:
         zero = hidden.new_zeros(())
         for name in parts.first:
             blank = zero.expand(model.compute_output_shape(name, tokens.shape, hidden.shape[-1]))
-            swaps[name] = _OfOtherStage(_get_held_module(model, name), blank)
-    if running:
-        last = parts.layers[running[-1]]
-        swaps[last] = _Last(model.get_submodule(last))
+            swaps[name] = _SkippedModule(_get_full_module(model, name), blank)
+    if running_layers:
+        last = parts.layers[running_layers[-1]]
+        swaps[last] = _LastLayer(model.get_submodule(last))
     return replace_entries((*_find_owner(model, name), module) for name, module in swaps.items())
 
 
-def _get_held_module(model: Any, name: str) -> nn.Module:
-    """Return a module, also one that another rank has."""
+def _get_full_module(model: Any, name: str) -> nn.Module:
+    """Return the class' own module at `name`, also one that `keep_parts` has replaced."""
     return cast(nn.Module, model.elsewhere.get(name) or model.get_submodule(name))
 
 
 def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
-    """Return the modules of the module that owns one, by their names there; and its own name."""
+    """Return the dict of modules in which the one at `name` is, and its key there."""
     owner, _, child = name.rpartition(".")
     return model.get_submodule(owner)._modules, child
 
@@ -147,13 +155,15 @@ def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
 def keep_parts(
     model: Any, parts: StageParts, layers: Iterable[int], *, first: bool, last: bool
 ) -> tuple[dict[str, nn.Module], frozenset[str]]:
-    """Leave out what other stages have, as `LanguageModel.keep_stages`: a module without parameters
-    stands there.
+    """Replace the modules that only other stages have by empty ones, in place.
 
-    Returns what is left out, by name, and the names of all modules in it.
+    layers: indices of the layers that this rank keeps. first, last: it has the first or the last
+    stage. A tied embedding stays on the last stage, for its weight. Returns the modules that were
+    replaced, by name, and the names of all modules that are left out with them. Raises ConfigError
+    for a tied embedding that cannot be twice on one rank.
     """
     tied = model.spec.tied
-    kept = set(layers)
+    kept_layers = set(layers)
     embedding = model.get_submodule(parts.embedding)
     if tied and first and last and type(embedding) is not nn.Embedding:
         raise make_refusal(
@@ -162,7 +172,7 @@ def keep_parts(
             " the first rank",
         )
     all_modules = {name for name, _ in model.named_modules() if name}
-    absent = [name for number, name in enumerate(parts.layers) if number not in kept]
+    absent = [name for index, name in enumerate(parts.layers) if index not in kept_layers]
     absent += [*(() if first else parts.first), *(() if last else parts.last)]
     placeholders = {name: nn.Module() for name in absent}
     if tied and last and not first:
@@ -178,20 +188,23 @@ def keep_parts(
 
 
 if TYPE_CHECKING:
-    from recipe_lib.external.module_spec import ModuleSpec
+    from recipe_lib.external.module_spec import ModuleSpec  # which imports this module
 
-_TOKENS = (2, 12)  # rows and length of what a small model reads
+_TOKENS = (2, 12)  # shape [b, s] of the token ids with which a small model is tried
 
 
 @lru_cache(maxsize=8)
 def find_parts(spec: "ModuleSpec") -> StageParts:
-    """Find the parts of a pipeline, and prove them; see `ExternalSpec.find_stage_parts`."""
+    """Find which modules the stages of a pipeline may have, and prove it on a small model.
+
+    Raises ConfigError for a class that cannot be cut.
+    """
     small = spec
-    elements = sum(map(prod, spec.layout().shapes.values()))
-    # A simulation's modes: this is none of it.
+    num_elements = sum(map(prod, spec.layout().shapes.values()))
+    # The planner simulates a run under dispatch modes, which must not see these forwards.
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         try:
-            if elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
+            if num_elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
                 small = spec.build_shrunk(layers=spec.num_layers)
             model: Any = build_meta(small, torch.float32)
             allocate(model, torch.device("cpu"))
@@ -200,7 +213,7 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
             _prove(model, parts)
         except ConfigError:
             raise
-        except Exception as error:  # of the class' own code
+        except Exception as error:  # the class' own code may raise anything
             raise make_refusal(
                 spec.family,
                 "a small model of it does not run in stages"
@@ -210,7 +223,11 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
 
 
 def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
-    """Return the parts of the large model, which are those of the small one, with its width."""
+    """Return the parts of the large model, from those of its small model.
+
+    Raises ConfigError where the large one has modules that the small one lacks, or its config does
+    not name the width of hidden states.
+    """
     layout = spec.layout()
     prefix = parts.layers[0].removesuffix("0")
     layers = [
@@ -242,6 +259,7 @@ def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
 
 
 def _read_width(spec: "ModuleSpec") -> int | None:
+    """Read the width of hidden states off the config; None if it does not name it."""
     return getattr(
         build_transformers_config(spec.source.config, spec.family).get_text_config(),
         "hidden_size",
@@ -250,22 +268,23 @@ def _read_width(spec: "ModuleSpec") -> int | None:
 
 
 def _find_small_parts(model: Any) -> StageParts:
-    """Find the parts of a model with values, by the order in which one forward calls its modules.
-    Raises ConfigError.
+    """Find the parts of a small model by the order in which one forward calls its modules.
+
+    model: on the CPU, with values. Raises ConfigError where that order cannot be cut.
     """
-    elsewhere = tuple(list_other_parts(model))
+    not_text_parts = tuple(list_other_parts(model))
     layers = [
         name
         for name in list_layer_names(model)
-        if not name.startswith(tuple(f"{part}." for part in elsewhere))
+        if not name.startswith(tuple(f"{part}." for part in not_text_parts))
     ]
     lists = {name.rpartition(".")[0] for name in layers}
     if len(lists) != 1:
         raise make_refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
-    owners = _list_owners(model, layers, elsewhere)
+    owners = _list_owners(model, layers, not_text_parts)
     with torch.no_grad():
-        _, called = _run_whole(model, _make_tokens(model, 0), (*owners, *layers))
-    order = [name for name, _ in called]
+        _, outputs = _run_whole(model, _make_tokens(model, 0), (*owners, *layers))
+    order = [name for name, _ in outputs]
     if [name for name in order if name in layers] != layers:
         raise make_refusal(
             model.spec.family, "its forward does not call each layer once, in the order of the list"
@@ -283,29 +302,32 @@ def _find_small_parts(model: Any) -> StageParts:
     names = {id(module): name for name, module in model.named_modules()}
     if names[id(embedding)] in last or names[id(head)] in before:
         raise make_refusal(model.spec.family, "its embedding runs behind its layers")
-    output = called[begin][1]
+    output = outputs[begin][1]
     hidden = _get_hidden_states(output)
     if not isinstance(hidden, Tensor) or hidden.shape[:-1] != torch.Size(_TOKENS):
         raise make_refusal(
             model.spec.family, "a layer returns something else than hidden states [b, s, d]"
         )
-    behind = dict.fromkeys([*order[end + 1 :], names[id(head)]])
+    after_layers = dict.fromkeys([*order[end + 1 :], names[id(head)]])
     return StageParts(
-        first=(*(name for name in owners if name not in behind), *elsewhere),
+        first=(*(name for name in owners if name not in after_layers), *not_text_parts),
         layers=tuple(layers),
-        last=tuple(behind),
+        last=tuple(after_layers),
         embedding=names[id(embedding)],
         width=hidden.shape[-1],
         returned=len(output) if isinstance(output, tuple) else 0,
     )
 
 
-def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> list[str]:
-    """List the modules outside the layers that have parameters of their own, the outermost ones."""
-    inside = tuple(f"{name}." for name in (*layers, *elsewhere))
+def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...]) -> list[str]:
+    """List the outermost modules with own parameters, outside the layers and `not_text_parts`.
+
+    Raises ConfigError for a parameter of a module that has layers in it: no stage could have it.
+    """
+    inside = tuple(f"{name}." for name in (*layers, *not_text_parts))
     owners: list[str] = []
     for name, module in model.named_modules():
-        own_parameter = next((each for each, _ in module.named_parameters(recurse=False)), None)
+        own_parameter = next((key for key, _ in module.named_parameters(recurse=False)), None)
         is_inside = f"{name}.".startswith((*inside, *(f"{owner}." for owner in owners)))
         if is_inside or own_parameter is None:
             continue
@@ -319,71 +341,78 @@ def _list_owners(model: Any, layers: list[str], elsewhere: tuple[str, ...]) -> l
 
 
 def _make_tokens(model: Any, seed: int) -> Tensor:
-    words = model.spec.vocab_size  # the first ones may be padding, of which classes warn
+    """Make random token ids `[b, s]`, of shape `_TOKENS`."""
+    vocab_size = model.spec.vocab_size
+    # Not the first three ids: one may be padding, of which classes warn.
     return torch.randint(
-        min(3, words - 1), words, _TOKENS, generator=torch.Generator().manual_seed(seed)
+        min(3, vocab_size - 1), vocab_size, _TOKENS, generator=torch.Generator().manual_seed(seed)
     )
 
 
 def _run_whole(
     model: Any, tokens: Tensor, names: Iterable[str] = ()
 ) -> tuple[Tensor, list[tuple[str, Any]]]:
-    """Return the logits, and what the named modules gave, in the order of their calls."""
-    called: list[tuple[str, Any]] = []
+    """Run the class' forward; return logits `[b, s, v]` and (name, output) of the named modules.
+
+    The outputs are copies, in the order of the calls.
+    """
+    outputs: list[tuple[str, Any]] = []
     with ExitStack() as hooks:
         for name in names:
 
             def note(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                called.append((name, pytree.tree_map_only(Tensor, torch.clone, output)))
+                outputs.append((name, pytree.tree_map_only(Tensor, torch.clone, output)))
 
             hooks.callback(model.get_submodule(name).register_forward_hook(note).remove)
-        return get_logits(model.class_forward(**model.build_inputs(tokens))), called
+        return get_logits(model.class_forward(**model.build_inputs(tokens))), outputs
 
 
 @torch.no_grad()
 def _prove(model: Any, parts: StageParts) -> None:
-    """Cut a model at each of its layers, and compare what each gives with what it gave in the whole
-    model.
+    """Run each layer of a small model by itself, and what follows them; compare with the whole.
 
-    What a forward leaves in the model must not help.
+    Raises ConfigError where a layer's hidden states, or the logits, are not the same bit for bit.
     """
     family = model.spec.family
     tokens = _make_tokens(model, 0)
-    logits, called = _run_whole(model, tokens, parts.layers)
-    hidden_states = [_get_hidden_states(output) for _, output in called]
-    # Another forward runs before, and the last layers are first: no cache of the model helps.
+    logits, outputs = _run_whole(model, tokens, parts.layers)
+    hidden_states = [_get_hidden_states(output) for _, output in outputs]
+    # Another forward runs in between, and layers run from the last to the first: what a forward
+    # leaves in the model must not make up for what a stage does not get.
     _run_whole(model, _make_tokens(model, 1))
     with run_only(model, parts=parts, hidden=hidden_states[-1], tokens=tokens, layers=None):
         if not torch.equal(_run_whole(model, tokens)[0], logits):
             raise make_refusal(
                 family, "what is behind its layers takes more from them than hidden states"
             )
-    for number in reversed(range(len(parts.layers))):
-        received = hidden_states[number - 1] if number else None
+    for index in reversed(range(len(parts.layers))):
+        received = hidden_states[index - 1] if index else None
         try:
             hidden = run_alone(
                 model,
                 parts=parts,
                 hidden=received,
                 inputs=model.build_inputs(tokens),
-                layers=[number],
+                layers=[index],
             )
-        except Exception as error:  # of the class' own code
+        except Exception as error:  # the class' own code may raise anything
             raise make_refusal(
                 family,
-                f"{parts.layers[number]} does not run by itself"
+                f"{parts.layers[index]} does not run by itself"
                 f" ({type(error).__name__}: {format_one_line(error)})",
             ) from error
-        if not torch.equal(hidden, hidden_states[number]):
+        if not torch.equal(hidden, hidden_states[index]):
             raise make_refusal(
                 family,
-                f"{parts.layers[number]} takes more from the layers before it than hidden states",
+                f"{parts.layers[index]} takes more from the layers before it than hidden states",
             )
 
 
 def get_logits(output: Any) -> Tensor:
-    """Return the logits of what a forward returns: a tensor, an object with `.logits`, or a tuple
-    that begins with them.
+    """Return the logits of a forward's output, whose class may be any.
+
+    output: the logits, an object with `.logits`, or a tuple or list that begins with them. Raises
+    SetupError for another one.
     """
     if isinstance(output, Tensor):
         return output

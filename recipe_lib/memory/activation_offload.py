@@ -1,9 +1,10 @@
 """Activation offload: what layers save for backward waits in pinned host memory.
 
-`offload_activations(model, cfg.memory, device)` wraps each layer's forward. When it has ended, what
-autograd saved of it is copied to the host on a stream of its own, during the next layer's work;
-backward copies it back before it is needed. So the device holds the saved bytes of `ahead` + 1
-layers, not of all (the virtual memory of vDNN, arXiv 1602.08124, by layers).
+`apply_memory_levers` calls `offload_activations(model, cfg.memory, device)`, which wraps each
+layer's forward. When it has ended, what autograd saved of it is copied to the host on another
+stream while the next layer computes; backward copies it back before it is needed. So the device
+holds the saved tensors of `memory.activation_offload_prefetch_layers` + 1 layers, not of all (the
+virtual memory of vDNN, arXiv 1602.08124, by layers).
 
 Whole storages are copied, bit for bit: losses and gradients are those without the lever.
 `recipe_lib/ops/host_copies.py` orders copies and waits.
@@ -30,7 +31,7 @@ from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
 
-MIN_OFFLOAD_BYTES = 1024  # a smaller storage is not worth a copy
+MIN_OFFLOAD_BYTES = 1024  # smaller storages stay on the device: they are not worth a copy
 
 
 def offload_activations(
@@ -39,29 +40,32 @@ def offload_activations(
     """Offload what each layer saves for backward to the host, in place.
 
     Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing
-    a layer saves its input alone. Parameters, buffers, what is gathered of them, and what all
-    layers are given alike (rotations, masks) stay on the device. On a CPU the model is left as it
-    is, and nothing is offloaded where no gradients are computed.
+    a layer saves its input alone. Parameters and buffers, gathered ones too, and what all layers
+    are given alike (rotations, masks) stay on the device. Nothing is offloaded where no gradients
+    are computed.
 
-    is_stage: the model is a rank's part of a pipeline. Returns the object that moves the tensors,
-    None without the lever. Raises ConfigError where `ahead` leaves no layer to be offloaded.
+    device: where layers compute. is_stage: True if the model is a rank's part of a pipeline.
+    Returns the object that moves the tensors; None, with the model left as it is, if
+    `memory.activation_offload` is off or the device is a CPU. Raises ConfigError if
+    `memory.activation_offload_prefetch_layers` leaves no layer to be offloaded.
     """
     if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
-    names = list_layer_names(model)
+    layer_names = list_layer_names(model)
     ahead = memory.activation_offload_prefetch_layers
     # Backward begins with the last layers, which would come back at once. In a pipeline other
     # micro-batches run between a layer's forward and its backward, so there all of them are sent.
     num_resident = 0 if is_stage else ahead
-    if num_resident >= len(names):
+    num_layers = len(layer_names)
+    if num_resident >= num_layers:
         raise ConfigError(
             f"memory.activation_offload_prefetch_layers: found {num_resident} for a model of"
-            f" {len(names)} layers, of which so many at the end are not sent, expected fewer than"
-            f" {len(names)}; set it lower, or remove memory.activation_offload"
+            f" {num_layers} layers, of which so many at the end are not sent, expected fewer than"
+            f" {num_layers}; set it lower, or remove memory.activation_offload"
         )
-    offloaded = OffloadedActivations(device, ahead, len(names) - num_resident)
-    for index, name in enumerate(names):
+    offloaded = OffloadedActivations(device, ahead, num_layers - num_resident)
+    for index, name in enumerate(layer_names):
         modules[name].forward = _wrap_forward(modules[name], index, offloaded)
     return offloaded
 
@@ -69,9 +73,12 @@ def offload_activations(
 def _wrap_forward(
     layer: nn.Module, index: int, offloaded: "OffloadedActivations"
 ) -> Callable[..., Any]:
-    """Return the layer's forward with its saved tensors handed to `offloaded`."""
+    """Return the layer's forward with its saved tensors handed to `offloaded`.
+
+    index: of the layer among the model's.
+    """
     forward = layer.forward
-    # `module._parameters` or `module._buffers`, and a name there
+    # (`module._parameters` or `module._buffers`, a name in it), for all modules of the layer.
     entries: list[tuple[dict[str, Any], str]] = []
     for module in layer.modules():
         for tensors in (module._parameters, module._buffers):
@@ -81,7 +88,7 @@ def _wrap_forward(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # All arguments but the hidden states are the same tensors for every layer.
-        shared: set[int] = set()
+        shared: set[int] = set()  # addresses of storages
         for tensor in _iterate_tensors((args[1:], kwargs)):
             shared.update(_list_storages(tensor))
 
@@ -94,8 +101,8 @@ def _wrap_forward(
                 storage in _list_storages(tensor) for tensor in current if tensor is not None
             )
 
-        tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
-        with offloaded.around_layer(index, is_resident, tokens):
+        num_tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
+        with offloaded.around_layer(index, is_resident, num_tokens):
             return forward(*args, **kwargs)
 
     return run
@@ -104,18 +111,19 @@ def _wrap_forward(
 class SavedStorage:
     """One storage that a layer saves, as a flat tensor on the device, on the host, or on its way.
 
-    Autograd alone holds these objects. When it drops one, the memory is free once the copy that
-    still reads or writes it is done.
+    Only autograd holds these objects, in its `PackedTensor`s. When it drops one, the memory is free
+    once the copy that still reads or writes it is done.
     """
 
     __slots__ = ("__weakref__", "copy", "on_device", "on_host", "stream")
 
     def __init__(self, flat: Tensor, stream: Any) -> None:
-        self.on_device: Tensor | None = flat
-        self.on_host: Tensor | None = None
+        """flat: the whole storage as a tensor `[n]`. stream: the computing one."""
+        self.on_device: Tensor | None = flat  # None: freed, the values are on the host alone
+        self.on_host: Tensor | None = None  # None: not sent, or fetched again
         # The copy to the host while `on_host` is there, the copy back afterwards.
         self.copy: Copy | None = None
-        self.stream = stream  # the computing one, to which the device's memory belongs
+        self.stream = stream  # to which the allocator gave the device's memory
 
     def free_device_memory(self) -> None:
         """Free the device's memory if the values are on the host, or on their way there."""
@@ -138,15 +146,15 @@ class SavedStorage:
 
 
 class LayerCall:
-    """One forward of a layer, with what it saved."""
+    """One forward of a layer, with the storages that it saved."""
 
     __slots__ = ("index", "is_resident", "previous", "saved")
 
     def __init__(
         self, index: int, is_resident: Callable[[int], bool], previous: "LayerCall | None"
     ) -> None:
-        self.index = index
-        self.is_resident = is_resident
+        self.index = index  # of the layer in the model
+        self.is_resident = is_resident  # True for the address of a storage that is not offloaded
         # The call of the layer before, if it came directly before: backward needs it next.
         self.previous = previous if previous is not None and previous.index == index - 1 else None
         # Weak references: a strong one would keep memory that autograd has dropped.
@@ -161,11 +169,11 @@ class LayerCall:
 class PackedTensor:
     """A view of a saved storage, which autograd holds in place of a saved tensor."""
 
-    call: LayerCall
-    saved: SavedStorage
-    dtype: torch.dtype
+    call: LayerCall  # the forward that saved the tensor
+    saved: SavedStorage  # of which the tensor is a view
+    dtype: torch.dtype  # of the view; the storage may have been recorded in another
     shape: torch.Size
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements of dtype
     offset: int  # in elements of dtype
 
 
@@ -174,16 +182,20 @@ class OffloadedActivations:
 
     def __init__(self, device: torch.device, ahead: int, sent: int) -> None:
         self.device = device  # where the layers compute
-        self.ahead = ahead  # layers that may be on their way, besides the one that runs
-        self.sent = sent  # layers with this index or a higher one stay on the device
-        self.host_bytes: dict[int, int] = {}  # by layer, sent by its last forward
-        # Called once, with the host bytes that the first layer takes and its tokens, before these
-        # are sent. It may refuse by raising.
+        # Number of layers whose tensors may be on the device besides those of the running one:
+        # in forward on their way to the host, in backward on their way back.
+        self.ahead = ahead
+        self.sent = sent  # number of layers, from the first on, that are offloaded
+        self.host_bytes: dict[int, int] = {}  # layer index -> bytes sent by its last forward
+        # Called once, with the bytes of pinned host memory that the first layer takes and its
+        # number of tokens, before anything is sent. It may refuse by raising.
         self.judge: Callable[[int, int], None] | None = None
         self._copies = HostCopies(device)
         self._leaving: deque[LayerCall] = deque()  # calls whose tensors may still be on the device
-        self._last_call: LayerCall | None = None
-        self._backward_call: LayerCall | None = None  # whose backward runs
+        self._last_call: LayerCall | None = None  # the one whose forward ended last
+        self._backward_call: LayerCall | None = None  # the one whose backward runs
+        # Address of a storage on the device -> what was recorded for it. Several layers may save
+        # the same storage: one layer's output is the next one's input.
         self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
 
     @contextmanager
@@ -192,8 +204,8 @@ class OffloadedActivations:
     ) -> Iterator[None]:
         """Offload what is saved inside the block, which runs the forward of layer `index`.
 
-        is_resident: True for a storage (its address) that stays on the device. tokens: that the
-        layer is given; 0: unknown.
+        is_resident: True for a storage (its address) that stays on the device. tokens: number of
+        tokens that the layer is given; 0: unknown.
         """
         call = LayerCall(index, is_resident, self._last_call)
         self._backward_call = None
@@ -207,6 +219,7 @@ class OffloadedActivations:
             self._free_device_memory(self._leaving.popleft())
 
     def _pack(self, call: LayerCall, tensor: Tensor) -> Any:
+        """Return what autograd holds of a tensor: a PackedTensor, or the tensor if it stays."""
         if (
             tensor.device.type != self.device.type
             or tensor.layout != torch.strided
@@ -216,8 +229,12 @@ class OffloadedActivations:
             return tensor.detach()
         storage = tensor.untyped_storage()
         address = storage._cdata
-        size = storage.nbytes()
-        if size < MIN_OFFLOAD_BYTES or size % tensor.element_size() or call.is_resident(address):
+        num_bytes = storage.nbytes()
+        if (
+            num_bytes < MIN_OFFLOAD_BYTES
+            or num_bytes % tensor.element_size()
+            or call.is_resident(address)
+        ):
             return tensor.detach()
         saved = self._saved.get(address)
         # An address may have been given to another storage since it was recorded.
@@ -226,7 +243,7 @@ class OffloadedActivations:
             or saved.on_device is None
             or saved.on_device.untyped_storage()._cdata != address
         ):
-            flat = tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0)
+            flat = tensor.detach().as_strided((num_bytes // tensor.element_size(),), (1,), 0)
             self._saved[address] = saved = SavedStorage(flat, self._copies.current_stream())
         if not any(reference() is saved for reference in call.saved):
             call.saved.append(weakref.ref(saved))
@@ -240,6 +257,7 @@ class OffloadedActivations:
         )
 
     def _unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that `_pack` was given, on the device."""
         if not isinstance(packed, PackedTensor):
             return packed
         if packed.call is not self._backward_call:
@@ -255,7 +273,7 @@ class OffloadedActivations:
         return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _begin_backward(self, call: LayerCall) -> None:
-        """Fetch what this layer and the next ones in backward need, and free all else."""
+        """Fetch what this layer and the next `ahead` ones in backward need, and free all else."""
         self._backward_call = call
         needed_calls: list[LayerCall] = []
         next_call: LayerCall | None = call
@@ -272,8 +290,9 @@ class OffloadedActivations:
     def _send(self, call: LayerCall, tokens: int) -> None:
         """Begin to copy what a call saved to the host, each storage once.
 
-        The copies run when all of the layer's work so far is done.
+        The copies run when all of the layer's work so far is done. tokens: as of `around_layer`.
         """
+        # A storage that the layer before saved, too, is there or on its way already.
         leaving = [
             saved for saved in call.list_alive() if saved.on_host is None and saved.copy is None
         ]
@@ -300,24 +319,25 @@ class OffloadedActivations:
             saved.copy = copy
 
     def _fetch(self, call: LayerCall) -> None:
-        """Begin to copy back what of a call is on the host alone."""
-        away = [saved for saved in call.list_alive() if saved.on_device is None]
-        if not away:
+        """Begin to copy back the storages of a call that are on the host alone."""
+        absent = [saved for saved in call.list_alive() if saved.on_device is None]
+        if not absent:
             return
         pairs: list[Pair] = []
-        for saved in away:
+        for saved in absent:
             host = saved.on_host
             assert host is not None
-            # Of the computing stream, which has waited for the copy to the host before it freed
-            # the memory that these values had.
+            # Allocated on the computing stream, which has waited for the copy to the host before
+            # it freed the memory that these values had.
             saved.on_device = torch.empty(host.shape, dtype=host.dtype, device=self.device)
             pairs.append((saved.on_device, host))
             saved.on_host = None
         copy = self._copies.copy_to_device(pairs)
-        for saved in away:
+        for saved in absent:
             saved.copy = copy
 
     def _free_device_memory(self, call: LayerCall) -> None:
+        """Free the device's memory of a call's storages that are on the host."""
         for saved in call.list_alive():
             saved.free_device_memory()
 
@@ -327,6 +347,7 @@ def _list_storages(tensor: Tensor) -> list[int]:
 
     A wrapper, such as a sharded parameter, has those of its inner tensors.
     """
+    # Addresses of the storage objects, which stay the same where FSDP frees and fills the memory.
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.untyped_storage()._cdata]
     addresses: list[int] = []

@@ -1,9 +1,10 @@
 """Choose what each layer keeps for backward, so that a given number of bytes saves most time.
 
-`memory.activation_checkpointing: budget` comes here: `measure_layer_costs` runs each kind of layer
-on the meta device and records its operators, `choose_kept_operators` picks among them. Next to its
-input a layer can keep the results of matmuls, attention and sums over ranks. Those that save most
-seconds a byte are kept first; with bytes left, layers are not checkpointed at all.
+With `memory.activation_checkpointing: budget`, `apply_activation_checkpointing` calls
+`measure_layer_costs`, which runs each kind of layer on the meta device and records its operators,
+then `choose_kept_operators`, which picks among them. Next to its input a layer can keep the results
+of matmuls, attention and sums over ranks. Results that save most seconds of recomputation a byte
+are kept first; with bytes left over, whole layers are not checkpointed.
 """
 
 from collections import Counter
@@ -26,17 +27,18 @@ from recipe_lib.memory.mlp_tiles import exchange_parameters, find_parameters, is
 from recipe_lib.ops.fused_kernels import fuse_on_meta
 from recipe_lib.units import GIB, format_bytes
 
-# Of no card in particular, so that every rank and every plan chooses alike: only the order of the
-# operators' seconds a byte matters. 130 operations a byte are common. That a matmul is worth more
-# than attention over a short row, and less than over a long one, follows from operations alone.
+# The rates of no card in particular, so that every rank and every plan chooses alike: only the
+# order of the operators' seconds a byte matters. Cards commonly have some 130 operations a byte.
+# That a matmul is worth more than attention over a short row, and less than over a long one,
+# follows from their operations, whatever the rates.
 FLOPS = 2e14  # operations a second
-BANDWIDTH = 1.5e12  # bytes of memory a second
-LINK = 2e10  # bytes between ranks a second
+BANDWIDTH = 1.5e12  # bytes a second, read and written in the device's memory
+LINK = 2e10  # bytes a second between ranks
 
-# Kinds of operators, each with its index among those of its kind in the layer.
+# The operators that a layer keeps: (kind, index among the operators of this kind in the layer).
 KeptOperators = frozenset[tuple[str, int]]
-# What may be on the device at once: for each such moment, by stage, the micro-batches whose
-# forward is done and whose backward is not.
+# The moments at which a rank may keep most. For each: stage -> number of micro-batches whose
+# forward through the stage is done and whose backward is not. Without a pipeline: [{0: 1}].
 MicroBatchesInFlight = Sequence[dict[int, int]]
 
 
@@ -44,27 +46,27 @@ MicroBatchesInFlight = Sequence[dict[int, int]]
 class Operator:
     """An operator whose results a layer can keep."""
 
-    kind: str
-    number: int  # its index among those of its kind in the layer
+    kind: str  # MATMUL, INTEGER_MATMUL, ATTENTION or SUM
+    number: int  # its index among the operators of its kind in the layer
     bytes: int  # of its results
     seconds: float  # to compute it again
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return what a set of KeptOperators names it by."""
+        """Return its entry in a set of KeptOperators."""
         return self.kind, self.number
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The bytes and seconds of one layer's forward."""
+    """The bytes and seconds of one layer's forward of one micro-batch."""
 
-    name: str
-    stage: int  # of a pipeline
+    name: str  # in the model: `model.layers.0`
+    stage: int  # of the pipeline, 0 without one
     input_bytes: int  # of its hidden states, which a checkpointed layer always keeps
-    operators: tuple[Operator, ...]  # can be kept, and are computed again otherwise
-    unchecked_bytes: int  # kept without checkpointing, input included
-    other_seconds: float  # to compute again what cannot be kept alone
+    operators: tuple[Operator, ...]  # in the order of forward: each is kept, or computed again
+    unchecked_bytes: int  # kept for backward without checkpointing, input included
+    other_seconds: float  # to compute again all operators that are none of `operators`
 
 
 @dataclass
@@ -73,16 +75,16 @@ class BudgetChoice:
 
     # By layer name; None: the layer is not checkpointed, it keeps everything.
     kept: dict[str, KeptOperators | None] = field(default_factory=dict)
-    bytes: int = 0  # kept at once, at most
-    seconds: float = 0.0  # of recomputation in a micro-batch
-    full_seconds: float = 0.0  # of recomputation if only inputs were kept
+    bytes: int = 0  # the most that all layers keep at once
+    seconds: float = 0.0  # of recomputation in a micro-batch, by the rates above
+    full_seconds: float = 0.0  # the same if layers kept their inputs alone
 
     def describe(self) -> str:
         """Return `layers keep 3.97 GiB: ...` in one line."""
-        num_unchecked = sum(kept is None for kept in self.kept.values())
+        num_unchecked = sum(operators is None for operators in self.kept.values())
         counts: Counter[str] = Counter()
-        for kept in self.kept.values():
-            counts.update(kind for kind, _ in kept or ())
+        for operators in self.kept.values():
+            counts.update(kind for kind, _ in operators or ())
         names = {
             ATTENTION: "attention",
             MATMUL: "matmul",
@@ -102,20 +104,21 @@ class BudgetChoice:
 def choose_kept_operators(
     layers: Sequence[LayerCost], budget: float, in_flight: MicroBatchesInFlight
 ) -> BudgetChoice:
-    """Return what each layer keeps, under `budget` GiB at every moment.
+    """Choose what each layer keeps, at most `budget` GiB at every moment.
 
-    Raises ConfigError for a budget that the layers' inputs alone do not fit in.
+    layers: of this rank, from `measure_layer_costs`. in_flight: how many micro-batches each stage
+    keeps at a time. Raises ConfigError if the layers' inputs alone take more than the budget.
     """
-    reserved = _ByteBudget(int(budget * GIB), in_flight)
-    inputs: Counter[int] = Counter()
+    byte_budget = _ByteBudget(int(budget * GIB), in_flight)
+    input_bytes: Counter[int] = Counter()
     for layer in layers:
-        inputs[layer.stage] += layer.input_bytes
-    if not reserved.try_reserve(inputs):
-        least = reserved.compute_peak(inputs)
+        input_bytes[layer.stage] += layer.input_bytes
+    if not byte_budget.try_reserve(input_bytes):
+        needed_bytes = byte_budget.compute_peak(input_bytes)
         raise ConfigError(
             f"memory.activation_budget_gib: found {budget:g} GiB, expected at least"
-            f" {least / GIB:.3g}, which the layers' inputs take (checkpointing `full`); raise it,"
-            " or make batch_size or max_seq_len smaller"
+            f" {needed_bytes / GIB:.3g}, which the layers' inputs take (checkpointing `full`);"
+            " raise it, or make batch_size or max_seq_len smaller"
         )
     operators = [(layer, operator) for layer in layers for operator in layer.operators]
     choice = BudgetChoice(
@@ -125,26 +128,27 @@ def choose_kept_operators(
         )
     )
     choice.seconds = choice.full_seconds
-    kept: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
+    kept_by_layer: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
     # Most seconds saved a byte first; sorting is stable, so of equals the first layer's.
     operators.sort(key=lambda pair: -pair[1].seconds / pair[1].bytes)
     for layer, operator in operators:
-        if reserved.try_reserve({layer.stage: operator.bytes}):
-            kept[layer.name].add(operator.key)
+        if byte_budget.try_reserve({layer.stage: operator.bytes}):
+            kept_by_layer[layer.name].add(operator.key)
             choice.seconds -= operator.seconds
-    choice.kept = {name: frozenset(keys) for name, keys in kept.items()}
+    choice.kept = {name: frozenset(keys) for name, keys in kept_by_layer.items()}
+    # What is left is for whole layers, from the first on: one that fits is not checkpointed.
     for layer in layers:
-        kept_keys = kept[layer.name]
+        kept_keys = kept_by_layer[layer.name]
         kept_bytes = sum(
             operator.bytes for operator in layer.operators if operator.key in kept_keys
         )
-        more_bytes = layer.unchecked_bytes - layer.input_bytes - kept_bytes
-        if reserved.try_reserve({layer.stage: more_bytes}):
+        remaining_bytes = layer.unchecked_bytes - layer.input_bytes - kept_bytes
+        if byte_budget.try_reserve({layer.stage: remaining_bytes}):
             choice.kept[layer.name] = None
             choice.seconds -= layer.other_seconds + sum(
                 operator.seconds for operator in layer.operators if operator.key not in kept_keys
             )
-    choice.bytes = reserved.compute_peak({})
+    choice.bytes = byte_budget.compute_peak({})
     return choice
 
 
@@ -154,38 +158,46 @@ class _ByteBudget:
 
     limit: int  # bytes
     in_flight: MicroBatchesInFlight
-    kept: Counter[int] = field(default_factory=Counter)  # by stage, of one micro-batch
+    kept: Counter[int] = field(default_factory=Counter)  # stage -> bytes of one micro-batch
 
-    def compute_peak(self, more: dict[int, int]) -> int:
-        """Return the most bytes at once if each stage kept so many more."""
-        kept = self.kept + Counter(more)
+    def compute_peak(self, additional_bytes: dict[int, int]) -> int:
+        """Return the most bytes at once if stages kept these more.
+
+        additional_bytes: by stage, of one micro-batch.
+        """
+        stage_bytes = self.kept + Counter(additional_bytes)
         return max(
             (
-                sum(count * kept[stage] for stage, count in moment.items())
+                sum(
+                    num_micro_batches * stage_bytes[stage]
+                    for stage, num_micro_batches in moment.items()
+                )
                 for moment in self.in_flight
             ),
             default=0,
         )
 
-    def try_reserve(self, more: dict[int, int]) -> bool:
-        """Reserve the bytes if they fit; return False, and change nothing, if not."""
-        if self.compute_peak(more) > self.limit:
+    def try_reserve(self, additional_bytes: dict[int, int]) -> bool:
+        """Reserve bytes, by stage, if they fit; return False, and change nothing, if not."""
+        if self.compute_peak(additional_bytes) > self.limit:
             return False
-        self.kept.update(more)
+        self.kept.update(additional_bytes)
         return True
 
 
+# The kinds of operators whose results can be kept. `selective` checkpointing, which keeps every
+# second MATMUL, does not count integer matmuls.
 MATMUL = "matmul"
 INTEGER_MATMUL = "integer matmul"
 ATTENTION = "attention"
 SUM = "sum"
 
-# By name, as it depends on torch's release which of the operators exist.
+# Operator name -> kind. By name, as it depends on torch's release which of the operators exist.
 _KINDS = {
     "aten::mm": MATMUL,
     "aten::addmm": MATMUL,
     "aten::_scaled_mm": MATMUL,
-    "aten::_int_mm": INTEGER_MATMUL,  # twice as large as what is made of it
+    "aten::_int_mm": INTEGER_MATMUL,  # int32, twice as large as the bf16 that is made of it
     "aten::_scaled_dot_product_flash_attention": ATTENTION,
     "aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
     "aten::_scaled_dot_product_efficient_attention": ATTENTION,
@@ -195,15 +207,15 @@ _KINDS = {
     "aten::_efficient_attention_forward": ATTENTION,
     "torch_attn::_varlen_attn": ATTENTION,
     "flex_attention": ATTENTION,
-    # Sums over the ranks that share a layer's matrices. What is gathered for them is kept by no
-    # mode: it is as large as all ranks' hidden states; nor what FSDP gathers (`c10d::`), which
-    # would undo the sharding.
+    # Sums over the tensor-parallel ranks. No mode keeps gathered tensors: hidden states that are
+    # gathered over these ranks are as large as all ranks' together, and parameters that FSDP
+    # gathers (`c10d::`) would undo the sharding.
     "_c10d_functional::reduce_scatter_tensor": SUM,
     "_c10d_functional::all_reduce": SUM,
 }
 
-# Matmuls of the rows of each expert (`recipe_lib.ops.mlp`): torch's, and ours for other types
-# than bf16.
+# Grouped matmuls, of each expert's rows with its weight (`recipe_lib.ops.mlp`): torch's, and ours
+# for other dtypes than bf16.
 GROUPED = frozenset(
     {
         "aten::_grouped_mm",
@@ -214,7 +226,11 @@ GROUPED = frozenset(
 
 
 def count_grouped_flops(args: Sequence[Any], result: Tensor) -> int:
-    """Return the operations of a grouped matmul: each row counts once, whatever its expert is."""
+    """Return the operations of a grouped matmul, an operator of GROUPED.
+
+    args: its arguments; the first two are rows `[n, i]` and the experts' weights `[experts, i, o]`,
+    or for the weight gradient two matrices over rows. Each row counts once, whatever its expert is.
+    """
     left, right = args[:2]
     if right.dim() == 2:  # the weight gradient, which sums over rows
         return 2 * int(right.shape[0]) * int(result.shape[-2]) * int(result.shape[-1])
@@ -223,6 +239,7 @@ def count_grouped_flops(args: Sequence[Any], result: Tensor) -> int:
 
 def get_operator_kind(operator: Any) -> str | None:
     """Return the kind of an operator that a dispatch mode sees; None: it is never kept."""
+    # An overload's name is `aten::mm.default`; flex_attention is a higher-order operator.
     return _KINDS.get(
         operator.name().partition(".")[0]
         if isinstance(operator, torch._ops.OpOverload)
@@ -230,28 +247,30 @@ def get_operator_kind(operator: Any) -> str | None:
     )
 
 
-_RANDOM_STATE = 128  # bytes at most that a GPU's attention kernel keeps of random numbers
+# The most bytes that a GPU's attention kernel keeps as the state of its random numbers.
+_RANDOM_STATE = 128
 
 
 @dataclass
 class _ForwardRecord:
     """The operators that one forward of a layer ran, and the storages that it kept."""
 
-    # In order: kind or None, bytes of the results, seconds.
+    # In the order of forward: kind (None: cannot be kept), bytes of the results, seconds.
     operators: list[tuple[str | None, int, float]] = field(default_factory=list)
-    # So many operators had begun when the last tensor was kept; a recomputation ends there.
+    # How many operators had begun when autograd saved its last tensor. A recomputation ends there.
     needed: int = 0
-    kept: dict[int, int] = field(default_factory=dict)  # bytes by the storage's address
-    alive: list[Any] = field(default_factory=list)  # so that no storage's address is used twice
+    kept: dict[int, int] = field(default_factory=dict)  # address of a saved storage -> its bytes
+    # The saved storages, held so that no later storage gets the address of a freed one.
+    alive: list[Any] = field(default_factory=list)
 
 
 class PipelineStages(Protocol):
-    """The stages of this rank, as memory is counted by them."""
+    """The pipeline stages of this rank: which layers they run, and how many micro-batches wait."""
 
-    layers: dict[int, range]  # by stage, the indices of its layers
+    layers: dict[int, range]  # stage -> the indices of its layers
 
     def list_in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """Return what this rank may keep at once, see MicroBatchesInFlight."""
+        """Return the moments of a step of so many micro-batches, see MicroBatchesInFlight."""
 
 
 def measure_layer_costs(
@@ -265,13 +284,16 @@ def measure_layer_costs(
     context_ranks: int = 1,
     fused: bool = False,
 ) -> list[LayerCost]:
-    """Return the costs of a decoder's layers, in order, for micro-batches of `[b, s]` tokens.
+    """Measure the costs of a decoder's layers, in order, for micro-batches of `[b, s]` tokens.
 
-    model: on the meta device, with adapters, sharding and MLP tiles as its layers will run.
-    num_sequences, length: b and s. tensor_ranks, context_ranks: ranks that share the tokens.
-    kernels: `cuda` or `cpu`, whose norms and attention keep different tensors. pipeline: runs the
-    model's stages. fused: True where a chain of operators is one kernel, which keeps less
-    (`recipe_lib.ops.fused_kernels`).
+    Nothing is computed: each kind of layer runs forward once, on the meta device.
+
+    model: with adapters, sharding and MLP tiles as its layers will run, on any device. Its
+    parameters are exchanged for meta tensors meanwhile. num_sequences, length: b and s.
+    tensor_ranks, context_ranks: how many ranks share the tokens of a micro-batch by tensor and by
+    context parallelism. kernels: `cuda` or `cpu`, whose norms and attention keep different tensors.
+    pipeline: the stages whose layers are measured; None: all layers are one stage. fused: True
+    where a chain of operators is one kernel, which keeps less (`recipe_lib.ops.fused_kernels`).
     """
     trunk = cast(Any, model.model)
     width = cast(Any, model.spec).width
@@ -283,7 +305,7 @@ def measure_layer_costs(
     records: dict[Any, _ForwardRecord] = {}
     costs = []
     with (
-        _disable_current_modes(),
+        _disable_current_modes(),  # those of a plan's simulation: this run is no part of its step
         exchange_parameters(find_parameters(model.modules(), lambda parameter: True), _make_plain),
         fuse_on_meta(fused),
     ):
@@ -303,6 +325,7 @@ def measure_layer_costs(
                 )
                 key = (trained, *_describe_layer(layer))
                 if key not in records:
+                    # By the trunk, which makes the rotations and masks that a layer is given.
                     with _record_forward(layer, kernels) as records[key]:
                         tokens = torch.Size((num_sequences, length))
                         trunk.run_layers(
@@ -325,6 +348,7 @@ def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
         (name, parameter.shape, parameter.dtype, parameter.requires_grad)
         for name, parameter in layer.named_parameters()
     )
+    # A partial, whose arguments hold the layer's window; no module, so repr(layer) lacks them.
     attend = getattr(getattr(layer, "self_attn", None), "attend", None)
     return repr(layer), parameters, repr(getattr(attend, "keywords", None))
 
@@ -333,11 +357,11 @@ def _build_layer_cost(name: str, stage: int, input_bytes: int, record: _ForwardR
     counts: Counter[str] = Counter()
     operators = []
     other_seconds = 0.0
-    for kind, size, seconds in record.operators[: record.needed]:
+    for kind, num_bytes, seconds in record.operators[: record.needed]:
         if kind is None:
             other_seconds += seconds
             continue
-        operators.append(Operator(kind, number=counts[kind], bytes=size, seconds=seconds))
+        operators.append(Operator(kind, number=counts[kind], bytes=num_bytes, seconds=seconds))
         counts[kind] += 1
     return LayerCost(
         name=name,
@@ -350,7 +374,10 @@ def _build_layer_cost(name: str, stage: int, input_bytes: int, record: _ForwardR
 
 
 def _make_plain(parameter: Tensor) -> Tensor:
-    """Return a parameter of a plain meta tensor: in a simulation it is a subclass of Tensor."""
+    """Return the parameter on the meta device, of no subclass of Tensor but DTensor.
+
+    In a plan's simulation parameters are of another subclass.
+    """
     return nn.Parameter(_make_plain_meta(parameter.detach()), parameter.requires_grad)
 
 
@@ -363,13 +390,17 @@ def _make_plain_meta(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
-    """Record the forward that the layer runs inside the block."""
+    """Record the forward that the layer runs inside the block.
+
+    kernels: `cuda` or `cpu`, see `measure_layer_costs`.
+    """
     record = _ForwardRecord()
     forward = layer.forward
+    # `_cdata` is the address of the storage itself: on the meta device `data_ptr` is always 0.
     parameters = {_get_storage(parameter)._cdata for parameter in layer.parameters()}
 
     def run(hidden: Tensor, *arguments: Any) -> Any:
-        # What all layers share (rotations, masks) is no layer's own to keep.
+        # Rotations and masks are the same tensors for all layers: no layer's choice frees them.
         shared = parameters | {
             _get_storage(leaf)._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)
         }
@@ -414,10 +445,10 @@ class _OperatorRecorder(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if self.muted or operator.is_view or not results:
             return output
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         kind = get_operator_kind(operator)
-        written_bytes = sum(leaf.nbytes for leaf in results)
-        moved_bytes = written_bytes + sum(leaf.nbytes for leaf in read)
+        written_bytes = sum(result.nbytes for result in results)
+        moved_bytes = written_bytes + sum(tensor.nbytes for tensor in inputs)
         flops = _count_flops(operator, args=args, kwargs=kwargs or {}, output=output)
         seconds = max(flops / FLOPS, moved_bytes / (LINK if kind == SUM else BANDWIDTH))
         # A piece of a tiled MLP is computed again in any case.
@@ -435,9 +466,10 @@ def _count_flops(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 
 class _DeviceKernels(TorchFunctionMode):
-    """Runs attention, and on a GPU norms, as one kernel that keeps what the device's would."""
+    """Runs attention, and for a GPU norms, as one kernel that keeps what the device's would.
 
-    # On the meta device torch takes other paths, which keep other tensors.
+    On the meta device torch would take other paths, which keep other tensors.
+    """
 
     def __init__(self, recorder: _OperatorRecorder, kernels: str) -> None:
         super().__init__()
@@ -451,7 +483,7 @@ class _DeviceKernels(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             q, k, v = args[:3]
             pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-            # Two products of 2 operations a pair and channel; causal: half of the pairs.
+            # Two products of 2 operations a pair and channel; half of the pairs are masked.
             return self._run(_Attention, (q, k, v), ATTENTION, 2 * pairs * q.shape[3])
         if function is F.rms_norm and self.kernels != "cpu":
             weight = kwargs["weight"] if "weight" in kwargs else args[2]
@@ -465,6 +497,7 @@ class _DeviceKernels(TorchFunctionMode):
         kind: str | None = None,
         flops: float = 0.0,
     ) -> Tensor:
+        """Run an autograd function on tensors, and record it as one operator of this kind."""
         record = self.recorder.record
         self.recorder.muted += 1
         try:
@@ -484,6 +517,7 @@ class _DeviceKernels(TorchFunctionMode):
 
 
 def _make_statistics(tensor: Tensor, *shape: int) -> Tensor:
+    # Kernels keep log-sum-exps and norms' factors in fp32, for fp64 in fp64.
     return tensor.new_empty(shape, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -1,7 +1,8 @@
 """Activation checkpointing: keep less for backward, and compute it again (arXiv 1604.06174).
 
-`apply_activation_checkpointing(model, mode, ...)` wraps the forward of each layer. A layer of a
-Llama-like decoder then keeps, besides the log-sum-exp of attention, elements a token:
+`apply_memory_levers` calls `apply_activation_checkpointing(model, mode, ...)`, which wraps the
+forward of each layer. A layer of a Llama-like decoder then keeps so many elements a token, next to
+the log-sum-exp of attention (d model width, h heads and k key heads of width e, f MLP width):
 
     none       every intermediate result that some gradient needs
     selective  2 d + h e + k e + f: its input, and the results of attention and of the key, output
@@ -58,18 +59,20 @@ def apply_activation_checkpointing(
 
     mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also
     keeps the results of attention, of sums over ranks and of every second matmul, so that about
-    half is computed again. `budget`: what `memory.activation_budget_gib` of `cfg` has room for, for
-    micro-batches of its longest sequences. `none`: nothing changes.
+    half is computed again. `budget`: it keeps what `memory.activation_budget_gib` of `cfg` has room
+    for, for micro-batches of its longest sequences. `none`: nothing changes.
 
-    Layers are the elements of the model's module lists. device: that layers will run on. pipeline:
-    runs the model's stages. Returns what a budget chose, for the log. Raises ConfigError for a
-    budget that inputs alone do not fit in.
+    Layers are the elements of the model's module lists. cfg, device, pipeline: for `budget` alone.
+    device: where layers will run; None: the CPU. pipeline: the stages of this rank; None: it has
+    all layers. Returns a line for the log, of what a budget chose; None in the other modes. Raises
+    ConfigError if the layers' inputs alone take more than the budget.
     """
     if mode == "none":
         return None
     description = None
-    names = list_layer_names(model)
-    options: dict[str, dict[str, Any]]  # of `checkpoint`, by layer; none: not checkpointed
+    layer_names = list_layer_names(model)
+    # Layer name -> keywords for torch's `checkpoint`; layers without an entry are not checkpointed.
+    options: dict[str, dict[str, Any]]
     if mode == "budget":
         assert cfg is not None
         choice = _choose_within_budget(
@@ -90,7 +93,7 @@ def apply_activation_checkpointing(
         }
     else:
         selective = {"context_fn": partial(_make_contexts, _is_selected)}
-        options = dict.fromkeys(names, selective if mode == "selective" else {})
+        options = dict.fromkeys(layer_names, selective if mode == "selective" else {})
     modules = dict(model.named_modules())
     for name, layer_options in options.items():
         # The forward is wrapped, not the module, which would rename parameters.
@@ -100,11 +103,13 @@ def apply_activation_checkpointing(
 
 @contextmanager
 def suspend_selective_checkpointing() -> Iterator[None]:
-    """Let selective checkpointing not count the operators that run inside the block.
+    """Hide the operators that run inside the block from selective checkpointing.
 
-    For what is not part of the layer's computation, such as copies that are begun ahead: forward
-    and backward may run different numbers of such operators, and later ones would be mistaken.
+    Use it for what is not part of the layer's computation, such as copies that are begun ahead.
+    Torch matches the operators of forward and recomputation by their order: where one of the two
+    runs more of them, later ones would get each other's results.
     """
+    # Torch's own modes, by private names: it has no public way to step out of them.
     suspended = []
     while isinstance(
         _get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
@@ -118,6 +123,8 @@ def suspend_selective_checkpointing() -> Iterator[None]:
 
 
 def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Return a forward that is checkpointed; options: further keywords of torch's `checkpoint`."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
             forward,
@@ -137,7 +144,7 @@ def _choose_within_budget(
     """Choose what each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
     batch_size, num_micro_batches = compute_micro_batches(cfg)
-    multiple = compute_padded_multiple(cfg)
+    multiple = compute_padded_multiple(cfg)  # sequences are padded to a multiple of so many tokens
     costs = measure_layer_costs(
         model,
         num_sequences=batch_size * cfg.sequences_per_item,
@@ -153,14 +160,14 @@ def _choose_within_budget(
     return choose_kept_operators(costs, cfg.memory.activation_budget_gib, in_flight)
 
 
-def _is_kept(kept: KeptOperators, kind: str, number: int) -> bool:
-    return (kind, number) in kept
+def _is_kept(kept: KeptOperators, kind: str, index: int) -> bool:
+    return (kind, index) in kept
 
 
-def _is_selected(kind: str, number: int) -> bool:
-    # Matmuls are query, key, value, output, gate, up and down. Of the second, fourth, ... the last
-    # is left out, down being the seventh: no gradient needs its result.
-    return kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1)
+def _is_selected(kind: str, index: int) -> bool:
+    # Matmuls are query, key, value, output, gate, up and down. Of these key, output and up are
+    # kept. Down is the seventh, so that it is not: no gradient needs its result.
+    return kind in (ATTENTION, SUM) or (kind == MATMUL and index % 2 == 1)
 
 
 def _make_contexts(
@@ -181,9 +188,9 @@ def _make_contexts(
         # A piece of a tiled MLP is computed again in any case.
         if kind is None or is_computing_piece():
             return CheckpointPolicy.PREFER_RECOMPUTE
-        number = counts[context.is_recompute][kind]
+        index = counts[context.is_recompute][kind]
         counts[context.is_recompute][kind] += 1
-        if is_kept(kind, number):
+        if is_kept(kind, index):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -7,7 +7,6 @@ A run calls `build_optimizer`, once `apply_optimizer_levers`, and each step `cli
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,11 +28,7 @@ from recipe_lib.optim.low_bit_adamw import (
     list_state_sizes,
 )
 from recipe_lib.optim.offloaded_states import OffloadedStates, step_parameter
-from recipe_lib.parallel import Parallel, derive_seed
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
-
+from recipe_lib.parallel import Parallel, World, derive_seed
 
 # Builds an optimizer of trained parameters (TrainedParameters, which knows their names), given
 # torch's arguments for its implementations.
@@ -43,31 +38,30 @@ Parameters = Iterable[nn.Parameter | tuple[str, nn.Parameter]]
 
 def build_optimizer(
     cfg: OptimizerConfig,
-    params: Parameters,
+    parameters: Parameters,
     device: torch.device,
-    world: "World | None" = None,
+    world: World | None = None,
     seed: int = 0,
 ) -> Optimizer:
     """Return the optimizer `cfg.name` over the parameters that require a gradient, in one group.
 
-    params: plain or sharded (DTensor), alone or with their names, by which Muon chooses and which
-    tell apart what is rounded stochastically. States will be where the parameters are, under CPU
-    offload on the host. device: the one that computes. world: in a pipeline a rank may have
-    nothing, if others do. seed: of stochastic rounding.
+    parameters: plain or sharded (DTensor), alone or with their names. Muon chooses matrices by
+    name, and stochastic rounding draws other numbers for each name. States will be where the
+    parameters are, under CPU offload on the host. device: the one that computes. world: in a
+    pipeline a rank may have nothing to train, if others do. seed: of stochastic rounding.
 
     `implementation: auto` takes fused kernels where torch has right ones. Implementations agree to
     rounding in fp32 and fp64, and differ in time and in the temporary memory of a step (`foreach`
-    takes up to one more copy of the parameters, `fused` and `single` next to nothing). In bf16
-    `fused` rounds a second moment once a step, the others twice, and `foreach` on a CPU takes the
-    betas in bf16 too: with betas[1] of 0.95 their steps are within 4 % and 8 % of the right ones,
-    with 0.999 they stand still at different values, for a gradient of 1 at 0.25 and 0.5
+    takes up to one more copy of the parameters, `fused` and `single` next to nothing). In bf16 they
+    differ by some percent of a step: `fused` rounds a second moment once, the others twice, and
+    `foreach` on a CPU rounds the betas too. At a beta near 1 a second moment in bf16 stands still
     (`recipe_lib/config/precision.py` tells of it).
 
     Raises ConfigError when there is nothing to train, for Muon without names, for a fused SGD that
-    torch lacks or has wrong, and where ranks share a matrix so that blocks of `state_bits` would be
-    cut.
+    torch lacks or has wrong, and for `state_bits` below 16 where a rank's columns of a matrix end
+    within a block of elements that share a scale.
     """
-    pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in parameters]
     named = {parameter: name for name, parameter in pairs if parameter.requires_grad}
     if not named and (world is None or world.pipeline is None):
         raise ConfigError(
@@ -80,10 +74,12 @@ def build_optimizer(
         seed=derive_seed(seed, "rounding"),
     )
     build: Builder = get_registered("optimizer.name", cfg.name)
-    kernels = cfg.implementation
-    if kernels == "auto":
-        kernels = "fused" if device.type in _get_fused_kernels_supported_devices() else "foreach"
-    optimizer = build(cfg, trained, {name: kernels == name for name in ("fused", "foreach")})
+    implementation = cfg.implementation
+    if implementation == "auto":
+        # Private in torch, whose own optimizers ask it; there is no public list of these devices.
+        has_fused = device.type in _get_fused_kernels_supported_devices()
+        implementation = "fused" if has_fused else "foreach"
+    optimizer = build(cfg, trained, {name: implementation == name for name in ("fused", "foreach")})
     _avoid_fused_sgd(optimizer, cfg)
     return optimizer
 
@@ -96,6 +92,7 @@ def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     # Of a plugin's optimizer without facts nothing is touched: what its groups hold may be what it
     # has learned.
     facts = find_optimizer_facts(cfg.name)
+    # Every optimizer with facts reads `weight_decay`, so that its `keys` do not list it.
     keys = (*facts.keys, "weight_decay") if facts is not None else ()
     values = {key: optimizer.defaults[key] for key in keys if key in optimizer.defaults}
     for group in optimizer.param_groups:
@@ -108,26 +105,27 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def count_optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | None:
+def count_optimizer_state_bytes(cfg: OptimizerConfig, parameters: Parameters) -> int | None:
     """Return the bytes that the states will take on this rank, before the first step makes them.
 
     None: not known, see `list_optimizer_state_sizes`.
     """
-    sizes = list_optimizer_state_sizes(cfg, params)
+    sizes = list_optimizer_state_sizes(cfg, parameters)
     return None if sizes is None else sum(sizes)
 
 
-def list_optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int] | None:
+def list_optimizer_state_sizes(cfg: OptimizerConfig, parameters: Parameters) -> list[int] | None:
     """Return the bytes of each state tensor on this rank.
 
-    params: alone or, as Muon needs them, with their names; those that are not trained have none.
+    parameters: alone or, as Muon needs them, with their names; those that are not trained have no
+    states.
     States are those of the optimizer's facts, of the parameter's dtype or, in `state_bits`, codes
     and scales; and master weights. None: not known, as for a plugin's optimizer without facts.
     """
     facts = find_optimizer_facts(cfg.name)
     if facts is None:
         return None
-    pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in parameters]
     trained = {parameter: name for name, parameter in pairs if parameter.requires_grad}
     sizes: list[int] = []
     for parameter, name in trained.items():
@@ -166,9 +164,9 @@ def _avoid_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
                 settings.update(fused=False, foreach=True)
 
 
-def _find_fused_sgd_fault(params: Iterable[torch.Tensor]) -> str | None:
+def _find_fused_sgd_fault(parameters: Iterable[torch.Tensor]) -> str | None:
     """Return which parameters torch's fused SGD cannot step, and why; None: it steps them all."""
-    for parameter in params:
+    for parameter in parameters:
         if isinstance(parameter, DTensor):
             return "sharded parameters, for which torch has no such kernel"
         # On a CPU torch 2.13 and before compute the update of 16-bit parameters in vectors and
@@ -198,8 +196,8 @@ def compute_learning_rate(
     if cfg.type == "constant":
         return peak
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    left = 1 - progress if cfg.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * left)
+    decay = 1 - progress if cfg.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * decay)
 
 
 def count_warmup_steps(cfg: LrSchedulerConfig, total_steps: int) -> int:
@@ -211,7 +209,7 @@ def count_warmup_steps(cfg: LrSchedulerConfig, total_steps: int) -> int:
 
 # Added to the norm before dividing by it, so that a norm of zero gives a factor of 1 and not a
 # division by zero.
-_TINY = 1e-6
+_NORM_EPSILON = 1e-6
 
 # torch sums squares in one fp32 number on a CPU, which is off by 1e-3 at 20 M elements; by pieces
 # of this length it is off by 1e-7.
@@ -219,24 +217,24 @@ _CPU_PIECE = 16384
 _CPU_PIECES = 1024  # at a time: as many as are converted to fp32 together
 
 # The mesh dimensions that a gradient is sharded over, and its device
-_Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]
+_GroupKey = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]
 
 
 @dataclass
 class GradNormsInBackward:
     """Squared norms of this rank's gradients that were used and freed in backward, by kind."""
 
-    _squares: dict[_Key, Tensor] = field(default_factory=dict)
+    _squares: dict[_GroupKey, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter) -> None:
         """Count a parameter's gradient, on the stream that has it."""
-        ((key, group),) = _group([parameter]).items()
+        key, group = _group_gradients([parameter]).popitem()  # one parameter makes one group
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         square = group.compute_local_square(dtype)
         self._squares[key] = square if key not in self._squares else self._squares[key] + square
 
-    def take(self) -> dict[_Key, Tensor]:
+    def take(self) -> dict[_GroupKey, Tensor]:
         """Return the sums since the last call, `[]` fp64 each."""
         squares = self._squares
         self._squares = {}
@@ -244,7 +242,7 @@ class GradNormsInBackward:
 
 
 @dataclass
-class _Group:
+class _GradientGroup:
     """Gradients on one device that are sharded over the same dimensions of the same mesh."""
 
     sharded_over: tuple[tuple[DeviceMesh, int], ...]
@@ -258,6 +256,7 @@ class _Group:
         if not self.grads:  # none here, perhaps one elsewhere
             return torch.zeros((), dtype=torch.float64, device=self.device)
         norms: Sequence[Tensor]
+        # Not `device.type`: a simulated device sums as the one does that it stands for.
         if get_kernel_type(self.device) == "cpu":
             norms = _compute_piece_norms(self.grads, dtype)
             joined = torch.cat(norms)
@@ -266,14 +265,14 @@ class _Group:
             joined = torch.stack(norms)
         return torch.linalg.vector_norm(joined, dtype=torch.float64).square()
 
-    def compute_squared_norm(self, dtype: torch.dtype, earlier: Tensor | None = None) -> Tensor:
+    def compute_squared_norm(self, dtype: torch.dtype, freed_square: Tensor | None) -> Tensor:
         """Return the sum of squares over the whole group, fp64 `[]`, the same on every rank.
 
-        earlier: that of gradients that are gone.
+        freed_square: this rank's sum of squares of gradients that backward has used and freed.
         """
         total = self.compute_local_square(dtype)
-        if earlier is not None:
-            total = total + earlier
+        if freed_square is not None:
+            total = total + freed_square
         for mesh, dim in self.sharded_over:
             dist.all_reduce(total, group=mesh.get_group(dim))
         return total
@@ -285,12 +284,12 @@ def _compute_piece_norms(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor
     for grad in grads:
         for part in grad.reshape(-1).split(_CPU_PIECE * _CPU_PIECES):
             # What is left of a gradient is one shorter piece.
-            full = len(part) - len(part) % _CPU_PIECE
-            if full:
-                pieces = part[:full].view(-1, _CPU_PIECE)
+            num_even = len(part) - len(part) % _CPU_PIECE
+            if num_even:
+                pieces = part[:num_even].view(-1, _CPU_PIECE)
                 norms.append(torch.linalg.vector_norm(pieces, dim=1, dtype=dtype))
-            if full < len(part) or not len(part):
-                norms.append(torch.linalg.vector_norm(part[full:], dtype=dtype).view(1))
+            if num_even < len(part) or not len(part):
+                norms.append(torch.linalg.vector_norm(part[num_even:], dtype=dtype).view(1))
     return norms
 
 
@@ -298,9 +297,9 @@ def _compute_piece_norms(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
-    world: "World",
+    world: World,
     parallel: Parallel,
-    earlier: GradNormsInBackward | None,
+    norms_in_backward: GradNormsInBackward | None,
 ) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
@@ -310,8 +309,8 @@ def clip_grad_norm(
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device
     or several (CPU offload); those without a gradient are left out. max_norm None: only the norm is
-    taken. parallel: says which parameter is a copy of another rank's. earlier: what parameters had
-    before they were stepped in backward.
+    taken. parallel: says which parameter is a copy of another rank's. norms_in_backward: squared
+    norms of the parameters that were stepped in backward.
     """
     # Each element counts once: sums run over the mesh dimensions a gradient is sharded over, not
     # over those it is replicated over, and over the stages of a pipeline.
@@ -319,8 +318,10 @@ def clip_grad_norm(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     dtype = torch.float64 if has_double else torch.float32
-    squares = earlier.take() if earlier is not None else {}
-    groups = {key: _Group(*key) for key in squares} | _group(trained, parallel.tied_copy)
+    squares = norms_in_backward.take() if norms_in_backward is not None else {}
+    groups = {key: _GradientGroup(*key) for key in squares} | _group_gradients(
+        trained, parallel.tied_copy
+    )
     groups = {
         key: group
         for key, group in groups.items()
@@ -330,25 +331,27 @@ def clip_grad_norm(
     total = torch.zeros((), dtype=torch.float64, device=first.device if first else world.device)
     for key, group in groups.items():
         total += group.compute_squared_norm(dtype, squares.get(key)).to(total.device)
-    if world.pipeline is not None:  # each stage has parameters of its own
-        total = world.all_reduce_sum(total) / world.data_ranks  # by a group that there is anyway
+    if world.pipeline is not None:
+        # Each stage has parameters of its own. This sum needs no group for the ranks of a pipeline:
+        # it runs over all batches, and has each stage's total once from each of their ranks.
+        total = world.all_reduce_sum(total) / world.data_ranks
     norm = total.sqrt_().to(dtype)
     if max_norm is not None:
-        factor = (max_norm / (norm + _TINY)).clamp_(max=1.0)
+        factor = (max_norm / (norm + _NORM_EPSILON)).clamp_(max=1.0)
         for group in groups.values():
             if scaled := group.grads + group.copies:
                 torch._foreach_mul_(scaled, factor.to(group.device))
     return norm
 
 
-def _group(
+def _group_gradients(
     parameters: Iterable[nn.Parameter], copy: nn.Parameter | None = None
-) -> dict[_Key, _Group]:
+) -> dict[_GroupKey, _GradientGroup]:
     """Return the local gradients by mesh, sharded dimensions and device.
 
     copy: the parameter whose gradient is counted on another rank.
     """
-    groups: dict[_Key, _Group] = {}
+    groups: dict[_GroupKey, _GradientGroup] = {}
     for parameter in parameters:
         # A parameter without a gradient still makes its group: another rank may have one, and wait
         # for this rank in the sum.
@@ -356,9 +359,12 @@ def _group(
         tensor = parameter if grad is None else grad
         sharded_over = _find_sharded_dims(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        group = groups.setdefault((sharded_over, local.device), _Group(sharded_over, local.device))
+        group = groups.setdefault(
+            (sharded_over, local.device), _GradientGroup(sharded_over, local.device)
+        )
         if grad is not None:
-            (group.copies if parameter is copy else group.grads).append(local)
+            gradients = group.copies if parameter is copy else group.grads
+            gradients.append(local)
     return groups
 
 
@@ -407,9 +413,11 @@ def apply_optimizer_levers(
     backward: a tied embedding's come twice, and those that every rank of a tensor-parallel group
     has are summed once a step. There may be one backward a step.
     """
-    streamed = parallel.levers.layers
-    get_stand_in = streamed.get_stepped_parameter if streamed is not None else None
-    offloads = memory.optimizer_offload and has_host(device)
+    # `memory.stream_layers`: parameters are on the host, and a stand-in on the device gets the
+    # gradient of each.
+    layer_stream = parallel.levers.layers
+    get_stand_in = layer_stream.get_stepped_parameter if layer_stream is not None else None
+    offloads = memory.optimizer_offload and has_host(device)  # a CPU has no other memory
     offloaded = OffloadedStates(optimizer, device, get_stand_in) if offloads else None
     place_state = offloaded.allocate_state if offloaded is not None else None
     if not memory.optimizer_in_backward:
@@ -434,8 +442,9 @@ def apply_optimizer_levers(
             step_parameter(optimizer, owner)
         parameter.grad = None
 
-    if streamed is not None:
-        streamed.set_step(step_and_free)
+    # A streamed layer steps its parameters itself, while their stand-ins are on the device.
+    if layer_stream is not None:
+        layer_stream.set_step(step_and_free)
     for parameter in _find_stepped_in_backward(optimizer, model, parallel.tensor_gradients):
         if get_stand_in is None or get_stand_in(parameter) is parameter:
             parameter.register_post_accumulate_grad_hook(step)
@@ -445,7 +454,11 @@ def apply_optimizer_levers(
 def _find_stepped_in_backward(
     optimizer: Optimizer, model: nn.Module, tensor_gradients: Mapping[str, str]
 ) -> Sequence[nn.Parameter]:
-    """Return the optimizer's parameters whose gradient is whole when backward gives it, once."""
+    """Return the optimizer's parameters whose gradient is whole when backward gives it, once.
+
+    tensor_gradients: as in `Parallel`, `sharded` or `partial` by name; a `partial` gradient is a
+    rank's part of a sum.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -41,11 +41,10 @@ class WorldConfig(Protocol):
 class Meeting:
     """The processes of a run before they are a group: each lives, and none waits for another."""
 
-    # As in `World`.
-    rank: int
-    size: int
-    local_rank: int
-    heartbeat: Heartbeat
+    rank: int  # among all processes
+    size: int  # number of all processes
+    local_rank: int  # on this machine
+    heartbeat: Heartbeat  # ends all ranks if one of them fails or hangs
     store: dist.Store | None = None  # where they meet; None: the group is there already
 
 
@@ -61,26 +60,26 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
     UserError that several ranks raise on their own is reported by the first of them only. What one
     rank raises alone ends the others too, which do not return from here: see `heartbeat`.
     """
-    timeout = cfg.parallel.heartbeat_timeout_seconds
+    timeout_seconds = cfg.parallel.heartbeat_timeout_seconds
     if dist.is_initialized():
         rank = dist.get_rank()
         size = dist.get_world_size()
         local_rank = _read_integer("LOCAL_RANK", default=0)
         is_simulated = dist.get_backend() == "fake"
         store = None if is_simulated else dist.distributed_c10d._get_default_store()
-        with Heartbeat(store, rank=rank, size=size, timeout=timeout) as heartbeat:
+        with Heartbeat(store, rank=rank, size=size, timeout=timeout_seconds) as heartbeat:
             yield Meeting(rank, size=size, local_rank=local_rank, heartbeat=heartbeat)
         return
     rank, size, local_rank = _read_environment()
     _check_device_count(_choose_device_type(cfg.device), local_rank)
-    store = _connect_store(rank, size, timeout)
+    store = _connect_store(rank, size, timeout_seconds)
     healthy = size == 1
     try:
-        with Heartbeat(store, rank=rank, size=size, timeout=timeout) as heartbeat:
+        with Heartbeat(store, rank=rank, size=size, timeout=timeout_seconds) as heartbeat:
             yield Meeting(rank, size=size, local_rank=local_rank, heartbeat=heartbeat, store=store)
         healthy = True
     except StoppedAndSaved:
-        healthy = True
+        healthy = True  # all ranks stop at the same step boundary, so that none is missing
         raise
     finally:
         # After an error the group is left to the end of the process when there are other ranks:
@@ -145,45 +144,50 @@ def _check_device_count(device_type: str, local_rank: int) -> None:
         )
 
 
-def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
+def join_group(cfg: WorldConfig, meeting: Meeting) -> torch.device:
     """Join the default process group, unless it is there already; return this rank's device.
 
     Waits for all ranks.
     """
     device_type = _choose_device_type(cfg.device)
-    if ranks.store is not None:
+    if meeting.store is not None:
         if device_type == "cuda":
             device_module = torch.get_device_module(device_type)
-            device_module.set_device(ranks.local_rank)
+            device_module.set_device(meeting.local_rank)
             device_module.init()  # else the mesh picks the device once more, and warns
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-        ranks.heartbeat.enter("meeting the other ranks")
-        ranks.store.set_timeout(_group_limit(cfg))  # for those that still read their data
+        meeting.heartbeat.enter("meeting the other ranks")
+        meeting.store.set_timeout(
+            _compute_group_timeout(cfg)
+        )  # for those that still read their data
         dist.init_process_group(
             backend,
-            store=ranks.store,
-            rank=ranks.rank,
-            world_size=ranks.size,
-            timeout=_group_limit(cfg),
+            store=meeting.store,
+            rank=meeting.rank,
+            world_size=meeting.size,
+            timeout=_compute_group_timeout(cfg),
         )
     return (
-        torch.device("cpu") if device_type == "cpu" else torch.device(device_type, ranks.local_rank)
+        torch.device("cpu")
+        if device_type == "cpu"
+        else torch.device(device_type, meeting.local_rank)
     )
 
 
-def _group_limit(cfg: WorldConfig) -> timedelta:
-    # Twice as long as the heartbeat is patient, 30 days at most.
-    timeout = cfg.parallel.heartbeat_timeout_seconds
-    return timedelta(seconds=min(2 * LONG_TIMEOUTS * timeout, 30 * 86400.0))
+def _compute_group_timeout(cfg: WorldConfig) -> timedelta:
+    """Return how long torch lets ranks wait for each other; the heartbeat ends a run before."""
+    longest_phase_seconds = LONG_TIMEOUTS * cfg.parallel.heartbeat_timeout_seconds
+    return timedelta(seconds=min(2 * longest_phase_seconds, 30 * 86400.0))  # 30 days at most
 
 
-def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
+def _connect_store(rank: int, size: int, timeout_seconds: float) -> dist.Store:
     """Return the store that the ranks meet at: torchrun's, or rank 0's."""
     if size == 1:
         return dist.HashStore()
     # Not `dist.rendezvous`, which would wait in rank 0 for the other ranks.
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    with Heartbeat(None, rank=rank, size=size, timeout=timeout).limit_connecting(
+    # torchrun's store is there before any rank; rank 0 may still import before it makes its own.
+    with Heartbeat(None, rank=rank, size=size, timeout=timeout_seconds).limit_connecting(
         is_made=is_held_by_torchrun
     ):
         return dist.TCPStore(
@@ -237,7 +241,8 @@ class World:
     def copies(self) -> int:
         """Return the number of ranks that have a gradient of their own for each parameter.
 
-        Those of this one's stage: of all batches, each that has a part of their sequences.
+        Their gradients are summed. Counted are the ranks of this one's stage: all data ranks, times
+        the ranks that share a batch's sequences. Ranks that share matrices count once.
         """
         return self.data_ranks * (self.context.size if self.context else 1)
 
@@ -307,19 +312,22 @@ class World:
         self._raise_agreed(None)
 
     def _raise_agreed(self, own_error: Exception | None) -> None:
-        """Raise what the ranks agree on, unless none has failed.
+        """Raise the error of the lowest rank that has failed; return if none has.
 
-        Also not if this rank's error is a bug, which its caller raises as it is.
+        Return also if this rank's own error is a bug: its caller raises that as it is.
         """
         if not self.any(own_error is not None):
             return
         gathered = self.gather_json(_describe(own_error))
         if own_error is not None and not isinstance(own_error, UserError):
             return
-        rank, (kind, faults) = next((rank, entry) for rank, entry in enumerate(gathered) if entry)
+        rank = next(rank for rank, entry in enumerate(gathered) if entry)
+        kind, faults = gathered[rank]
         if not kind:
             raise PeerFailedError(f"rank {rank} failed: {faults[0]}") from own_error
-        raise getattr(errors, kind)(*(faults if self.local_rank == 0 else [])) from own_error
+        error_class = getattr(errors, kind)  # `_describe` gives names of this module alone
+        lines = faults if self.local_rank == 0 else []
+        raise error_class(*lines) from own_error
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `fn(...)`, called on every rank under `raise_together`."""
@@ -337,28 +345,28 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
         yield make_world(cfg, ranks)
 
 
-def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
+def make_world(cfg: WorldConfig, meeting: Meeting) -> World:
     """Return the world of processes that have met, once all have come here.
 
     Raise SetupError where mesh and ranks differ.
     """
-    device = join_group(cfg, ranks)
-    shape = tuple(compute_mesh_shape(cfg.parallel, ranks.size).values())
+    device = join_group(cfg, meeting)
+    shape = tuple(compute_mesh_shape(cfg.parallel, meeting.size).values())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
-    if ranks.store is not None:
-        # The limits of a mesh's groups are ten minutes by default.
+    if meeting.store is not None:
+        # The groups of a mesh have a limit of ten minutes, and `init_device_mesh` takes no other.
         for group in list(dist.distributed_c10d._world.pg_names):
-            dist.distributed_c10d._set_pg_timeout(_group_limit(cfg), group)
+            dist.distributed_c10d._set_pg_timeout(_compute_group_timeout(cfg), group)
     return replace(
         build_world(
             mesh,
-            rank=ranks.rank,
-            size=ranks.size,
-            local_rank=ranks.local_rank,
+            rank=meeting.rank,
+            size=meeting.size,
+            local_rank=meeting.local_rank,
             device=device,
             context=cfg.parallel.context,
         ),
-        heartbeat=ranks.heartbeat,
+        heartbeat=meeting.heartbeat,
     )
 
 
@@ -370,24 +378,27 @@ def build_world(
     Each `context` neighbors of its data dimensions share sequences.
     """
     sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
-    place = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
-    tensor = None
+    # Only a rank outside of the mesh has no coordinate, and here every rank is in it.
+    coordinate = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
+    tensor_group = None
     if sizes["tensor"] > 1:
-        tensor = Group(mesh.get_group("tensor").group_name, sizes["tensor"], place["tensor"])
+        tensor_group = Group(
+            mesh.get_group("tensor").group_name, sizes["tensor"], coordinate["tensor"]
+        )
         _flatten_without_tensor(mesh)  # by all ranks, before one of them needs it
     pipeline = None
     if sizes["pipeline"] > 1:
         pipeline_ranks = tuple(mesh["pipeline"].mesh.tolist())
-        pipeline = PipelineRank(place["pipeline"], sizes["pipeline"], pipeline_ranks)
+        pipeline = PipelineRank(coordinate["pipeline"], sizes["pipeline"], pipeline_ranks)
     data_rank = 0
     for name in DATA_DIMS:
-        data_rank = data_rank * sizes[name] + place[name]
-    sequence = None
+        data_rank = data_rank * sizes[name] + coordinate[name]
+    context_group = None
     if context > 1:
         neighbors = mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"]).movedim(2, -1)
-        # Every rank makes all of the groups.
+        # Every rank makes all of the groups: making one is a collective of all ranks.
         own_group, _ = dist.new_subgroups_by_enumeration(neighbors.reshape(-1, context).tolist())
-        sequence = Group(own_group.group_name, context, data_rank % context)
+        context_group = Group(own_group.group_name, context, data_rank % context)
     return World(
         rank=rank,
         size=size,
@@ -396,8 +407,8 @@ def build_world(
         mesh=mesh,
         data_rank=data_rank // context,
         data_ranks=prod(sizes[name] for name in DATA_DIMS) // context,
-        tensor=tensor,
-        context=sequence,
+        tensor=tensor_group,
+        context=context_group,
         pipeline=pipeline,
     )
 
@@ -413,16 +424,19 @@ def count_communicator_ranks(parallel: ParallelConfig, size: int) -> list[int]:
     These are its dimensions of the mesh, the ranks that share its sequences, and all ranks. With
     tensor parallel the ranks of its other dimensions together, if these are several, have one too.
     The ranks of a pipeline have none of their own: they exchange by twos, and sum over all ranks.
+    Planning counts the memory that NCCL takes for each.
     """
     shape = compute_mesh_shape(parallel, size)
-    groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
-    sequences = [parallel.context] if parallel.context > 1 else []
-    if parallel.pipeline == 1 and len(groups) < 2:
-        return groups + sequences
-    several = parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS)
-    if parallel.tensor > 1 and several:
-        groups.append(size // parallel.tensor)
-    return [*groups, size, *sequences]
+    group_sizes = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
+    context_sizes = [parallel.context] if parallel.context > 1 else []
+    if parallel.pipeline == 1 and len(group_sizes) < 2:
+        # The one dimension has all ranks, and their group.
+        return group_sizes + context_sizes
+    # Of several dimensions `_flatten_without_tensor` has other ranks than each of them.
+    has_several_dims = parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS)
+    if parallel.tensor > 1 and has_several_dims:
+        group_sizes.append(size // parallel.tensor)
+    return [*group_sizes, size, *context_sizes]
 
 
 def _describe(error: Exception | None) -> list[Any] | None:

@@ -1,8 +1,17 @@
-"""What happens in a training run around the model: data, loop, resume, stop signals and records."""
+"""Provide what a recipe calls around its model: data, optimizer, losses, loop, resume and export.
+
+A recipe writes `from recipe_lib import training`, and `training.build_optimizer(...)`. In order,
+it calls `resolve_model`, `TrainingData`, `build_optimizer`, `resume_run`, `TrainingLoop` and
+`export_trained_model`; its file ends with `run_recipe`. A lever, in names here, is a config key
+that trades memory for time or precision.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.errors import ConfigError
+
+# Functions of the optimizer and `derive_seed` are exported from here as well, so that a recipe, and
+# a user's copy of one, finds all that it calls under the one name `training`.
 from recipe_lib.optim.optimizers import (
     OptimizerLevers,
     apply_optimizer_levers,
@@ -64,7 +73,7 @@ _LOOP = (
     "a loop in train_step, `for micro_batch in self.parallel.micro_batches(batches)`, with"
     " `self.parallel.backward(loss)` in its body"
 )
-# What copies of earlier recipes call, and what to call in place of it.
+# Names that copies of earlier recipes call -> what to call in place of them, for the error's line.
 _EARLIER_NAMES = {
     "sum_gradients": _LOOP,
     "backward_each": _LOOP,
@@ -77,6 +86,8 @@ if not TYPE_CHECKING:  # mypy would take any name of this module for an Any
 
     def __getattr__(name: str) -> Any:
         if name in _EARLIER_NAMES:
+            # No AttributeError: the command shows a ConfigError as one line, without a traceback.
+            # So `hasattr(training, name)` raises too, for these names alone.
             raise ConfigError(
                 f"training.{name}: found a recipe that was copied from an earlier version, expected"
                 f" {_EARLIER_NAMES[name]}; copy the recipe anew with `tune cp`, or change the call"

@@ -1,4 +1,8 @@
-"""What is checked and said of preference optimization before a run: its samples, its reference."""
+"""Check the samples and the reference model of preference optimization before its first step.
+
+The recipe `dpo_distributed` calls `check_answers` when its samples are open, `check_reference` when
+its models are built, and writes the line of `describe_reference` to the log.
+"""
 
 from torch import nn
 
@@ -11,7 +15,7 @@ from recipe_lib.units import format_bytes
 
 
 def check_answers(data: TrainingData, cfg: DpoConfig) -> None:
-    """Raise ConfigError unless the samples are what the loss takes."""
+    """Raise ConfigError unless the loss can train on these samples: pairs, or labeled answers."""
     if cfg.takes_single_answers:
         check_labels(data, cfg)
     else:
@@ -19,20 +23,23 @@ def check_answers(data: TrainingData, cfg: DpoConfig) -> None:
 
 
 def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
-    """Raise ConfigError for training samples of one label alone, and for steps of one sample, which
-    no other can be compared with.
+    """Raise ConfigError if all training answers have the same label.
+
+    For `dpo.loss=kto` also if a step has one sample only: KTO's estimate of the KL divergence takes
+    each prompt with the answer of another sample of the step.
     """
-    values = data.dataset.values  # 1 for an answer that is wanted, else 0
-    num_desirable = int((values > 0).sum())
-    if num_desirable in (0, len(values)):
+    labels = data.dataset.values  # `[number of answers]`, 1: desirable, 0: undesirable
+    num_desirable = int((labels > 0).sum())
+    if num_desirable in (0, len(labels)):
         label = "true" if num_desirable else "false"
         raise ConfigError(
-            f"data.source: found {len(values)} answers, all with the label {label}, expected some"
+            f"data.source: found {len(labels)} answers, all with the label {label}, expected some"
             " that are wanted and some that are not; add the others, or train on the answers"
             " themselves with lora_finetune_distributed"
         )
-    # With packing a step of one pack has several samples.
-    if cfg.loss == "kto" and data.global_batch_size == 1 and len(data.plan.slots(0)[0]) == 1:
+    # With packing a batch of one is a pack of several samples: so those of step 0 are counted.
+    first_slot = data.plan.slots(step=0)[0]  # indices of the samples in it
+    if cfg.loss == "kto" and data.global_batch_size == 1 and len(first_slot) == 1:
         raise ConfigError(
             "batch_size: found steps of one sample, expected two or more: dpo.loss=kto compares"
             " each prompt with the answer of another sample of the step; raise batch_size or"
@@ -41,28 +48,31 @@ def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
 
 
 def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | None) -> None:
-    """Raise SetupError if the model without its adapters is to be the reference, and more of it is
-    trained than those.
+    """Raise SetupError if the reference would change in training.
+
+    reference: a frozen second model; None: the reference is `model` without its adapters. Then no
+    other parameter may be trained.
     """
     if reference is not None or not cfg.needs_reference:
         return
-    # Such as what a copied recipe adds, or unfreezes.
-    moving = [
+    # A copied recipe may have added or unfrozen parameters.
+    trained_base_names = [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not is_adapter(name)
     ]
-    if moving:
+    if trained_base_names:
         raise SetupError(
-            f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the"
-            " model without its adapters, would change with it; freeze it, or set"
+            f"{trained_base_names[0]}: is trained and part of no adapter, so that the reference,"
+            " which is the model without its adapters, would change with it; freeze it, or set"
             " dpo.trainable=all or dpo.reference_free=true"
         )
 
 
 def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
-    """Return a line for the log: what the policy is compared with. reference: a second model, if
-    there is one.
+    """Return a line for the log that says which reference the policy is compared with.
+
+    reference: a frozen second model; None: there is none.
     """
     if not cfg.needs_reference:
         key = "loss=simpo" if cfg.loss == "simpo" else "reference_free=true"

@@ -1,5 +1,8 @@
-"""Config of reward models and classifiers of sequences: the section `reward`, its rules, and what a
-batch is. No torch.
+"""Define the config of `reward_distributed`, which trains reward models and sequence classifiers.
+
+`RewardConfig` is its section `reward`, `_RULES` are the combinations of keys that are refused, and
+`RewardFinetuneConfig` is the whole, with what the library asks of every recipe's config
+(`config.schema.RecipeFacts`). Imports no torch, so that configs are checked without it.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +15,7 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 
 @dataclass
 class RewardConfig:
-    """A score head in place of the output projection, read at the last token of each sequence."""
+    """A score head in place of the output head, read at the last token of each sequence."""
 
     loss: str = key(
         "pairwise",
@@ -44,8 +47,12 @@ class RewardConfig:
     )
 
 
-# What a format's samples are is known by its name: these are told before a sample is read.
+# Combinations that are refused; `applies` is true, or not empty, for a config that has one.
 _RULES = (
+    # These two judge by the format's name, before a sample is read. `list_unused_formats` returns
+    # the formats of the config whose samples are not what this recipe needs: pairs, or classes; an
+    # empty set if it needs something else. `reads`: `applies` also looks at the formats of
+    # `data.sources`, so that the rule waits until these keys are valid.
     Rule(
         keys=("reward.loss", "data.format"),
         applies=lambda cfg: list_unused_formats(cfg, "pairs"),
@@ -76,6 +83,7 @@ _RULES = (
     Rule(
         keys=("lora.target_modules", "reward.loss"),
         applies=lambda cfg: "head" in cfg.lora.target_modules,
+        # The key is a list of names of linear layers; `head` is the output head's.
         reason="a score head is in the place of the output head, and is trained whole",
         remedy="leave head out of lora.target_modules",
         example=("lora.target_modules=[q, head]",),
@@ -102,28 +110,36 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
         known_as="torchtune: the first word of `tune run`",
     )
     reward: RewardConfig = field(default_factory=RewardConfig)
+    # The key and the value with which adapters are trained in place of every parameter.
     adapters_instead = {"reward.trainable": "adapters"}
-    scores_sequences = True
+    scores_sequences = True  # the model has a score head in place of its output head
     rules = _RULES
 
     @property
     def samples(self) -> str:
-        """Return pairs or classes, as `reward.loss` says."""
+        """Return "pairs" or "classes", the kind of samples that `reward.loss` takes."""
         return "pairs" if self.reward.loss == "pairwise" else "classes"
 
     @property
     def num_labels(self) -> int | None:
-        """Return one reward, or a score for each class."""
+        """Return the number of scores of a sequence: 1, or the number of classes.
+
+        None: as many as the checkpoint's score head has.
+        """
         return 1 if self.reward.loss == "pairwise" else self.reward.num_labels
 
     @property
     def own_loss(self) -> str | None:
-        """Return the loss of `reward.loss`."""
+        """Return why keys of the loss over tokens are refused, as a part of the error's line.
+
+        A recipe whose loss is the one over tokens returns None.
+        """
         return f"the loss of scores is reward.loss, {self.reward.loss}"
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Return the names of means over all items."""
-        pairs = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")
-        numbers = pairs if self.reward.loss == "pairwise" else ("loss", "accuracy")
-        return tuple(f"validation_{name}" for name in numbers)
+        """Return the names of the metrics that validation averages over all pairs or sequences."""
+        metrics: tuple[str, ...] = ("loss", "accuracy")
+        if self.reward.loss == "pairwise":
+            metrics = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")
+        return tuple(f"validation_{name}" for name in metrics)

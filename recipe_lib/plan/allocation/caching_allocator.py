@@ -1,9 +1,11 @@
 """A model of CUDA's caching allocator (torch's native backend): what it reserves for a run.
 
+`replay.replay` gives a `CachingAllocator` the allocations of a planned step, and reads its peaks.
 `CachingAllocator.malloc` and `free` follow pytorch's c10/cuda/CUDACachingAllocator.cpp and
 c10/core/AllocatorConfig.h, as torch 2.11 to 2.13 have them. Not modeled: CUDA graphs' private
 pools, several threads, address space that runs out in expandable mode, and the settings
-`max_split_size`, `roundup_power2_divisions` and `garbage_collection_threshold`.
+`max_split_size`, `roundup_power2_divisions` and `garbage_collection_threshold`. Names in backquotes
+and parentheses in docstrings are those of the C++ functions.
 """
 
 from bisect import bisect_left, insort
@@ -13,19 +15,23 @@ from dataclasses import dataclass
 
 from recipe_lib.units import MIB, format_bytes
 
-ROUNDING = 512  # every block is a multiple of it
-SMALL_SIZE = MIB  # the largest block of the small pool
-SMALL_SEGMENT = 2 * MIB  # segments and pages of the small pool
-LARGE_SEGMENT = 20 * MIB  # pages of the large pool, and the segment of a request from 1 to 10 MiB
-LARGE_REQUEST = 10 * MIB  # requests from here on take a segment of their own size
-SEGMENT_ROUNDING = 2 * MIB  # which is a multiple of it
+# Bytes, each with the name of torch's constant:
+ROUNDING = 512  # kMinBlockSize: every block is a multiple of it
+SMALL_SIZE = MIB  # kSmallSize: the largest block of the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: segments and pages of the small pool
+# kLargeBuffer: pages of the large pool, and the segment of a request from 1 to 10 MiB
+LARGE_SEGMENT = 20 * MIB
+LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: requests from here on take a segment of their own size
+SEGMENT_ROUNDING = 2 * MIB  # kRoundLarge: segments of such requests are rounded up to a multiple
 # Kernels that a host can issue on a stream before the next launch waits for the first to be done:
 # about 1000, as measured in forums.developer.nvidia.com/t/68937. No document of NVIDIA's has the
 # number.
 LAUNCH_QUEUE = 1024
-# Like a device's: above 32 bits, so that viewers read every address as one type.
+# Above 2**32 like a device's addresses, so that programs that show snapshots (`write_snapshot` in
+# replay.py, pytorch.org/memory_viz) read every address as one type of number.
 _FIRST_ADDRESS = 0x7000_0000_0000 // LARGE_SEGMENT * LARGE_SEGMENT
-# Of an expandable segment: more than any device has.
+# Bytes of addresses of an expandable segment: more than any device has memory, so that it never
+# runs out of addresses.
 _ADDRESS_SPACE = 1024**4 // LARGE_SEGMENT * LARGE_SEGMENT
 
 
@@ -34,26 +40,27 @@ def round_size(size: int) -> int:
     return -(-size // ROUNDING) * ROUNDING
 
 
-@dataclass(slots=True, eq=False, repr=False)  # known by identity, as a key of dicts
+# eq=False: hashed by identity, for sets of blocks here and dicts in replay.py, whose fields change.
+# repr=False: a block refers to its neighbors, so that a generated one would print all of them.
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A piece of a segment, which `malloc` hands out."""
 
-    address: int
+    address: int  # of its first byte
     size: int  # bytes
-    pool: "Pool"
-    # It has memory; a stretch of an expandable segment may have addresses only.
-    mapped: bool = True
+    pool: "Pool"  # goes back there when freed
+    mapped: bool = True  # has memory; False: a part of an expandable segment with addresses only
     requested: int = 0  # bytes that `malloc` was asked for
-    allocated: bool = False
-    previous: "Block | None" = None  # its neighbors in the segment
-    next: "Block | None" = None
-    streams: set[int] | None = None  # others than its own that use it
-    pending: int = 0  # how many of them may still do so after it was freed
+    allocated: bool = False  # handed out by `malloc`, and not yet given to `free`
+    previous: "Block | None" = None  # the block before it in the segment; None: it is the first
+    next: "Block | None" = None  # the block after it in the segment; None: it is the last
+    streams: set[int] | None = None  # streams besides the pool's that use it (`record_stream`)
+    num_pending_streams: int = 0  # of these streams, those that may use it still, once it is freed
 
     @property
     def idle(self) -> bool:
-        """Neither handed out nor still in use by a stream."""
-        return not self.allocated and not self.pending
+        """Return True if the block is neither handed out nor still in use by a stream."""
+        return not self.allocated and not self.num_pending_streams
 
 
 class Pool:
@@ -62,12 +69,13 @@ class Pool:
     __slots__ = "small", "stream", "page", "free", "unmapped", "blocks"
 
     def __init__(self, small: bool, stream: int):
-        self.small = small
-        self.stream = stream
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT  # bytes
+        self.small = small  # for blocks up to SMALL_SIZE; else for larger ones
+        self.stream = stream  # index of the stream that its blocks are allocated on
+        # Bytes: an expandable segment takes and gives memory in multiples of it.
+        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.free: list[tuple[int, int]] = []  # (size, address) of blocks with memory, sorted
         self.unmapped: list[int] = []  # addresses of blocks without memory, sorted
-        self.blocks: dict[int, Block] = {}  # all of them, by address
+        self.blocks: dict[int, Block] = {}  # those of `free` and `unmapped`, by address
 
     def insert(self, block: Block) -> None:
         """Add a block that is free, or has no memory."""
@@ -103,7 +111,12 @@ def compute_growable_size(block: Block) -> int:
 
 def split_block(block: Block, size: int) -> Block:
     """Leave a block its first `size` bytes, and return the rest as the block that follows it."""
-    rest = Block(block.address + size, block.size - size, block.pool, mapped=block.mapped)
+    rest = Block(
+        address=block.address + size,
+        size=block.size - size,
+        pool=block.pool,
+        mapped=block.mapped,
+    )
     rest.previous = block
     rest.next = block.next
     if block.next:
@@ -137,28 +150,31 @@ def join_neighbors(block: Block) -> None:
 
 @dataclass
 class AllocatorSettings:
-    """Settings of the allocator, as by PYTORCH_CUDA_ALLOC_CONF."""
+    """Settings of the allocator: its segments (PYTORCH_CUDA_ALLOC_CONF) and its memory limit."""
 
     expandable: bool = False  # `expandable_segments`
-    cap: int | None = None  # bytes that the segments may take in all; None: no end
+    cap: int | None = None  # bytes that the segments may take in all; None: no limit
     # The cap is one that `torch.cuda.set_per_process_memory_fraction` set, below the device's
     # memory. A request is then refused by the size of its own segment, and an expandable segment
-    # may grow past the cap by less than a page. Else the cap is the device's own end.
+    # may grow past the cap by less than a page. False: the cap is the device's memory.
     by_fraction: bool = False
 
 
 @dataclass
 class MemoryPeaks:
-    """Peaks in bytes, each for itself, as `torch.cuda.memory_stats` counts them."""
+    """Peaks in bytes as `torch.cuda.memory_stats` counts them, each at a moment of its own."""
 
-    requested: int = 0  # asked for and not given back
-    allocated: int = 0  # in the blocks handed out for it
-    active: int = 0  # in those and in freed blocks that another stream may still use
+    requested: int = 0  # asked for in `malloc` and not freed
+    allocated: int = 0  # in the blocks handed out, which are rounded up
+    active: int = 0  # in blocks handed out and in freed blocks that another stream may still use
     reserved: int = 0  # in all segments, taken from the device
 
 
 class OutOfMemory(Exception):  # noqa: N818 - what it is called everywhere
-    """No segment can be had, even after all unused ones were given back."""
+    """The error of a request that the cap has no room for, with all unused segments given back.
+
+    Arguments are in bytes.
+    """
 
     def __init__(self, requested: int, reserved: int, allocated: int, cap: int):
         super().__init__(
@@ -177,34 +193,36 @@ class CachingAllocator:
     ):
         """Make an allocator that has reserved nothing.
 
-        choose_address: `fn(bytes, stream)` returns the address at which the device puts a segment,
-        or None, where it does not know; they then ascend. It can matter, since of two free blocks
-        of one size the one with the lower address is taken.
+        settings: None: the defaults. choose_address: `fn(num_bytes, stream)` returns the address at
+        which the device puts a segment, or None for the next one in ascending order. Addresses can
+        matter, since of two free blocks of one size the one with the lower address is taken.
         """
         self.settings = settings or AllocatorSettings()
         # Bytes now, as `MemoryPeaks` has them, and their peaks since the last `reset_peaks`.
         self.requested = self.allocated = self.active = self.reserved = 0
         self.peaks = MemoryPeaks()
         self.num_alloc_retries = 0
-        # Entries (action, address, bytes, stream); none are kept unless the caller sets a list.
+        # Entries (action, address, bytes, stream), with the actions of
+        # `torch.cuda.memory._snapshot()["device_traces"]`. The deque keeps none; set a list for it.
         self.log: MutableSequence[tuple[str, int, int, int]] = deque(maxlen=0)
         self._pools: dict[tuple[bool, int], Pool] = {}  # by (is small, stream)
-        self._active: set[Block] = set()
-        # By stream, (kernels issued there when the block was freed, block).
-        self._pending: dict[int, deque[tuple[int, Block]]] = {}
-        self._issued: Counter[int] = Counter()  # by stream, kernels
+        self._active: set[Block] = set()  # handed out, or freed and still used by a stream
+        # By stream, freed blocks that it may use still, the first one freed first: (kernels issued
+        # on the stream when the block was freed, block).
+        self._freed_in_use: dict[int, deque[tuple[int, Block]]] = {}
+        self._num_issued: Counter[int] = Counter()  # by stream, kernels issued so far
         self._choose_address = choose_address
         self._next_address = _FIRST_ADDRESS
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Return a block for `num_bytes` > 0, to be used on `stream`.
+        """Return a block for `num_bytes` > 0, to be used on the stream of this index.
 
         Raises OutOfMemory if the cap leaves no room for it.
         """
         size = round_size(num_bytes)
         key = (size <= SMALL_SIZE, stream)
         pool = self._pools.get(key) or self._pools.setdefault(key, Pool(*key))
-        block = self._reuse(pool, size) or self._grow(pool, size, num_bytes)
+        block = self._reuse(pool, size) or self._reserve_block(pool, size, num_bytes)
         # What is left over becomes a block of its own; a large block of a fixed segment keeps up to
         # 1 MiB of it.
         least_split = ROUNDING if pool.small or self.settings.expandable else SMALL_SIZE + 1
@@ -223,9 +241,10 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back; its own stream can reuse it at once.
+        """Take a block back, so that a later `malloc` on its own stream can reuse it at once.
 
-        If `record_stream` named another stream, only when that is done.
+        If `record_stream` named other streams, it can be reused only when these are done with it.
+        Raises ValueError for a block that is not handed out.
         """
         if not block.allocated:
             raise ValueError(f"the block at {block.address:#x} is not allocated")
@@ -236,63 +255,74 @@ class CachingAllocator:
             self._complete_free(block)
             return
         for stream in block.streams:
-            self._pending.setdefault(stream, deque()).append((self._issued[stream], block))
-        block.pending = len(block.streams)
+            self._freed_in_use.setdefault(stream, deque()).append((self._num_issued[stream], block))
+        block.num_pending_streams = len(block.streams)
         block.streams = None
 
     def record_stream(self, block: Block, stream: int) -> None:
         """Note that a block is used on `stream` too.
 
-        Once freed, it is not reused before that stream is done with it (`issue`, `finish`).
+        Once freed, it is not reused before `issue` or `finish` says that the stream is done.
         """
         if stream != block.pool.stream:
             block.streams = (block.streams or set()) | {stream}
 
     def issue(self, stream: int, kernels: int = 1) -> None:
-        """Count kernels issued on `stream`: those issued `LAUNCH_QUEUE` before are done."""
-        self._issued[stream] += kernels
-        pending = self._pending.get(stream)
-        num_done = self._issued[stream] - LAUNCH_QUEUE
-        while pending and pending[0][0] <= num_done:
-            self._release(pending.popleft()[1])
+        """Count kernels issued on `stream`, and take those from `LAUNCH_QUEUE` before as done.
+
+        The host could not have issued these if those were not. Blocks freed by then are released.
+        """
+        self._num_issued[stream] += kernels
+        freed_blocks = self._freed_in_use.get(stream)
+        num_done = self._num_issued[stream] - LAUNCH_QUEUE
+        while freed_blocks and freed_blocks[0][0] <= num_done:
+            self._count_stream_done(freed_blocks.popleft()[1])
 
     def finish(self, stream: int) -> None:
-        """Take all work that was issued on `stream` so far as done."""
-        for _, block in self._pending.pop(stream, ()):
-            self._release(block)
+        """Note that the host has waited for `stream`: all work issued there so far is done."""
+        for _, block in self._freed_in_use.pop(stream, ()):
+            self._count_stream_done(block)
 
-    def _release(self, block: Block) -> None:
+    def _count_stream_done(self, block: Block) -> None:
         """Note that one of the streams that a freed block waits for is done with it."""
-        block.pending -= 1
-        if not block.pending:
+        block.num_pending_streams -= 1
+        if not block.num_pending_streams:
             self._complete_free(block)
 
     def empty_cache(self) -> None:
         """Wait for all streams and give unused segments, or pages of them, back to the device."""
-        for stream in list(self._pending):
+        for stream in list(self._freed_in_use):
             self.finish(stream)
+        # Large pools first, as in `release_cached_blocks`; the streams in any fixed order.
         for pool in sorted(self._pools.values(), key=lambda pool: (pool.small, pool.stream)):
+            # A list of its own, since both calls change `pool.free`.
             for block in [pool.blocks[address] for _, address in pool.free]:
                 if self.settings.expandable:
                     self._unmap(block)
                 elif not block.previous and not block.next:
-                    self._give_back(block)
+                    self._release_segment(block)
 
     def reset_peaks(self) -> None:
-        """Count peaks from what is held now."""
+        """Set the peaks to what is in use now."""
         self.peaks = MemoryPeaks(
-            self.requested, allocated=self.allocated, active=self.active, reserved=self.reserved
+            requested=self.requested,
+            allocated=self.allocated,
+            active=self.active,
+            reserved=self.reserved,
         )
 
     def list_blocks(self) -> list[Block]:
-        """Return every block with memory, by address."""
+        """Return every block with memory, free or not, in the order of addresses."""
         blocks = list(self._active)
         for pool in self._pools.values():
             blocks += [block for block in pool.blocks.values() if block.mapped]
         return sorted(blocks, key=lambda block: block.address)
 
     def _reuse(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block that is large enough from a pool (`get_free_block`)."""
+        """Take the smallest free block of at least `size` bytes from a pool (`get_free_block`).
+
+        None if there is none.
+        """
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free):
             return None
@@ -306,13 +336,15 @@ class CachingAllocator:
                     break
                 block = next_block
                 index += 1
-        del pool.free[index], pool.blocks[block.address]
+        pool.remove(block)
         return block
 
-    def _grow(self, pool: Pool, size: int, requested: int) -> Block:
-        """Return a block of a new segment (`malloc`, where no block was found).
+    def _reserve_block(self, pool: Pool, size: int, requested: int) -> Block:
+        """Return a block of at least `size` bytes of memory newly taken from the device.
 
-        Under a cap, other segments are given back for it.
+        It is what `malloc` does where no free block was found. If the cap has no room, unused
+        segments are given back first. requested: bytes before rounding, for the error. Raises
+        OutOfMemory.
         """
         block = self._make_segment(pool, size)
         if not block:
@@ -323,34 +355,38 @@ class CachingAllocator:
             return block
         self.log.append(("oom", 0, size, pool.stream))
         raise OutOfMemory(
-            requested,
+            requested=requested,
             reserved=self.reserved,
             allocated=self.allocated,
             cap=self.settings.cap or 0,
         )
 
     def _make_segment(self, pool: Pool, size: int) -> Block | None:
-        """Return a block of at least `size` from the device (`alloc_block`).
+        """Return a block of at least `size` bytes from the device (`alloc_block`).
 
         None if the cap does not allow it.
         """
         settings = self.settings
-        segment = compute_segment_size(size)
-        if (settings.by_fraction or not settings.expandable) and self._would_exceed(segment):
+        segment_size = compute_segment_size(size)
+        if (settings.by_fraction or not settings.expandable) and self._would_exceed(segment_size):
             return None
         if settings.expandable:
             return self._expand(pool, size)
-        address = self._choose_address(segment, pool.stream) if self._choose_address else None
+        address = None
+        if self._choose_address:
+            address = self._choose_address(segment_size, pool.stream)
         if address is None:
             address = self._next_address
-            self._next_address += segment
-        self._count_reserved("segment_alloc", address, change=segment, stream=pool.stream)
-        return Block(address, segment, pool)
+            self._next_address += segment_size
+        self._record_reserved("segment_alloc", address, change=segment_size, stream=pool.stream)
+        return Block(address, segment_size, pool)
 
-    def _would_exceed(self, more: int) -> bool:
-        return self.settings.cap is not None and self.reserved + more > self.settings.cap
+    def _would_exceed(self, num_bytes: int) -> bool:
+        """Return True if the cap has no room for `num_bytes` more."""
+        return self.settings.cap is not None and self.reserved + num_bytes > self.settings.cap
 
-    def _count_reserved(self, action: str, address: int, *, change: int, stream: int) -> None:
+    def _record_reserved(self, action: str, address: int, *, change: int, stream: int) -> None:
+        """Count and log memory taken from the device, or given back. change: bytes, signed."""
         self.reserved += change
         self.peaks.reserved = max(self.peaks.reserved, self.reserved)
         self.log.append((action, address, abs(change), stream))
@@ -364,18 +400,18 @@ class CachingAllocator:
         join_neighbors(block)
         block.pool.insert(block)
 
-    def _give_back(self, block: Block) -> None:
+    def _release_segment(self, block: Block) -> None:
         """Give a free block that is a whole segment back to the device (`release_block`)."""
         block.pool.remove(block)
-        self._count_reserved(
+        self._record_reserved(
             "segment_free", block.address, change=-block.size, stream=block.pool.stream
         )
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
         """Return a block of an expandable segment (`try_allocate_expandable_block`).
 
-        It is at the lowest addresses of the stream's segment that are free or without memory and
-        `size` long, and is given memory where it has none. None if the device has no more.
+        It is at the lowest addresses of the pool's segments that are free or without memory for
+        `size` bytes, and is given memory where it has none. None if the device has no more.
         """
         block = self._find_room(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
@@ -385,14 +421,14 @@ class CachingAllocator:
             assert following is not None, "the room is long enough"
             if not self._map(following, min(size - block.size, following.size)):
                 return None
-            block = following  # which has taken in the block before it
+            block = following  # `_map` has joined it with the block before it
         pool.remove(block)
         return block
 
     def _find_room(self, pool: Pool, size: int) -> Block:
-        """Return the first block of addresses that are `size` long (`find_expandable_block`).
+        """Return the first of neighboring idle blocks of `size` bytes (`find_expandable_block`).
 
-        It is a new segment's if there are none.
+        At least one of them has no memory. If there are none, it is a new segment without memory.
         """
         for address in pool.unmapped:
             start = pool.blocks[address]
@@ -405,10 +441,10 @@ class CachingAllocator:
                 block = block.next
             if length >= size:
                 return start
-        room = Block(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
+        segment = Block(address=self._next_address, size=_ADDRESS_SPACE, pool=pool, mapped=False)
         self._next_address += _ADDRESS_SPACE
-        pool.insert(room)
-        return room
+        pool.insert(segment)
+        return segment
 
     def _map(self, block: Block, size: int) -> bool:
         """Give the first `size` bytes of an unmapped block memory, in whole pages (`map_block`).
@@ -419,7 +455,7 @@ class CachingAllocator:
         size = -(-size // pool.page) * pool.page
         if not self.settings.by_fraction and self._would_exceed(size):
             return False
-        self._count_reserved("segment_map", block.address, change=size, stream=pool.stream)
+        self._record_reserved("segment_map", block.address, change=size, stream=pool.stream)
         pool.remove(block)
         if size < block.size:
             pool.insert(split_block(block, size))
@@ -447,4 +483,4 @@ class CachingAllocator:
         join_neighbors(block)
         if block.previous or block.next:
             pool.insert(block)  # else the segment is empty, and goes with its addresses
-        self._count_reserved("segment_unmap", begin, change=begin - end, stream=pool.stream)
+        self._record_reserved("segment_unmap", begin, change=begin - end, stream=pool.stream)

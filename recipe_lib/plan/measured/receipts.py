@@ -1,9 +1,10 @@
-"""Receipts: what a run was planned to take and what it took, a line of JSON a run.
+"""Receipts: the memory and time that a run was planned to take, and took, a line of JSON a run.
 
-`tune run` makes one (`make_receipt`, `append_receipt`) in a file of this machine,
+`tune run` adds one (`make_receipt`, `append_receipt`) to a file of this machine,
 `$XDG_STATE_HOME/tune-recipes/receipts.jsonl`
-(https://specifications.freedesktop.org/basedir-spec/). `tune plan` quotes the one that is most like
-its run (`find_nearest`, `quote_line`); nothing sends it anywhere. No torch in here.
+(https://specifications.freedesktop.org/basedir-spec/). `tune plan` shows the one of the run that is
+most like its own (`read_receipts`, `find_nearest`, `quote_line`). Nothing sends the file anywhere.
+Imports no torch, so that a plan starts fast.
 """
 
 import errno
@@ -24,51 +25,55 @@ from recipe_lib.files import open_to_append
 from recipe_lib.plan.plan_schema import read_typed
 from recipe_lib.reading import parse_json, read_end
 from recipe_lib.redaction import redact_values
-from recipe_lib.report.planned import KINDS
+from recipe_lib.report.planned import KINDS as MEMORY_KINDS
 from recipe_lib.units import GIB, format_bytes, format_count
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
-VARIABLE = "TUNE_RECEIPTS"  # `off`: none is written, and no plan quotes one
-FORMAT = 3  # of a line; raised when a key changes its meaning or goes away
-_SOFTWARE = ("tune-recipes", "torch", "cuda")
-_TIMES = ("seconds", "tokens_per_second")  # of a step
-_NEWEST_BYTES = 2**23  # that are read of the file: some 3,000 runs
-_SAME_MEMORY = 0.1  # share; a slice of a card has its name, and less memory
+# Environment variable; "off", "0" or "no": no receipt is written, and no plan shows one.
+VARIABLE = "TUNE_RECEIPTS"
+FORMAT = 3  # version of a line; raised when a key changes its meaning or goes away
+_SOFTWARE = ("tune-recipes", "torch", "cuda")  # keys of summary.json's `versions` that are kept
+_TIMES = ("seconds", "tokens_per_second")  # metrics of a step that are planned and measured
+_NEWEST_BYTES = 2**23  # read from the end of the file: some 3,000 runs
+# Relative difference of memory up to which cards of one name are the same: a MIG slice has its
+# card's name, but less memory.
+_MEMORY_TOLERANCE = 0.1
 
 
 @dataclass
 class ReceiptRun:
-    """A run by what decides its memory and its time."""
+    """A run, described by all that decides its memory and its time."""
 
-    recipe: str
-    config: str
-    card: str
-    card_memory: int
-    ranks: int
-    # Name to value of the model, the mesh, the batch and whatever else changes memory, defaults
-    # left out.
+    recipe: str  # name, such as lora_finetune_distributed
+    config: str  # name, such as llama3/8B_lora
+    card: str  # the GPU's name in the planner's table, such as rtx4090
+    card_memory: int  # bytes
+    ranks: int  # processes, one for each GPU
+    # By name: model, mesh, batch, and the config keys that change memory, if not at their default.
     settings: dict[str, str]
 
 
 @dataclass
 class Receipt:
-    """A run that was planned and measured: peaks of its first rank, bytes, and a step's time."""
+    """The planned and the measured memory and time of a run, for its rank 0.
 
-    format: int
-    # Of its end, ISO 8601.
-    time: str
-    versions: dict[str, str]
+    Keys of `planned`, `measured` and `errors`: "active", "allocated" and "reserved", the peaks of
+    memory in bytes as torch counts them; "seconds" and "tokens_per_second" of a step. A figure that
+    is not known has no key.
+    """
+
+    format: int  # FORMAT when it was written
+    time: str  # when the run ended, ISO 8601 with the time zone
+    versions: dict[str, str]  # by the names of _SOFTWARE
     run: ReceiptRun
     planned: dict[str, float]
-    # By torch; of a step the median, without the first one.
-    measured: dict[str, float]
-    # Planned / measured - 1.
-    errors: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float]  # times: the median of all steps but the first
+    errors: dict[str, float] = field(default_factory=dict)  # planned / measured - 1
 
     def __post_init__(self) -> None:
-        """Compute the errors, which are always those of the figures."""
+        """Compute the errors anew, so that those of a line that was read fit its figures."""
         self.errors = {
             name: planned / self.measured[name] - 1
             for name, planned in self.planned.items()
@@ -77,16 +82,18 @@ class Receipt:
 
 
 def is_off() -> bool:
-    """Return True if the environment says that there are to be none."""
+    """Return True if the environment turns receipts off (VARIABLE)."""
     return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
 
 
 def get_receipts_file() -> Path:
-    """Return the path of the file."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    # By the specification a relative path counts for none.
+    """Return the path of this user's file of receipts, which need not exist."""
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    # By the specification a relative path is to be ignored, as if the variable were not set.
     folder = (
-        Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
+        Path(state_home)
+        if os.path.isabs(state_home)
+        else Path(os.path.expanduser("~"), ".local", "state")
     )
     return folder / "tune-recipes" / "receipts.jsonl"
 
@@ -96,16 +103,20 @@ def make_receipt(
 ) -> Receipt:
     """Return the receipt of a run on the GPU that its plan was for.
 
-    figures: of the plan, as `tune run` has them written. summary: of summary.json. steps: of
-    metrics.jsonl.
+    figures: of the plan, which `tune run` has written before the run (`collect_figures` and, as
+    `run`, `describe_run`). summary: the content of the run's summary.json. steps: the lines of its
+    metrics.jsonl. Raises ConfigError or KeyError if something is missing there.
     """
+    # Rank 0 writes the summary. So its planned peaks, under "first", replace the heaviest rank's.
     figures = {**figures, **(figures.get("first") or {})}
-    peaks = {kind: summary.get(f"peak_memory_{kind}_gib") for kind in KINDS}
+    peaks = {kind: summary.get(f"peak_memory_{kind}_gib") for kind in MEMORY_KINDS}
     measured: dict[str, float] = {kind: round(peak * GIB) for kind, peak in peaks.items() if peak}
-    # The first step makes optimizer states and compiles kernels.
+    # Lines without a loss are those of validations. The first step is left out, as it makes
+    # optimizer states and compiles kernels.
     later_steps = [line for line in steps if "loss" in line][1:]
     for name in _TIMES:
-        if values := [line[name] for line in later_steps if line.get(name)]:
+        values = [line[name] for line in later_steps if line.get(name)]
+        if values:
             measured[name] = median(values)
     return Receipt(
         format=FORMAT,
@@ -114,17 +125,17 @@ def make_receipt(
             name: summary["versions"][name] for name in _SOFTWARE if name in summary["versions"]
         },
         run=read_typed(ReceiptRun, figures["run"], "run"),
-        planned={name: figures[name] for name in (*KINDS, *_TIMES) if figures.get(name)},
+        planned={name: figures[name] for name in (*MEMORY_KINDS, *_TIMES) if figures.get(name)},
         measured=measured,
     )
 
 
 def append_receipt(path: Path, receipt: Receipt) -> bool:
-    """Add a line, readable by this user alone; return whether the file is new.
+    """Add a receipt to a file, readable by this user alone. Return True if the file is new.
 
-    OSError where it cannot be written.
+    Raises OSError if it cannot be written.
     """
-    if not path.is_absolute():
+    if not path.is_absolute():  # `expanduser` leaves "~" where no home folder is known
         raise OSError(errno.ENOENT, "no home folder", str(path))
     line = json.dumps(redact_values(asdict(receipt)), allow_nan=False)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,25 +150,26 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
 
 
 def read_receipts(path: Path) -> tuple[list[Receipt], int]:
-    """Return the newest receipts of a file, oldest first, and how many lines of it cannot be read.
+    """Return the newest receipts of a file, oldest first, and the number of unreadable lines.
 
-    No file is as one without lines. OSError for one that cannot be read.
+    A file that does not exist has no lines. Raises OSError if the file cannot be read.
     """
     try:
         content = read_end(path, _NEWEST_BYTES)
     except FileNotFoundError:
         return [], 0
     lines = content.split(b"\n")
-    if len(content) == _NEWEST_BYTES:  # begins inside of a line
+    if len(content) == _NEWEST_BYTES:  # the first line has probably lost its beginning
         del lines[0]
     lines = [line for line in lines if line.strip()]
-    # Lines that were cut off are passed over, and those of another version.
-    timed: list[tuple[float, Receipt]] = []
+    # Lines that were cut off are passed over, and those of another version of the format.
+    timed: list[tuple[float, Receipt]] = []  # (seconds since 1970 at the end of the run, receipt)
     for line in lines:
         with suppress(ConfigError, ValueError, OverflowError):
             receipt = read_typed(Receipt, parse_json(line), "receipt")
-            # By the moment, not by the clock on the wall of two time zones.
+            # Runs may have ended in different time zones: their texts would sort by the local time.
             moment = datetime.fromisoformat(receipt.time).timestamp()
+            # Receipts are compared, and shown, by their error of reserved memory.
             if receipt.format == FORMAT and "reserved" in receipt.errors:
                 timed.append((moment, receipt))
     timed.sort(key=lambda pair: pair[0])
@@ -165,10 +177,15 @@ def read_receipts(path: Path) -> tuple[list[Receipt], int]:
 
 
 def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
-    """Return the run of a config. shaped: what is planned of it, with its strategy chosen."""
+    """Return the run that a config describes, for its receipt.
+
+    cfg: the user's config. shaped: its copy that is planned, in which `parallel.strategy` is no
+    longer `auto` and what has no part in a step is removed.
+    """
+    # In a mesh's shape the ranks that share a sequence are a part of another dimension.
     mesh = add_context_dim(shaped.parallel, compute_mesh_shape(shaped.parallel, settings.ranks))
     levers = list_changed_levers(shaped)
-    if settings.ranks == 1:  # which shards nothing
+    if settings.ranks == 1:  # nothing is sharded, so that the strategy changes nothing
         levers.pop("parallel.strategy", None)
     described = {
         "model": str(cfg.model.preset or cfg.model.path),
@@ -189,10 +206,10 @@ def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
 
 
 def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None:
-    """Return the receipt of the planned card and recipe with the fewest other settings.
+    """Return the receipt of the planned card and recipe whose settings differ in the fewest names.
 
-    receipts: oldest first; of equal ones it is the newest. None if there is none of that card and
-    recipe.
+    receipts: oldest first; of equally near ones the newest is returned. None if no receipt is of
+    that card and recipe.
     """
 
     def count_differences(receipt: Receipt) -> int:
@@ -200,17 +217,20 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
         names = settings | planned.settings
         return sum(settings.get(name) != planned.settings.get(name) for name in names)
 
-    alike = [
+    def is_same_card(run: ReceiptRun) -> bool:
+        difference = abs(run.card_memory / planned.card_memory - 1)
+        return run.card == planned.card and difference <= _MEMORY_TOLERANCE
+
+    comparable = [
         receipt
-        for receipt in reversed(receipts)  # `min` takes the first of equal ones
-        if (receipt.run.card, receipt.run.recipe) == (planned.card, planned.recipe)
-        and abs(receipt.run.card_memory / planned.card_memory - 1) <= _SAME_MEMORY
+        for receipt in reversed(receipts)  # newest first, as `min` takes the first of equal ones
+        if receipt.run.recipe == planned.recipe and is_same_card(receipt.run)
     ]
-    return min(alike, key=count_differences, default=None)
+    return min(comparable, key=count_differences, default=None)
 
 
 def quote_line(receipt: Receipt) -> str:
-    """Return the receipt in a line.
+    """Format a receipt as a line for the end of a plan, such as
 
     `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved,
     measured 15.43 GiB (-1.4%); ...`, with the speed where it is known.
