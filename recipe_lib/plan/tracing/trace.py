@@ -3,7 +3,8 @@
 `tracer.Tracer` records one. The models of the allocator and of a step's time read it, and so do the
 reports. Bytes are those asked for, before an allocator rounds them. There are no times yet: events
 are in the order in which the host issues them. `trace_rank` calls `classify_activations` and
-`give_to_children` on a complete trace, to find activations and the modules that keep them. No torch.
+`give_to_children` on a complete trace, to find activations and the modules that keep them.
+No torch in here.
 """
 
 from collections import defaultdict
