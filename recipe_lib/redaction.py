@@ -96,16 +96,18 @@ _MIN_CHARACTERS_IN_WORDS = 16
 def redact(text: str) -> str:
     """Return the text with every secret in it replaced by `[secret]`."""
     for name, value in os.environ.items():
-        if len(value) < _MIN_SECRET_CHARACTERS or value not in text:
-            continue
-        if not _SECRET_VARIABLE.search(name):
+        if (
+            len(value) < _MIN_SECRET_CHARACTERS
+            or value not in text
+            or not _SECRET_VARIABLE.search(name)
+        ):
             continue
         if value.startswith(("/", "~", ".")):
             continue  # the path of a file that holds it
-        pattern = re.escape(value)
-        if len(value) < _MIN_CHARACTERS_IN_WORDS:
-            pattern = f"{_WORD_BEGINS}{pattern}{_WORD_ENDS}"
-        text = re.sub(pattern, SECRET, text)
+        if len(value) >= _MIN_CHARACTERS_IN_WORDS:
+            text = text.replace(value, SECRET)
+        else:
+            text = re.sub(f"{_WORD_BEGINS}{re.escape(value)}{_WORD_ENDS}", SECRET, text)
     lower = text.lower()
     if any(word in lower for word in _CONTEXT_WORDS):
         # Each alternative of the pattern is a named group, so there always is a last one; `or 0` is

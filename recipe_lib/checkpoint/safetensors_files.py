@@ -153,11 +153,10 @@ def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     raise _make_format_fault(path, f"an impossible entry for {name}")
 
 
-def _make_cut_short_fault(path: Path, size: int, expected: int) -> CheckpointError:
-    """Make the error of a file of `size` bytes that should have `expected` or more."""
+def _make_cut_short_fault(path: Path, num_bytes: int, min_bytes: int) -> CheckpointError:
     return CheckpointError(
-        f"{path}: cut short: {format_bytes(size)} ({size} bytes), expected {expected} bytes;"
-        " fetch the file again"
+        f"{path}: cut short: {format_bytes(num_bytes)} ({num_bytes} bytes), expected {min_bytes}"
+        " bytes; fetch the file again"
     )
 
 

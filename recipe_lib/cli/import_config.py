@@ -65,7 +65,6 @@ def run(words: list[str]) -> int:
 
 
 def _check_target(name: str) -> Path:
-    """Return the path to write to. Raises ConfigError for a file that is there, or cannot be."""
     path = expand_home(name)
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(

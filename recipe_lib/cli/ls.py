@@ -22,7 +22,7 @@ to reserve.
   tune ls dpo_distributed   those of a recipe"""
 
 _PLANNED = re.compile(
-    r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+ \w+) reserved \((\d+) ranks?,"
+    r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+) (\w+) reserved \((\d+) ranks?,"
 )
 _INTENDED_GPUS = re.compile(r"Meant for ([^:]+):")
 
@@ -42,11 +42,9 @@ def run(words: list[str]) -> int:
     filters = [word for word in words if word not in recipes]
     shown: dict[str, list[str]] = {}
     for name, configs in list_configs().items():
-        if name not in (recipes or list_recipes()):
-            continue
-        matches = [config for config in configs if _matches_all(config, filters)]
+        matches = [config for config in configs if all(is_match(config, word) for word in filters)]
         # A recipe without configs is listed too, unless configs were asked for.
-        if matches or not filters:
+        if name in (recipes or list_recipes()) and (matches or not filters):
             shown[name] = matches
     if filters and not shown:
         raise ConfigError(_describe_no_match(filters))
@@ -75,10 +73,6 @@ def is_match(config: str, word: str) -> bool:
     return any(part.startswith(prefix) for part in _split_name(name))
 
 
-def _matches_all(config: str, words: Sequence[str]) -> bool:
-    return all(is_match(config, word) for word in words)
-
-
 def _split_name(name: str) -> list[str]:
     """Return what a word may match: `qwen3/8B_lora`, `qwen3`, `8B_lora`, and `8B` and `lora`."""
     return [name, *name.split("/"), *re.split(r"[/_]", name)]
@@ -91,8 +85,7 @@ def read_planned_memory(config: Path) -> str:
     plan_match = _PLANNED.search(header)
     if not plan_match:
         return ""
-    peak, num_ranks = plan_match.groups()
-    amount, unit = peak.split()
+    amount, unit, num_ranks = plan_match.groups()
     gpus_match = _INTENDED_GPUS.search(header)
     ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks"
     return f"{amount:>6} {unit} planned  {gpus_match[1] if gpus_match else ranks}"

@@ -1,9 +1,9 @@
-"""Batches as a step takes them, with token counts known before anything is computed.
+"""Make the batches that a step takes, with token counts known before anything is computed.
 
-b rows of s tokens, right-padded by length. A row holds one document, or several when packed; items
-of two sequences (pairs) stay in one micro-batch, each a separate document. `make_training_steps`
-and `make_validation_steps` yield the steps of a rank; `check_packing_isolation` is run once before
-packed training.
+`TrainingData` calls `make_training_steps` and `make_validation_steps`, which yield a rank's
+micro-batches; `check_packing_isolation` is run once before packed training. A micro-batch has b
+rows of s tokens, right-padded. A row holds one sequence, or several when packed. An item is a
+sequence, or a pair of two, which stays in one micro-batch. A slot is an item, or a pack of items.
 """
 
 import gc
@@ -33,6 +33,7 @@ from recipe_lib.ops.attention import (
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.device import holds_values
 
+# For each slot int64 indices of its items; or int64 `[slots]` for slots of one item each
 Slots = Sequence[np.ndarray] | np.ndarray
 
 
@@ -69,33 +70,33 @@ class Batch(_Tensors):
     tokens: torch.Tensor  # int64 `[b, s]`
     # int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none
     labels: torch.Tensor
-    # int64 `[b, s]`, of packed rows; None for rows of one document each
+    # int64 `[b, s]`, position of each token in its sequence, for packed rows; None: not packed
     positions: torch.Tensor | None = None
-    # Which tokens are no padding and, of packed rows, the documents
+    # Which tokens are no padding and, for packed rows, which tokens may attend to each other
     attention: AttentionInfo | None = None
-    # int64 `[b, s]`, for each token the number of its sequence in the micro-batch, -1 for padding;
-    # of pair i the chosen answer is 2i, the rejected one 2i + 1. None where an item is one
-    # unlabeled sequence
+    # int64 `[b, s]`, for each token the index of its sequence in the micro-batch, -1 for padding;
+    # pair i has its chosen answer at 2i, its rejected one at 2i + 1. None where items are single
+    # sequences without a label of their own
     sequence_ids: torch.Tensor | None = None
-    num_sequences: int = 0  # sequences that `sequence_ids` counts; 0 without them
-    # fp64 `[items of the micro-batch]`, labels of whole items; these have sequence ids as well
+    num_sequences: int = 0  # number of different ids in `sequence_ids`; 0 if that is None
+    # fp64 `[items of the micro-batch]`, a label for each whole item; None: items have none
     targets: torch.Tensor | None = None
-    # For each row the numbers of the dataset's sequences in it, in their order
+    # For each row the indices of its sequences in the dataset, in their order
     sequences: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class StepBatches(_Tensors):
-    """One step's micro-batches of this rank; the counts are those of all ranks together."""
+    """One step's micro-batches of this rank; the counts are over the step on all ranks."""
 
     micro_batches: list[Batch]
     num_label_tokens: int  # targets that the loss counts
     total_tokens: int  # tokens of sequences, without padding
     padded_tokens: int  # tokens of rows, padding included
     num_items: int = 0  # sequences, or pairs
-    step: int | None = None  # optimizer steps of the run before this one; None: of no run
-    # For each micro-batch its prompts with other samples' answers, where those were asked for
-    # (KTO's KL estimate); the counts leave them out
+    step: int | None = None  # index of the step in the run, from 0; None: no step of training
+    # For each micro-batch its prompts with other samples' answers, for KTO's KL estimate; empty if
+    # they were not asked for. The counts leave them out
     mismatched: list[Batch] = field(default_factory=list)
 
 
@@ -113,15 +114,19 @@ def make_step(
 ) -> StepBatches:
     """Return this rank's part of a step, given the slots of all ranks.
 
-    slots: of `DataPlan.slots`, or one item number each. Micro-batch m of rank r takes `batch_size`
-    slots from (m * data_ranks + r) * batch_size on, so that the items of a step do not depend on
-    how they are divided. Needs no communication.
+    slots: those of the step, in order, from `DataPlan.slots`. Micro-batch m of rank r takes
+    `batch_size` slots from (m * data_ranks + r) * batch_size on, so that the items of a step do not
+    depend on how they are divided. Needs no communication.
 
-    multiple: sequences are padded to a multiple of so many tokens. pack_length: they are packs,
-    padded to so many tokens before that; None: to the longest slot of their micro-batch, packs if
-    any slot of the step holds several items. mismatched: also make each prompt with the answer of
-    the item before it in the step (of the first, the last one's), at most so many tokens of the
-    two; these are the same however the step is divided.
+    data_rank, data_ranks: this rank of data parallelism, and how many there are. batch_size: slots
+    of a micro-batch. accumulation: micro-batches of a rank. pad_id: token of the padding; None: 0.
+    multiple: rows are padded to a multiple of so many tokens. pack_length: each slot is one row,
+    and rows are padded to so many tokens at least. None: rows are padded to the longest of their
+    micro-batch, and a slot is one row only if any slot of the step holds several items.
+
+    mismatched: also make each prompt with the answer of the item before it in the step (the first
+    with that of the last), cut to so many tokens; None: no. They do not depend on how the step is
+    divided either.
     """
     if len(slots) != batch_size * accumulation * data_ranks:
         raise ValueError(
@@ -152,9 +157,10 @@ def make_validation_steps(
 ) -> Iterator[StepBatches]:
     """Yield all items exactly once, one micro-batch a step.
 
-    They come in file order, or with `packing_capacity` in packs of so many tokens. A rank that runs
-    out of items gets sequences without labels, so that all ranks run the same number of batches.
-    mismatched: as for `make_step`, with the item before in the file.
+    They come in file order, or with `packing_capacity` in packs of so many tokens (for pairs, so
+    many for each of the two). A rank that runs out of items gets rows of padding, so that all ranks
+    run the same number of batches. mismatched: as for `make_step`, but with the item before in the
+    file. The other arguments: as for `make_step`.
     """
     slots = [np.array([item]) for item in range(len(dataset.item_lengths))]
     pack_length = None
@@ -184,34 +190,35 @@ def make_validation_steps(
 
 
 def _pair_with_previous(order: Iterable[Any]) -> dict[int, int]:
-    """Map each item to the one before it, the first to the last. order: of items, or of slots."""
-    circle = np.concatenate([np.atleast_1d(slot) for slot in order]).tolist()
-    return dict(zip(circle, circle[-1:] + circle[:-1], strict=True))
+    """Map each item to the one before it, the first to the last. order: items, or their slots."""
+    items = np.concatenate([np.atleast_1d(slot) for slot in order]).tolist()
+    return dict(zip(items, items[-1:] + items[:-1], strict=True))
 
 
 @dataclass(frozen=True)
 class _StepBuilder:
     """The slots of a step over all ranks, and what is needed to make batches of them.
 
-    Micro-batch n takes `batch_size` slots from n * batch_size on.
+    Micro-batch n, counted over all ranks, takes `batch_size` slots from n * batch_size on.
     """
 
     dataset: Dataset
-    slots: Sequence[np.ndarray]  # the items of each, int64
-    batch_size: int
-    pad_id: int
+    slots: Sequence[np.ndarray]  # for each slot the indices of its items, int64
+    batch_size: int  # slots of a micro-batch
+    pad_id: int  # token of the padding
     multiple: int  # rows are padded to a multiple of so many tokens
-    pack_length: int | None  # rows are padded to so many tokens before that
-    max_mismatched: int | None  # tokens of a prompt with another sample's answer
-    previous_item: Mapping[int, int]  # for mismatched sequences: the prompt's item -> the answer's
+    pack_length: int | None  # rows have so many tokens at least; None: they need not be packs
+    max_mismatched: int | None  # most tokens of a prompt with another sample's answer
+    # For mismatched sequences: the prompt's item -> the answer's item; empty: none are made
+    previous_item: Mapping[int, int]
 
     @property
     def is_packed(self) -> bool:
-        """Return whether a row holds all sequences of its slot."""
+        """Return True if a row holds all sequences of its slot."""
         return self.pack_length is not None or any(len(slot) > 1 for slot in self.slots)
 
     def make_batches(self, micro_batches: Sequence[int]) -> StepBatches:
-        """Return this rank's micro-batches, by their numbers, with the counts of all ranks."""
+        """Return the micro-batches with these indices, and the counts over all ranks."""
         # The rows of all ranks, known from lengths alone: counts need no communication.
         rows = [self.list_rows(number) for number in range(len(self.slots) // self.batch_size)]
         sequences = np.array(
@@ -229,12 +236,14 @@ class _StepBuilder:
         )
 
     def list_rows(self, number: int) -> list[list[int]]:
-        """Return the dataset's sequences in each row of a micro-batch.
+        """Return for each row of a micro-batch the indices of its sequences in the dataset.
 
-        A packed row has all of a slot's sequences, any other one of them.
+        number: index of the micro-batch. A packed row has all of a slot's sequences, any other row
+        one.
         """
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]
+        # Item i is the sequences i * group .. i * group + group - 1.
         rows = [[int(item) * group + at for item in slot for at in range(group)] for slot in slots]
         if self.is_packed:
             return rows
@@ -249,7 +258,7 @@ class _StepBuilder:
         return -(-longest // self.multiple) * self.multiple
 
     def make_batch(self, rows: list[list[int]]) -> Batch:
-        """Return the dataset's sequences, one after the other in each row of the batch."""
+        """Return the batch with these sequences of the dataset in its rows."""
         sequences = [[self.dataset[number] for number in row] for row in rows]
         filled = self._fill_batch(sequences, self.compute_width(rows))
         batch = replace(filled, sequences=tuple(map(tuple, rows)))
@@ -260,7 +269,7 @@ class _StepBuilder:
         return replace(batch, targets=torch.from_numpy(self.dataset.values[items]))
 
     def make_mismatched(self, rows: list[list[int]]) -> Batch:
-        """Return the prompts of the same sequences, each with the answer of another one."""
+        """Return a batch of these sequences' prompts, each with the previous item's answer."""
         sequences = [[self._exchange_answer(number) for number in row] for row in rows]
         width = max([1, *(sum(len(sequence.tokens) for sequence in row) for row in sequences)])
         return self._fill_batch(sequences, -(-width // self.multiple) * self.multiple)
@@ -334,9 +343,9 @@ def make_training_steps(
 ) -> Iterator[StepBatches]:
     """Yield this rank's part of the steps first_step .. last_step - 1 of the run, on `device`.
 
-    Starting at any step costs the same, and a step is the same wherever the run began and for any
-    number of `workers`: processes that make batches ahead, two steps each; 0: a step is made when
-    it is asked for. See `make_step` for the rest.
+    workers: number of processes that make batches ahead, two steps each; 0: a step is made when it
+    is asked for. A step is the same for any number of workers and wherever the run began; starting
+    at any step costs the same. The other arguments: as for `make_step`.
     """
     device = torch.device(device)
     make = partial(
@@ -350,7 +359,7 @@ def make_training_steps(
         multiple=multiple,
         mismatched=mismatched,
     )
-    # Workers are sent the slots of a step, and need no plan.
+    # The DataLoader's sampler yields the slots of a step, so workers need no plan.
     planned = ((plan.slots(step), plan.pack_length(step)) for step in range(first_step, last_step))
     step_maker = _StepMaker(make)
     steps: Iterable[StepBatches] = map(step_maker.__getitem__, planned)
@@ -368,7 +377,7 @@ def make_training_steps(
         )
     for batches in steps:
         if device.type != "cpu":
-            # Out of page-locked memory the copy runs beside the step before.
+            # From page-locked memory the copy runs while the device computes the step before.
             batches = batches.pin_memory().to(device, non_blocking=True)
         yield batches
 
@@ -395,10 +404,11 @@ def _begin_worker(_worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-# Two sequences of two documents each, not cut at the same place.
-_LENGTHS = ((24, 40), (40, 24))
-_WIDTH = 64
-# Kernels add up in another order for a document by itself. A leak moves logits by far more.
+# The check of packing: two rows of two documents each, which begin at different positions.
+_LENGTHS = ((24, 40), (40, 24))  # tokens
+_WIDTH = 64  # tokens of a row
+# Largest relative difference from a document by itself, for which kernels add up in another order;
+# 0.01 for other types. A leak moves logits by far more.
 _MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.05}
 # A neighbor's tokens take rows of an expert's matmul, and a kernel rounds another number of rows
 # slightly differently.
@@ -420,17 +430,17 @@ def check_packing_isolation(
     pipeline: Evaluator | None = None,
     multiple: int = 1,
 ) -> None:
-    """Check that packed documents do not see each other, with the model and backend that will
-    train.
+    """Check that packed documents do not see each other in the model that will be trained.
 
-    Documents are packed into sequences and some of them changed: the logits of the others must not
-    move. It costs four passes over 128 tokens, and leaves the model as it was. For a sharded model
-    it is a collective: every rank calls it, and all of them agree. Where tensors have no values,
+    Documents are packed into rows and some of them changed: the logits of the others must not move.
+    It costs four forwards of 128 tokens, and leaves the model as it was. Collective for a sharded
+    model: all ranks call it, and agree. On a simulated device, whose tensors have no values,
     nothing is checked.
 
-    model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its
-    weights, sharded or not, compiled or not. spec: its shape. pipeline: what runs its stages, if it
-    has any. multiple: its rows are a multiple of so many tokens.
+    model: `model(tokens [b, s], positions [b, s], attention)` returns logits `[b, s, v]`; it has
+    its weights. spec: the model's shape (`vocab_size`, `head_width`, ...). pipeline: runs the
+    stages of a model that is divided into them; None: it is not. multiple: rows must be a multiple
+    of so many tokens.
 
     Raises SetupError if a document's logits depend on another one, or differ from those of the
     document alone.
@@ -447,9 +457,9 @@ def check_packing_isolation(
     finally:
         model.train(training)
         if any(hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()):
-            # Else training would be compiled for dynamic lengths, because of those seen here.
+            # Else training would be compiled for dynamic lengths, because of the lengths used here.
             torch.compiler.reset()
-    # How documents are kept apart, as `prepare_attention` decides it.
+    # Which code has kept documents apart, by the rule of `ops.attention.prepare_attention`.
     capped = getattr(spec, "attention_softcap", None) is not None
     varlen = not capped and has_varlen(device, dtype, getattr(spec, "head_width", 0))
     backend = "the varlen attention kernel" if varlen else "attention masks"
@@ -479,10 +489,10 @@ def _measure_leaks(
     pipeline: Evaluator | None,
     multiple: int = 1,
 ) -> tuple[float, float, bool, torch.dtype]:
-    """Return how far logits move with a neighbor, and how far they are from documents alone.
+    """Return (leak, difference, whether any rank's layers have experts, dtype of the logits).
 
-    Both are relative, the largest of all ranks. Also whether any rank's layers have experts, and
-    the logits' dtype.
+    leak: how far a document's logits move when its neighbor changes. difference: how far they are
+    from those of the document alone. Both are relative, the largest of all ranks.
     """
     is_first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)  # document of its sequence
     for sequence, (length, _) in enumerate(_LENGTHS):
@@ -495,7 +505,7 @@ def _measure_leaks(
     padded_documents = nn.utils.rnn.pad_sequence(documents, batch_first=True)
     compute = partial(_compute_logits, model, device=device, pipeline=pipeline, multiple=multiple)
     logits = compute(tokens)
-    # With the first document of each sequence left and the second changed, and the other way round.
+    # The first document of each row stays and the second is changed, and the other way round.
     logits_first_left = compute(torch.where(is_first, tokens, changed))
     logits_second_left = compute(torch.where(is_first, changed, tokens))
     logits_alone = compute(padded_documents, packed=False)
@@ -528,10 +538,9 @@ def _compute_logits(
     multiple: int,
     packed: bool = True,
 ) -> Any:
-    """Return logits `[b, s, v]` of tokens `[b, s]`.
+    """Return logits `[b, s, v]` of tokens `[b, s]`; None on a rank without the last stage.
 
-    None on a rank without the last stage of a pipeline. packed: two documents a sequence; else one,
-    padded after it.
+    packed: each row has two documents, of `_LENGTHS` tokens; else one, with padding after it.
     """
     width = tokens.shape[1]
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
@@ -553,7 +562,7 @@ def _compute_logits(
 
 
 def _compute_distance(logits: Tensor, expected: Tensor) -> Tensor:
-    """Return the norm of the difference over the norm of what was expected, fp32 `[]`."""
+    """Return the norm of the difference over the norm of the expected logits, fp32 `[]`."""
     expected = expected.float()
     return (logits.float() - expected).norm() / expected.norm().clamp(
         min=torch.finfo(torch.float32).tiny

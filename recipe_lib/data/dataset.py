@@ -1,9 +1,9 @@
-"""A dataset as compact arrays of tokens and labels, in memory or mapped from files.
+"""Keep a dataset as compact arrays of tokens and labels, in memory or mapped from files.
 
-`Dataset[i]` is the i-th sequence; an item is one sequence, or two that stay together (a preference
-pair). `recipe_lib.data.data_plan` says which items each step takes, `recipe_lib.data.batches` makes
-tensors of them. Below are the checks that need a whole dataset: ids against the model's vocabulary,
-overlong sequences, validation samples that are trained on.
+`data.tokenize_dataset` builds a `Dataset`, whose `dataset[i]` is the i-th sequence. An item is one
+sequence, or two that stay together (a preference pair): `data.data_plan` chooses the items of each
+step, `data.batches` makes tensors of them. The functions below check a whole dataset before a run:
+ids against the model's vocabulary, overlong sequences, validation samples that are trained on.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.tokenizers import Tokenizer
 
-# The arrays that a dataset is stored as, one file each, and the type of their numbers.
+# The arrays that a dataset is stored as, one file each, and their dtype.
 ARRAYS = {
-    "ids": "<i4",
-    "trained": "u1",
-    "offsets": "<i8",
-    "file_of": "<i4",
+    "ids": "<i4",  # of all sequences, one after the other
+    "trained": "u1",  # for each id, whether the loss counts it as a target
+    "offsets": "<i8",  # `[sequences + 1]`, where each sequence begins in `ids`
+    "file_of": "<i4",  # this and the next two are the fields of `Origin`
     "sample_of": "<i8",
     "digests": "<u8",
-    "values": "<f8",
+    "values": "<f8",  # `Dataset.values`
 }
-_FINGERPRINTED = ("ids", "trained", "offsets")  # arrays of which the fingerprint is made
+_FINGERPRINTED = ("ids", "trained", "offsets")  # arrays that enter the fingerprint
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,20 @@ class Origin:
     """The file and the sample that each item of a dataset comes from."""
 
     files: Sequence[SampleFile]  # of all sources, in order
-    file_of: np.ndarray  # int32 `[items]`, the file of each item
-    sample_of: np.ndarray  # int64 `[items]`, the number of its sample in that file
+    file_of: np.ndarray  # int32 `[items]`, index into `files`
+    sample_of: np.ndarray  # int64 `[items]`, index of the item's sample in that file
     digests: np.ndarray  # uint64 `[items]`, equal for items with the same tokens and labels
 
     def place(self, item: int) -> str:
-        """Return file and line of an item."""
+        """Return file and line of an item, as text for an error line."""
         return self.files[int(self.file_of[item])].place_of(int(self.sample_of[item]))
 
 
 class Dataset:
-    """Token sequences in flat arrays: all ids, where each begins, and which ids the loss counts as
-    targets.
+    """Token sequences in flat arrays: all ids, and which of them the loss counts as targets.
 
     A sequence keeps one id more than it has tokens, because its last id is only a target. An item
-    is what an order is made of: `group` sequences that stay together.
+    is `group` sequences that stay together when items are shuffled.
     """
 
     def __init__(
@@ -85,10 +84,12 @@ class Dataset:
     ) -> None:
         """Take arrays as they are; nothing is copied.
 
-        ids: int32 `[n]`. offsets: int64 `[sequences + 1]`. trained: uint8 `[n]`. settings: enter
-        the fingerprint. source_of: None if all items are from one source. checksums: SHA-256 of
-        arrays by name, where they are known. scored: a sequence's tokens are all its ids, so many
-        at most, and its one label is at the last of them.
+        ids: int32 `[n]`. offsets: int64 `[sequences + 1]`. trained: uint8 `[n]`. settings: JSON,
+        enters the fingerprint. group: sequences of an item. source_of: index of each item's source,
+        int16 `[items]`; None: all are from one. weights: one for each source. checksums: SHA-256 of
+        the arrays by name; None: they are computed. values, labeled: see the attributes. scored:
+        for a model with a score head. A sequence's tokens are all its ids, at most `scored` of
+        them, and only the last one has a label; None: the labels are the next ids.
         """
         self.ids = ids  # int32 `[n]`
         self._offsets = offsets
@@ -100,9 +101,10 @@ class Dataset:
         self._settings = settings
         self._checksums = checksums
         self._scored = scored
-        self.labeled = labeled  # batches have the values
+        self.labeled = labeled  # `values` are labels, and batches have them as `targets`
         if scored is None:
             self.lengths = np.diff(offsets) - 1  # tokens of each sequence, int64 `[sequences]`
+            # Label tokens of each sequence, int64 `[sequences]`
             self.trained_counts = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
         else:
             self.lengths = np.minimum(np.diff(offsets), scored)
@@ -112,23 +114,24 @@ class Dataset:
             self.lengths if group == 1 else self.lengths.reshape(-1, group).sum(axis=1)
         )
         self.items = len(self.item_lengths)  # how many
-        # The number of the source that an item came from, int16 `[items]`.
+        # Index of the source that an item came from, int16 `[items]`.
         self.source_of = np.zeros(self.items, dtype=np.int16) if source_of is None else source_of
-        # fp64 `[items]`: a pair's margin, a class' number, or 1 for an answer that is wanted.
+        # fp64 `[items]`: a pair's margin, a class' index, or 1 for a desirable answer, else 0.
         self.values = np.zeros(self.items) if values is None else values
         arrays = zip(_FINGERPRINTED, (ids, trained, offsets), strict=True)
-        known = checksums or {name: compute_checksum(array) for name, array in arrays}
+        known_checksums = checksums or {name: compute_checksum(array) for name, array in arrays}
         identity = [
             settings,
             group,
             self.weights,
-            [known[name] for name in _FINGERPRINTED],
+            [known_checksums[name] for name in _FINGERPRINTED],
             compute_checksum(self.source_of),
         ]
-        if labeled:  # else the values train nothing, and a run with others can be resumed
+        if labeled:  # else no values are trained, and a run may be resumed with other values
             identity += [compute_checksum(self.values), report.classes if report else [], scored]
         identity_json = json.dumps(identity, sort_keys=True).encode()
-        self.fingerprint = hashlib.sha256(identity_json).hexdigest()  # of sequences and settings
+        # SHA-256 in hex, equal for datasets that train the same; a run is resumed only then.
+        self.fingerprint = hashlib.sha256(identity_json).hexdigest()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -148,10 +151,9 @@ class Dataset:
         return TokenSequence(ids[:-1], labels)
 
     def convert_to_labeled_answers(self) -> "Dataset":
-        """Return the same sequences with their values in batches.
+        """Return the same sequences with `values` as labels of items, as KTO trains them.
 
-        A pair becomes an item for each answer, whose value is 1 for the chosen and 0 for the
-        rejected one.
+        A pair becomes two items, whose values are 1 (the chosen answer) and 0 (the rejected one).
         """
         if self.group == 1:
             return self._replace(labeled=True)
@@ -174,11 +176,10 @@ class Dataset:
         )
 
     def convert_to_scored(self, max_length: int) -> "Dataset":
-        """Return the same sequences with their values in batches and a score read at their last
-        token.
+        """Return the same sequences for a score head, which scores them at their last token.
 
-        All ids of a sequence, `max_length` or fewer, are its tokens; only the last one's label is
-        not -100.
+        The tokens are all ids of a sequence, at most `max_length`. Only the last has a label other
+        than -100; what it should be scored is in `values`.
         """
         return self._replace(labeled=True, scored=max_length)
 
@@ -187,7 +188,7 @@ class Dataset:
         return self._replace(values=values)
 
     def _replace(self, **changes: Any) -> "Dataset":
-        """Return a dataset of the same arrays of tokens, with other arguments."""
+        """Return a dataset of the same arrays of tokens; `changes` replace other arguments."""
         arguments: dict[str, Any] = {
             "group": self.group,
             "source_of": self.source_of,
@@ -212,8 +213,9 @@ class Dataset:
         return set(np.unique(self.ids[self._offsets[1:] - 1]).tolist())
 
     def place(self, item: int) -> str:
-        """Return file and line that an item came from; for a text cut into sequences, the
-        text's.
+        """Return file and line that an item came from, as text; raise IndexError.
+
+        For a text that was cut into sequences it is the place of the text.
         """
         if not 0 <= item < self.items:
             raise IndexError(f"item {item} of {self.items}")
@@ -223,9 +225,7 @@ class Dataset:
 
     @cached_property
     def digests(self) -> np.ndarray:
-        """Digests of the items, uint64 `[items]`: equal for items with the same tokens and
-        labels.
-        """
+        """Return digests, uint64 `[items]`, equal for items with the same tokens and labels."""
         if self._origin:
             return self._origin.digests
         return np.fromiter(
@@ -239,12 +239,12 @@ class Dataset:
 
     @cached_property
     def largest_id(self) -> int:
-        """The largest id in any sequence."""
+        """Return the largest id in any sequence."""
         return int(self.ids.max())
 
 
 def adapt_to_recipe(cfg: FullFinetuneConfig, dataset: Dataset) -> Dataset:
-    """Return the dataset as the recipe of a config trains on it."""
+    """Return the dataset in the form that the config's recipe trains on."""
     if cfg.scores_sequences:
         return dataset.convert_to_scored(cfg.max_seq_len)
     return dataset.convert_to_labeled_answers() if cfg.samples == "labeled answers" else dataset
@@ -261,10 +261,9 @@ def compute_digest(ids: bytes, trained: bytes) -> int:
 
 
 def find_copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the items that repeat an earlier one, and for each the last one that it is the same
-    as.
+    """Return (items that repeat an earlier one, for each the last earlier item that it repeats).
 
-    digests: of the items. Both results are int64 `[copies]`, the first ascending.
+    digests: uint64 `[items]`. Both results are indices, int64 `[copies]`, the first ascending.
     """
     order = np.argsort(digests, kind="stable")  # items with the same digest keep their order
     repeats = np.flatnonzero(digests[order][1:] == digests[order][:-1])
@@ -274,19 +273,16 @@ def find_copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_overlap(training: "Dataset", validation: "Dataset") -> np.ndarray:
-    """Return the validation items that are training items as well, token by token; int64,
-    ascending.
-    """
+    """Return the indices of validation items that are training items too; int64, ascending."""
     return np.flatnonzero(np.isin(validation.digests, training.digests))
 
 
 def check_vocabulary(
     tokenizer: Tokenizer, model_vocab_size: int, *datasets: Dataset | None
 ) -> None:
-    """Raise DataError for an id of the tokenizer or of a sequence that the model has no embedding
-    for.
+    """Raise DataError for an id of tokenizer or sequences for which the model has no embedding.
 
-    A special token beyond the model's vocabulary is let pass while no sequence uses it: real
+    Special tokens beyond the model's vocabulary pass while no sequence uses them, because published
     checkpoints list some.
     """
     ids = [tokenizer.ordinary_size - 1, tokenizer.bos_id, tokenizer.eos_id]
@@ -307,9 +303,9 @@ def check_vocabulary(
 
 
 def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
-    """Warn of sequences that are longer than what the model was made for.
+    """Warn of sequences longer than the model's `max_position_embeddings`, in tokens.
 
-    They run, at positions that it never saw.
+    They run, at positions that the model was never trained at.
     """
     for dataset in datasets:
         longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0
@@ -332,10 +328,7 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
 
 
 def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
-    """Warn of validation sequences that are trained on, token by token the same.
-
-    Their loss says nothing about new text.
-    """
+    """Warn of validation items that are trained on: their loss says nothing about new text."""
     if validation is None:
         return
     shared = find_overlap(training, validation)

@@ -1,7 +1,8 @@
-"""The work of a tokenizing process: turn a run of samples into tokens and labels.
+"""Turn a run of samples into tokens and labels, as the work of one tokenizing process.
 
-A `SourceEncoder` reads each row in the source's format, has it encoded, cuts what is too long, and
-counts what became of it in the chunk's report.
+`data.tokenize_dataset` makes a `SourceEncoder` for each source of the config and calls its `encode`
+for runs of samples, one `Task` each. It reads each row in the source's format, has it encoded, cuts
+what is too long, and counts what became of the samples in the report of the `Chunk` it returns.
 """
 
 import re
@@ -43,27 +44,34 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class Task(NamedTuple):
-    """Samples start .. stop (exclusive) of a file."""
+    """A piece of work: the samples start .. stop (exclusive) of a file."""
 
-    source: int  # its number
-    file: int  # its number among those of all sources
-    start: int
-    stop: int | None  # None: the file cannot be counted, and reading it says why
+    source: int  # index of the source in the config
+    file: int  # index of the file among the files of all sources
+    start: int  # index of the first sample in the file
+    stop: int | None  # None: the file's samples cannot be counted; reading it raises why
 
 
 @dataclass
 class Chunk:
-    """A run of samples in tokens: all its sequences in order, and what is known of each item."""
+    """A run of samples in tokens.
 
-    report: DataReport
-    ids: array = field(default_factory=lambda: array("i"))  # int32
-    trained: bytearray = field(default_factory=bytearray)  # uint8, for each id
-    lengths: array = field(default_factory=lambda: array("q"))  # ids of each sequence
-    sample_of: array = field(default_factory=lambda: array("q"))  # the sample of each item
-    digests: array = field(default_factory=lambda: array("Q"))  # of each item
-    values: array = field(default_factory=lambda: array("d"))  # of each item
-    classes: list[str] = field(default_factory=list)  # names of the classes, by their number
-    # Why the run stops here; what came before it counts for nothing then.
+    An item is a sequence, or a pair of two (a chosen and a rejected answer).
+    """
+
+    report: DataReport  # counts of what became of the samples
+    ids: array = field(default_factory=lambda: array("i"))  # int32, of all sequences in order
+    # 0 or 1 for each id: whether the loss counts it as a target
+    trained: bytearray = field(default_factory=bytearray)
+    lengths: array = field(default_factory=lambda: array("q"))  # int64, ids of each sequence
+    # int64, for each item the index of its sample in the file
+    sample_of: array = field(default_factory=lambda: array("q"))
+    # uint64 for each item, equal for items with the same ids and flags (`compute_digest`)
+    digests: array = field(default_factory=lambda: array("Q"))
+    # fp64 for each item: a pair's margin, a class' index in `classes`, or 1 for a desirable answer
+    values: array = field(default_factory=lambda: array("d"))
+    classes: list[str] = field(default_factory=list)  # names of classes, in the order of first use
+    # The error that ends the reading; nothing is trained then. None: all samples were read.
     fault: UserError | None = None
 
     def append(
@@ -71,8 +79,8 @@ class Chunk:
     ) -> None:
         """Add an item of one sequence, or of two that stay together.
 
-        sample: its number in the file. value: a margin, a class' number in `classes`, or 1 for an
-        answer that is wanted.
+        sample: its index in the file. encoded: (ids, trained flags) of each sequence. value: what
+        `values` keeps of the item.
         """
         ids = array("i")
         trained = bytearray()
@@ -88,7 +96,7 @@ class Chunk:
 
 
 class SourceEncoder:
-    """An encoder of the samples of one source."""
+    """An encoder of the samples of one source, which reads them in the source's format."""
 
     def __init__(
         self,
@@ -100,8 +108,9 @@ class SourceEncoder:
     ) -> None:
         """Look up the source's format.
 
-        section: the section of the config that names it, for error lines. Raises DataError for
-        columns that the format does not know.
+        max_seq_len: tokens that a sequence has at most. section: the section of the config that
+        names the source, for error lines. Raises DataError for columns that the format does not
+        know.
         """
         self.cfg = cfg
         self.source = source
@@ -139,8 +148,9 @@ class SourceEncoder:
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
-        """Return samples start .. stop (exclusive) of a file; a fault that ends the run is kept
-        in the chunk.
+        """Encode the samples start .. stop (exclusive) of a file.
+
+        Raises nothing of a user's data: what ends the reading is the chunk's `fault`.
         """
         chunk = Chunk(self.report())
         try:
@@ -153,7 +163,7 @@ class SourceEncoder:
                         raise sample
                     self._read(chunk, number, place=place, row=sample)
                 except SampleFault as fault:
-                    self.encoder.special.take()  # the counts of a sample that is left out
+                    self.encoder.special.take()  # drops the counts of a sample that is left out
                     chunk.report.add_bad(fault.cause, prefix_place(place, fault))
         except UserError as error:
             chunk.fault = error
@@ -163,7 +173,10 @@ class SourceEncoder:
         return chunk
 
     def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
-        """Add what a row becomes, and count what it holds that nobody reads."""
+        """Add the items of a row to the chunk, and count the names in it that nobody reads.
+
+        number: index of the row in the file. place: its file and line.
+        """
         row, left_out = self.unread.leave_out(row)
         renamed = self._rename_columns(row, place)
         self.unread.tidy_columns(renamed)
@@ -195,7 +208,7 @@ class SourceEncoder:
             found_names = ", ".join(sorted(map(str, sample))[:12]) or "none"
             (override,) = format_overrides(get_columns_section(self.section), {missing[0]: "NAME"})
             remedy = f"name yours with {override}"
-            if formats := find_fitting_formats(sample, self.columns):  # of those without labels
+            if formats := find_fitting_formats(sample, self.columns):  # none of the labeled formats
                 remedy = (
                     f"these are of the format {formats[0]}: set {self.section}.format={formats[0]}"
                 )
@@ -212,7 +225,7 @@ class SourceEncoder:
         )
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
-        """Add what a sample becomes, and count it."""
+        """Add the items of a sample to the chunk, and count them in its report."""
         report = chunk.report
         if isinstance(sample, Document):
             self._add_document(chunk, number, sample.text)
@@ -247,31 +260,32 @@ class SourceEncoder:
         place: str,
         sample: Conversation | Completion | Preference | LabeledAnswer | Classified,
     ) -> list[tuple[Encoded, ...]]:
-        """Return what a sample becomes: a pair, or its sequences one by one."""
+        """Return the items of a sample: one of two sequences for a pair, else one for each."""
         if isinstance(sample, Preference | LabeledAnswer):
             return [self.encoder.encode_answers(sample)]
         if isinstance(sample, Classified):
             return [(self.encoder.encode_whole(sample.content),)]
-        whole = self.encoder.encode_sample(sample)
+        encoded_sample = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
             picked = pick_trained(sample.messages, self.cfg.train_on, sample.places)
             report.endings += not picked[-1]
-        if len(whole.sequences) > 1:
+        if len(encoded_sample.sequences) > 1:
             report.split_samples += 1
-            report.split_sequences += len(whole.sequences)
-            report.split_tokens += sum(len(encoded.ids) - 1 for encoded in whole.sequences)
-            report.unsplit_tokens += whole.whole_tokens - 1
-        if whole.marked is not None:
-            report.marked_answers += len(whole.marked.answers)
-            report.marks_differing += len(whole.marked.differing)
-            if whole.marked.differing and not report.first_mark:
-                report.first_mark = prefix_place(place, whole.marked.differing[0])
-        return [(encoded,) for encoded in whole.sequences]
+            report.split_sequences += len(encoded_sample.sequences)
+            report.split_tokens += sum(len(encoded.ids) - 1 for encoded in encoded_sample.sequences)
+            report.unsplit_tokens += encoded_sample.whole_tokens - 1
+        if encoded_sample.marked is not None:
+            report.marked_answers += len(encoded_sample.marked.answers)
+            report.marks_differing += len(encoded_sample.marked.differing)
+            if encoded_sample.marked.differing and not report.first_mark:
+                report.first_mark = prefix_place(place, encoded_sample.marked.differing[0])
+        return [(encoded,) for encoded in encoded_sample.sequences]
 
     def _count_prompt_tokens(self, encoded: Encoded) -> int:
-        """Return how many tokens are outside of the answers, BOS left out."""
-        # The first token of all is never trained; it is no prompt where it is BOS or an answer's.
+        """Count the tokens outside of the answers, BOS left out."""
+        # The first token is never trained, since nothing predicts it. It belongs to no prompt where
+        # it is BOS, or the first of an answer.
         is_answer = bool(encoded.answers and encoded.answers[0][0] == 0)
         is_bos = encoded.ids[0] == self.encoder.tokenizer.bos_id
         return encoded.trained.count(False) - (is_answer or is_bos)
@@ -279,15 +293,14 @@ class SourceEncoder:
     def _truncate_item(
         self, report: DataReport, place: str, sequences: tuple[Encoded, ...]
     ) -> tuple[Encoded, ...]:
-        """Return the sequences of an item within the limit; none, if nothing is left to learn from
-        it.
+        """Return the sequences of an item cut to max_seq_len; none, if no target is left.
 
-        A pair stays one: each of its answers is cut at the same place, and both are left out where
-        one is lost, or where they become equal.
+        Both sequences of a pair are cut to the same length. Both are left out where one has no
+        target left, or where they become equal. Raises DataError with `data.truncation: error`.
         """
-        room = self.max_seq_len + 1  # ids: the last one is only a target
+        max_ids = self.max_seq_len + 1  # ids: the last one is only a target
         longest = max(len(encoded.ids) for encoded in sequences)
-        if longest <= room:
+        if longest <= max_ids:
             return sequences
         policy = self.cfg.truncation
         if policy == "error":
@@ -296,23 +309,26 @@ class SourceEncoder:
                 f" max_seq_len={self.max_seq_len}; raise max_seq_len, or set data.truncation to"
                 " truncate or drop"
             )
-        cut = tuple(encoded.cut(room) for encoded in sequences)
-        is_lost = any(not any(encoded.trained) for encoded in cut) or (
-            len(cut) == 2 and cut[0].ids == cut[1].ids
+        cut_sequences = tuple(encoded.cut(max_ids) for encoded in sequences)
+        is_lost = any(not any(encoded.trained) for encoded in cut_sequences) or (
+            len(cut_sequences) == 2 and cut_sequences[0].ids == cut_sequences[1].ids
         )
-        left = () if policy == "drop" or is_lost else cut
+        kept_sequences = () if policy == "drop" or is_lost else cut_sequences
         answer_tokens = sum(sum(encoded.trained) for encoded in sequences)
         report.truncated_sequences += policy == "truncate"
         report.skipped_long_sequences += policy == "drop"
         report.emptied_sequences += policy == "truncate" and is_lost
         report.long_answer_tokens += answer_tokens
-        report.lost_answer_tokens += answer_tokens - sum(sum(encoded.trained) for encoded in left)
-        return left
+        report.lost_answer_tokens += answer_tokens - sum(
+            sum(encoded.trained) for encoded in kept_sequences
+        )
+        return kept_sequences
 
     def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
-        """Cut a text into sequences of max_seq_len tokens, the last one of what is left.
+        """Cut a text into sequences of max_seq_len tokens; the last one may be shorter.
 
-        Each begins with the last target of the one before: every id but the first is a target once.
+        Each begins with the last target of the one before, so that every id but the first is a
+        target once. Raises SampleFault for a text of fewer than two ids.
         """
         report = chunk.report
         ids = self.encoder.encode_document(text)
@@ -328,9 +344,9 @@ class SourceEncoder:
 
 
 def _get_item_value(sample: Sample, classes: list[str]) -> float:
-    """Return the number that an item keeps.
+    """Return the item's entry in `Chunk.values`.
 
-    classes: names that have a number; a new one is added.
+    classes: names of the classes so far; that of a new class is appended.
     """
     if isinstance(sample, Classified):
         if sample.label not in classes:

@@ -1,8 +1,8 @@
 """Find the format of samples by the columns of the first of them (`data.format: auto`).
 
-`settle_formats` puts the formats into a config before a run; `fill_in_format` does it for one
-source whose files are open. A line for the user names what was found, and a fault the nearest
-overrides.
+`prepare_data` of a run calls `settle_formats`, which puts the formats into the config and returns
+lines for the log; a DatasetBuilder calls `fill_in_format` for one source whose files are open.
+Samples of no format raise DataError, with the overrides that would name their columns.
 """
 
 from collections import Counter
@@ -30,22 +30,23 @@ from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.units import choose_lines
 
-AUTO = "auto"
-PAIRS = "preference"
-LABELED = ("kto", "classification")
+AUTO = "auto"  # the value of data.format that has the format found out
+PAIRS = "preference"  # the format of pairs of answers
+LABELED = ("kto", "classification")  # the formats of samples with a label
 MAX_VOTES = 100  # samples whose columns are looked at
-MAX_SAMPLES_TRIED = 1000  # of each file, to find as many that can be read
-MAX_NAMED_COLUMNS = 12  # columns that a line names
-# Of several formats whose columns are all there, the first: `text` is often one more column, the
-# whole sample in a row.
+MAX_SAMPLES_TRIED = 1000  # samples of a file that are read to find MAX_VOTES readable ones
+MAX_NAMED_COLUMNS = 12  # columns that an error line names
+# If a sample has the columns of several formats, the first counts. `text` is last, because it is
+# often an extra column that holds the whole sample.
 _FORMATS_IN_ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
-_LISTS = ("messages", "conversations")
+_LISTS = ("messages", "conversations")  # columns that hold lists; those of other formats do not
 
 
 def _order_formats(samples: str) -> tuple[str, ...]:
-    """Return the formats of a recipe that trains on such samples, the likeliest first.
+    """Return the formats to try for a recipe, the likeliest first.
 
-    Those with labels come in where the recipe has a use for labels.
+    samples: what the recipe trains on, a key of SAMPLES. A format with labels is tried only if the
+    recipe can use it, and then first.
     """
     if set(SAMPLES[samples]) <= set(_FORMATS_IN_ORDER):
         return _FORMATS_IN_ORDER
@@ -55,9 +56,10 @@ def _order_formats(samples: str) -> tuple[str, ...]:
 def find_fitting_formats(
     sample: Mapping[str, Any], columns: Mapping[str, str], samples: str = "answers"
 ) -> list[str]:
-    """Return the formats whose columns a sample has, the likeliest first.
+    """Return the formats whose required columns a sample has, the likeliest first.
 
-    columns: as `data.columns`. samples: see RecipeFacts.
+    columns: `data.columns`, from a format's name of a column to the sample's. samples: what the
+    recipe trains on, a key of SAMPLES ("answers", "labeled answers", ...).
     """
     plugin_formats = [
         name for name in list_names("data.format") if name not in BUILT_IN["data.format"][1]
@@ -72,16 +74,17 @@ def find_fitting_formats(
             may_be_either = name in (*plugin_formats, PAIRS, *LABELED, "prompt_completion")
             fits = may_be_either or are_lists == [column in _LISTS for column in required]
             (fitting_formats if fits else other_formats).append(name)
-    # With none but the others, reading says what is wrong with a column that is a list, or is none.
+    # Other formats have the columns, but a list where it should be text, or the reverse. If only
+    # these are left, reading the sample raises an error about that column.
     return fitting_formats or other_formats
 
 
 def _find_value(
     form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]
 ) -> Any:
-    """Return what a sample has for a column of a format; None: nothing.
+    """Return a sample's value for a column of a format, under any of the column's names.
 
-    It is taken under the first of the column's names that holds something.
+    The first name with a value other than None counts; None: there is no value. form: the format.
     """
     values = (sample.get(name) for name in find_columns(form).list_spellings(column, columns))
     return next((value for value in values if value is not None), None)
@@ -90,7 +93,7 @@ def _find_value(
 def _find_formats_with_nulls(
     sample: Mapping[str, Any], columns: Mapping[str, str], samples: str
 ) -> list[str]:
-    """Return the formats whose columns a sample has the names of, whatever they hold."""
+    """Return the formats whose required columns a sample has, even where their value is null."""
     return [
         name
         for name in _order_formats(samples)
@@ -99,16 +102,16 @@ def _find_formats_with_nulls(
 
 
 def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
-    """Put the format that is found into the config where it says `auto`; return a line for each.
+    """Replace `auto` in the config by the format that is found; return a log line for each.
 
-    Raises DataError where samples are of no format, ConfigError where the recipe has no use for
-    what they are.
+    Raises DataError for samples of no format, ConfigError for a format that the recipe cannot
+    train on.
     """
     data = cfg.data
     validation = cfg.validation
     lines = list[str]()
     held_out = resolve_validation_source(data, validation)
-    # Asked before the format of training is set, which that of validation falls back to.
+    # Decided before the format of training is set, because validation falls back to that one.
     finds_validation = held_out is not None and held_out.format == AUTO
     for number, source in enumerate(resolve_sources(data)):
         section = data.sources[number] if data.sources else data
@@ -129,7 +132,11 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
 
 
 def _settle_format(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
-    """Return the format of a source; `auto` where none of its samples can be read."""
+    """Return the format of a source; `auto` if none of its samples can be read.
+
+    section: key of the source in the config, such as `data.sources[0]`. Raises DataError and
+    ConfigError as `settle_formats` does.
+    """
     files = open_sources(source, cache=get_cache_root(cfg.data.cache_dir), section=section)
     format_key = f"{section}.format"
     section = get_columns_section(section)
@@ -177,14 +184,14 @@ def _settle_format(cfg: FullFinetuneConfig, source: SourceConfig, section: str) 
 def fill_in_format(
     source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
 ) -> SourceConfig:
-    """Return the source with the format of its files in the place of `auto`.
+    """Return the source with the format of its files in place of `auto`.
 
-    Raises DataError if there is none.
+    section, ignored: see `find_format`. Raises DataError for samples of no format.
     """
     if source.format != AUTO:
         return source
     format_name = find_format(files, source.columns or {}, section=section, ignored=ignored)
-    # Of samples that cannot be read any format will do: reading says what is wrong.
+    # If no sample can be read, any format will do: reading raises what is wrong with them.
     return replace(source, format="messages" if format_name == AUTO else format_name)
 
 
@@ -195,11 +202,11 @@ def find_format(
     samples: str = "answers",
     ignored: Sequence[str] = (),
 ) -> str:
-    """Return the format that most of the first samples of the files have the columns of.
+    """Return the format whose columns most of the first samples have; `auto`: none can be read.
 
-    `auto`: no sample can be read. section: of the config, for the error. samples: what the recipe
-    trains on, see RecipeFacts. ignored: columns that are not looked at. Raises DataError if the
-    samples are of no format.
+    columns: `data.columns`. section: of the config, for the error. samples: what the recipe trains
+    on, a key of SAMPLES. ignored: columns that are not looked at. Raises DataError if the samples
+    are of no format, or `columns` names a column that no format has.
     """
     _check_names(columns, section)
     samples_read = [
@@ -208,7 +215,7 @@ def find_format(
     ]
     candidates = [find_fitting_formats(sample, columns, samples) for _, sample in samples_read]
     votes = Counter(formats[0] for formats in candidates if formats)
-    # Columns that hold null in the first samples: reading says so.
+    # The right columns, which hold null in these samples: reading raises an error about that.
     if not votes and samples_read and not _suggest_columns(samples_read[0][1], section, samples):
         candidates = [_find_formats_with_nulls(row, columns, samples) for _, row in samples_read]
         votes = Counter(formats[0] for formats in candidates if formats)
@@ -221,9 +228,7 @@ def find_format(
 
 
 def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the first samples that can be read, with their places, of the first file that has
-    any.
-    """
+    """Return (file and line, sample) of the first readable samples of the first file with any."""
     for file in files:
         readable = (
             (place, sample)
@@ -237,7 +242,7 @@ def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str
 
 
 def _check_names(columns: Mapping[str, str], section: str) -> None:
-    """Raise DataError for a column that no format has."""
+    """Raise DataError if `columns` has a key that is a column of no format."""
     known = {name for form in list_names("data.format") for name in find_columns(form).known}
     for name in columns:
         if name not in known:
@@ -250,7 +255,7 @@ def _check_names(columns: Mapping[str, str], section: str) -> None:
 def describe_no_format(
     sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers"
 ) -> str:
-    """Return what is wrong with a sample that no format has the columns of, and what to set."""
+    """Return the text of an error for a sample whose columns fit no format, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
     found_names = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
     known = "; ".join(
@@ -266,15 +271,17 @@ def describe_no_format(
 
 
 def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> str:
-    """Return the overrides that name the sample's columns, where they are known by other names."""
+    """Return a remedy, overrides for columns that have another known name; "": there is none."""
     for name in _order_formats(samples):
         read = find_columns(name)
         file_names = dict[str, str]()
         for column in read.known:
-            others = [
-                other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()
+            free_names = [
+                free_name
+                for free_name in OTHER_NAMES.get(column, ())
+                if free_name not in file_names.values()
             ]
-            file_name = find_column(column, sample, others)
+            file_name = find_column(column, sample, free_names)
             if file_name and file_name not in file_names.values():
                 file_names[column] = file_name
         renamed = {
@@ -283,17 +290,17 @@ def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> s
         if file_names.keys() >= set(read.required) and _can_read(
             name, sample, renamed=renamed, section=section
         ):
-            words = [f"{section}.format={name}", *format_overrides(section, renamed)]
-            return f"set {' '.join(words)}, if that is what they are"
+            overrides = [f"{section}.format={name}", *format_overrides(section, renamed)]
+            return f"set {' '.join(overrides)}, if that is what they are"
     return ""
 
 
 def _can_read(
     name: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str
 ) -> bool:
-    """Return True if a format reads a sample under these names.
+    """Return True if a format can read a sample whose columns are named by `renamed`.
 
-    One with an empty text is of the right kind.
+    A sample with an empty text counts as read: it is a bad sample of the right format.
     """
     try:
         get_registered("data.format", name)(

@@ -1,9 +1,10 @@
-"""The ids of a sample, and its label mask: which of them the loss counts.
+"""Encode a sample as ids and a label mask, which says which of them the loss counts.
 
-An answer is trained from the first token after the prompt that generation would be given, up to and
-including the token that ends the turn. `recipe_lib.data.trained_spans` finds it as characters of a
-rendered conversation, `recipe_lib.data.chat_templates` knows of thoughts in it; here both become
-ids and flags. Documents, completions and rows that are rendered already are encoded as they stand.
+`data.encoding` makes an `Encoder` and calls `encode_sample` or `encode_answers` for each sample;
+`render_prompt` makes the prompt of generation by the same rules. An answer is trained from the
+first token after that prompt up to the token that ends the turn: `data.trained_spans` finds these
+characters in the rendering of the chat template. Documents, completions and texts that are rendered
+already are encoded as they stand.
 """
 
 import re
@@ -59,11 +60,15 @@ class Encoded:
     """A sequence before it is cut to max_seq_len."""
 
     ids: list[int]
-    trained: list[bool]  # whether the loss counts each id as a target
-    apart: bool = False  # a token would reach over a span's border, and was cut there
-    answers: tuple[tuple[int, int], ...] = ()  # [start, end) of each, with its end-of-turn token
-    untrained_ends: int = 0  # trained messages whose end-of-turn token was cut off, or is none
-    left_out: int = 0  # messages of the system and the user that are not written
+    trained: list[bool]  # for each id, whether the loss counts it as a target
+    # The text was encoded in pieces, because a token of it would reach over a trained span's border
+    apart: bool = False
+    # Indices [start, end) into ids of each trained answer, with its end-of-turn token
+    answers: tuple[tuple[int, int], ...] = ()
+    # Number of trained answers without a trained end of turn: it was cut off, or there is none
+    untrained_ends: int = 0
+    # Number of messages of the system and the user that the template does not write
+    left_out: int = 0
 
     def cut(self, room: int) -> "Encoded":
         """Return the first `room` ids; the answers that lose their end are counted."""
@@ -80,11 +85,16 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """The sequences of a sample."""
+    """The sequences of a sample.
+
+    A conversation becomes several where the template writes earlier answers differently once later
+    messages follow (it drops their thoughts, say).
+    """
 
     sequences: Sequence[Encoded]
-    whole_tokens: int = 0  # ids of the whole conversation in one, where it became several
-    marked: MarkedAnswers | None = None  # as the template itself marks them, where it does
+    whole_tokens: int = 0  # ids of the conversation rendered once; 0 if it is one sequence
+    # The answers by the template's own marks (`{% generation %}`); None for one without
+    marked: MarkedAnswers | None = None
 
 
 def encode_spans(
@@ -96,9 +106,11 @@ def encode_spans(
     add_bos: bool,
     inside: bool = True,
 ) -> Encoded:
-    """Return ids of the whole text, trained inside of the spans, or outside of them.
+    """Return ids of a text up to the last trained one, trained inside of the spans.
 
-    Raises SampleFault: none is trained.
+    spans: characters of the text, in order. escape: as `encode_escaped` takes it, for special
+    tokens that stay text. add_bos: put BOS first, unless it is there. inside: False trains what
+    lies outside of the spans instead. Raises SampleFault if nothing is trained.
     """
     cuts = [0, *chain.from_iterable((span.start, span.end) for span in spans), len(text)]
     ids, lengths, apart = _encode_between(tokenizer, text, cuts=cuts, escape=escape)
@@ -106,20 +118,20 @@ def encode_spans(
         ids = put_bos(tokenizer, ids)
         lengths[0] += 1
     trained = list[bool]()
-    for number, length in enumerate(lengths):  # those with odd numbers lie inside of a span
-        trained += [bool(number % 2) is inside] * length
+    for index, length in enumerate(lengths):  # odd pieces lie inside of a span, even ones between
+        trained += [bool(index % 2) is inside] * length
     if trained:
         trained[0] = False  # nothing stands before the first token to predict it from
     if True not in trained:
         raise SampleFault("no trained token", "found no label token, expected an answer")
-    end = len(trained) - trained[::-1].index(True)  # what follows the last label trains nothing
+    end = len(trained) - trained[::-1].index(True)  # after the last target nothing is trained
     ends = list(accumulate(lengths, initial=0))
     answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
     return Encoded(ids[:end], trained[:end], apart=apart, answers=answers)
 
 
 def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return the ids behind BOS, once."""
+    """Return the ids with BOS in front, unless it is there or the tokenizer has none."""
     bos = tokenizer.bos_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
@@ -127,9 +139,10 @@ def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 def _encode_between(
     tokenizer: Tokenizer, text: str, cuts: Sequence[int], escape: Escape
 ) -> tuple[list[int], list[int], bool]:
-    """Return ids of a text, how many lie between the cuts, and whether a token was cut.
+    """Return (ids of a text, ids between each two cuts, whether it was encoded in pieces).
 
-    That is so where a token of the whole text reaches over a cut.
+    cuts: offsets of characters, ascending, the first 0 and the last the text's length. The text is
+    encoded in pieces, one from cut to cut, only where one of its tokens reaches over a cut.
     """
     pieces = encode_escaped(tokenizer, [text[start:end] for start, end in pairwise(cuts)], escape)
     piece_ids = list(chain.from_iterable(pieces))
@@ -137,8 +150,8 @@ def _encode_between(
     text_ids = encode_escaped(tokenizer, [text], escape)[0]
     if piece_ids == text_ids:
         return piece_ids, lengths, False
-    # Pieces can differ from the whole although no token reaches over a cut: one that takes space
-    # does.
+    # Pieces can differ from the whole although no token reaches over a cut, where a special token
+    # takes the white space around it. So the ids of each beginning are compared.
     ends = [0]
     for cut in cuts[1:]:
         ids_before = encode_escaped(tokenizer, [text[:cut]], escape)[0]
@@ -181,10 +194,11 @@ class Encoder:
         template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on:
         `assistant`, `last`, `all`, or a list of roles; a message's own `train` wins. add_bos: begin
         plain text with BOS where the tokenizer does so by itself; a chat template writes its own.
-        history: `auto`, `split` or `refuse`, as `split_sequences` has them. add_eos: put EOS behind
-        texts that no template writes.
+        history: `auto`, `split` or `refuse`, see `split_sequences`. add_eos: put EOS behind texts
+        that no template writes. parse_special: True encodes special tokens that a sample's text
+        spells out as tokens, False as plain text; None: see the class.
 
-        Raises DataError: `chat` without a chat template, or a `train_on` that names no role.
+        Raises DataError for `chat` without a chat template, or a `train_on` that names no role.
         """
         check_train_on(train_on)
         self.train_on = train_on
@@ -204,25 +218,28 @@ class Encoder:
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
         self._add_eos = add_eos
         self._parses_texts = parse_special is not False
+        # Special tokens at which generation stops, as text
         self._ends = self._template.stops & set(tokenizer.special_texts)
-        self._puts_bos = self.add_bos and not is_chat  # before a rendering
-        self._parses = parse_special is True  # in messages
+        self._puts_bos = self.add_bos and not is_chat  # before a conversation
+        self._parses = parse_special is True  # special tokens in messages become tokens
         self.fields = TemplateFields(tokenizer if is_chat else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
         """Return the one sequence of a sample.
 
-        Raises SampleFault for a sample that does not fit the template, or that becomes several.
+        Raises SampleFault for a sample that does not fit the template, or becomes several
+        sequences.
         """
         return _get_only_sequence(self.encode_sample(sample))
 
     def encode_sample(self, sample: Conversation | Completion) -> EncodedSample:
-        """Return ids and trained targets of a sample's sequences.
+        """Return ids and label masks of a sample's sequences.
 
-        Raises SampleFault for one that does not fit the template.
+        Raises SampleFault for a sample that does not fit the template.
         """
         if isinstance(sample, Conversation):
             picked = pick_trained(sample.messages, self.train_on, sample.places)
+            # `asked`: number of leading messages that are the prompt of the sample
             if sample.asked and self.train_on != "all":
                 picked[: sample.asked] = [
                     message.get("train") is True for message in sample.messages[: sample.asked]
@@ -231,10 +248,9 @@ class Encoder:
         return EncodedSample([self.encode_completion(sample, with_prompt=self.train_on == "all")])
 
     def encode_answers(self, sample: Preference | LabeledAnswer) -> tuple[Encoded, ...]:
-        """Return the prompt with each answer; only the answers are trained, whatever `train_on`
-        says.
+        """Return one sequence for each answer, behind the prompt: two of a pair, else one.
 
-        Raises SampleFault.
+        Only the answers are trained, whatever `train_on` says. Raises SampleFault.
         """
         row = read_text_row(sample) if self._parses_texts else None
         if row is not None and self.is_rendered(row):
@@ -257,8 +273,7 @@ class Encoder:
     def _encode_answer(self, chat: Conversation, parses: bool) -> Encoded:
         """Return a prompt with an answer, which alone is trained.
 
-        parses: special tokens in these messages become tokens, as `parse_special` has it for all.
-        Raises SampleFault.
+        parses: encode special tokens that these messages spell out as tokens. Raises SampleFault.
         """
         picked = [
             number >= chat.asked
@@ -269,9 +284,9 @@ class Encoder:
         return _get_only_sequence(self._encode_conversation(chat, picked, only=True, parses=parses))
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
-        """Return a text, or messages up to the end of the last one; all of it is trained.
+        """Return a text, or the rendering of messages, with everything trained.
 
-        Raises SampleFault.
+        For classification, where the model reads all and scores it. Raises SampleFault.
         """
         row = (
             read_text_row(content)
@@ -294,7 +309,10 @@ class Encoder:
         )
 
     def encode_prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """Return ids of a conversation that the assistant is to go on with. Raises DataError."""
+        """Return ids of a conversation with the beginning of the assistant's next answer.
+
+        Raises DataError where the template refuses the conversation.
+        """
         chat = self.open_chat(Conversation(messages, tools), parses=False)
         (text,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
         if isinstance(text, DataError):
@@ -307,8 +325,9 @@ class Encoder:
     ) -> EncodedSample:
         """Return the sequences in which the picked messages are trained.
 
-        only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as
-        `_encode_answer` has it.
+        picked: for each message whether it is trained. only: train the picked messages alone, also
+        with `train_on: all`, which else trains all but the messages that are not picked. parses: as
+        for `_encode_answer`.
         """
         if not any(picked):
             raise SampleFault(
@@ -317,21 +336,22 @@ class Encoder:
                 " data.train_on names or that says `train: true`",
             )
         inside = only or self.train_on != "all"
-        numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
+        indices = [index for index, is_picked in enumerate(picked) if is_picked is inside]
         parses = parses or self._parses
         if parses:
             messages = [self._strip_end_token(message) for message in sample.messages]
             sample = replace(sample, messages=messages)
         try:
-            return self._encode_picked(self.open_chat(sample, parses), numbers, inside)
+            return self._encode_picked(self.open_chat(sample, parses), indices, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
             ) from None
 
     def _strip_end_token(self, message: Message) -> Message:
-        """Return an answer without the end token that its text ends with: the template writes
-        it.
+        """Return the message; of an answer, without an end token at the end of its text.
+
+        The template writes that token itself.
         """
         end = self.find_end(message["content"]) if message["role"] == "assistant" else ""
         if not end:
@@ -342,9 +362,10 @@ class Encoder:
     def _encode_picked(
         self, chat: RenderedChat, numbers: Sequence[int], inside: bool
     ) -> EncodedSample:
-        """Return the messages with these numbers in as few sequences as the template allows.
+        """Return the sequences that train the messages with these indices.
 
-        inside: false for everything but them, in one sequence.
+        numbers: indices into `chat.messages`. inside: True trains these messages, in as few
+        sequences as `history` and the template allow; False everything but them, in one.
         """
         messages = chat.messages
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
@@ -389,7 +410,10 @@ class Encoder:
         return EncodedSample(encoded, len(whole_ids), marked)
 
     def _find_in_whole(self, chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
-        """Return where these messages stand in the one rendering of all."""
+        """Return the span of each of these messages in the rendering of all.
+
+        Raises SampleFault where the template writes an answer differently once messages follow it.
+        """
         other_numbers = [
             number for number in numbers if chat.messages[number]["role"] != "assistant"
         ]
@@ -408,10 +432,10 @@ class Encoder:
         return [span_by_number[number] for number in numbers]
 
     def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
-        """Return a conversation to be rendered, with a letter in the special tokens that it spells
-        out.
+        """Return a conversation to be rendered by the template.
 
-        They are noted. parses: as `_encode_answer` has it.
+        Special tokens that its texts spell out are noted for the report, and escaped so that they
+        stay text. parses: as for `_encode_answer`; they are not escaped then.
         """
         (messages, tools, variables), escape = self.special.escape(
             self._prepare_content(sample), parses
@@ -420,7 +444,7 @@ class Encoder:
         return RenderedChat(self._template, opened, escape)
 
     def _prepare_content(self, sample: Conversation) -> list[Any]:
-        """Return what the template is given: messages, tools, variables."""
+        """Return the template's inputs: [messages, tools, variables]."""
         messages = [
             prepare_message(message, sample.places.at(number), self._template.features)
             for number, message in enumerate(sample.messages)
@@ -433,7 +457,7 @@ class Encoder:
         return self.tokenizer.encode(text, add_bos=self.add_bos, allow_special=self._parses_texts)
 
     def encode_document(self, text: str) -> list[int]:
-        """Return ids of a text, and EOS unless it ends with an end token."""
+        """Return ids of a text and EOS; no EOS behind an end token, or without `add_eos`."""
         ids = self.encode_text(text)
         eos = self.tokenizer.eos_id
         is_ended = self._parses_texts and self.find_end(text)
@@ -442,8 +466,8 @@ class Encoder:
     def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
         """Return prompt and completion as they stand, and EOS unless they end with an end token.
 
-        The completion is trained; with_prompt: all of it is. Raises DataError: there is no EOS.
-        Raises SampleFault: nothing is trained.
+        with_prompt: train the prompt as well as the completion. Raises DataError if there is no
+        EOS, SampleFault if nothing is trained.
         """
         texts = [sample.prompt, sample.completion]
         escape = Escape()
@@ -461,9 +485,9 @@ class Encoder:
         )
 
     def find_end(self, text: str) -> str:
-        """Return the special token at the end of a text that generation stops at; empty: none.
+        """Return the end token that a text ends with, white space after it left out; "": none.
 
-        White space after it is left out.
+        End tokens are the special tokens at which generation stops; the longest that fits counts.
         """
         bare = text.rstrip()
         return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
@@ -474,10 +498,10 @@ class Encoder:
         return text.rstrip().removesuffix(end) if end else text
 
     def is_rendered(self, row: TextRow) -> bool:
-        """Return True if the texts hold special tokens of a template; an end token behind an answer
-        is none.
+        """Return True if a row's texts are renderings already: they spell out a turn's tokens.
 
-        Raises SampleFault where something stands beside them that they would have to hold.
+        An end token behind an answer does not count. Raises SampleFault where the row has something
+        beside the texts (tools, say) that a rendering would have to contain.
         """
         turn_tokens = self._turn_tokens
         texts = [row.prompt, *map(self.strip_end, row.answers)]
@@ -494,10 +518,10 @@ class Encoder:
         return True
 
     def encode_rendered(self, row: TextRow) -> list[Encoded]:
-        """Return each answer behind the prompt, as they stand.
+        """Return a sequence for each answer behind the prompt, as they stand; answers are trained.
 
-        The prompt of a pair without one is what the ids of both begin with. Raises SampleFault: two
-        texts that share no beginning.
+        In a pair without a prompt, the ids that both texts begin with are the prompt. Raises
+        SampleFault for two texts that share no beginning.
         """
         prompt = row.prompt
         if prompt or len(row.answers) == 1:
@@ -524,10 +548,10 @@ class Encoder:
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str] | None:
-        """A pattern of the special tokens that make a text a rendered one; None: there are none.
+        """Return the pattern of the special tokens that only a rendering has; None: there are none.
 
-        They are those that the template writes, BOS, and those that end an answer; without a
-        template any.
+        With a chat template: the tokens that it writes, BOS, and the end tokens. Without one: all
+        special tokens.
         """
         any_special = self.special.pattern
         if not self._template.is_chat or any_special is None:
@@ -544,6 +568,7 @@ class Encoder:
 
 
 def _get_only_sequence(sample: EncodedSample) -> Encoded:
+    """Return the one sequence of a sample; raise SampleFault if there are several."""
     if len(sample.sequences) > 1:
         raise SampleFault(
             "several sequences",
@@ -559,13 +584,13 @@ def render_prompt(
 ) -> list[int]:
     """Return ids to generate an answer from, the same as training puts before that answer.
 
-    Raises DataError.
+    template: `chat`, `plain` or `auto`, as for `Encoder`. Raises DataError.
     """
     return Encoder(tokenizer, template).encode_prompt(messages)
 
 
 def why_no_system_message(tokenizer: Tokenizer, text: str) -> str | None:
-    """Return why a conversation cannot begin with this message of the system; None: it can."""
+    """Return why a conversation cannot begin with this system message; None: it can."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
     chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses=False)
     (written,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])

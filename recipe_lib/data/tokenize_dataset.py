@@ -1,7 +1,8 @@
-"""From a config to a dataset: tokenize its sources in parallel, or map what the cache has of them.
+"""Build the datasets of a config: tokenize its sources in parallel, or map them from the cache.
 
-`build_datasets` is what a run calls before it has a process group or a device context. The lower
-half is a pool of forks that does work on many pieces and hands the results back in order.
+A run calls `build_datasets` before it has a process group or a device context, because it forks.
+`build_dataset` builds one dataset. The lower half is a pool of forks: `map_in_order` runs a
+function on many pieces and yields the results in order.
 """
 
 import gc
@@ -42,7 +43,7 @@ from recipe_lib.units import MIB
 SAMPLES_PER_TASK = 256
 BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
 
-# The samples for training, and those for validation, if there are any.
+# (dataset of training, dataset of validation or None)
 PreparedData = tuple[Dataset, Dataset | None]
 
 
@@ -56,10 +57,10 @@ def build_dataset(
 ) -> Dataset:
     """Return all samples of all sources, tokenized; out of the cache if they are there.
 
-    validation: the source that is read in place of those in `cfg`. may_be_empty: a source of which
-    no sample is left is no error; nothing is cached then. Raises DataError: nothing there, a bad or
-    too long sample where those are errors, no sample that trains anything, or a source of which no
-    token or every token is trained.
+    max_seq_len: tokens that a sequence has at most. validation: a source that is read in place of
+    those in `cfg`. may_be_empty: accept a source of which no sample is left; nothing is cached
+    then. Raises DataError for a missing file, a bad or too long sample where `cfg` makes these
+    errors, no sample that trains anything, or a source of which no token or every token is trained.
     """
     return DatasetBuilder(
         cfg, tokenizer, max_seq_len=max_seq_len, validation=validation, may_be_empty=may_be_empty
@@ -69,9 +70,9 @@ def build_dataset(
 def build_validation_dataset(
     cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False
 ) -> Dataset | None:
-    """Return the samples of `validation.source`; None: no validation.
+    """Return the dataset of `validation.source`; None if it is not set.
 
-    may_be_empty, raises: as `build_dataset`.
+    may_be_empty and what is raised: see `build_dataset`.
     """
     source = resolve_validation_source(cfg.data, cfg.validation)
     if source is None:
@@ -84,11 +85,11 @@ def build_validation_dataset(
 def build_datasets(
     cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False
 ) -> PreparedData:
-    """Return the samples for training, and those of `validation.source`.
+    """Return the datasets of training and of `validation.source` (None if that is not set).
 
-    may_be_empty: as `build_dataset`. Before there is a process group or a device context it works
-    with `data.num_proc` processes; on a machine with several ranks one of them does the work and
-    the others map its files. Raises DataError with what is wrong with both.
+    may_be_empty: see `build_dataset`. Works with `data.num_proc` processes, or with one once there
+    is a process group or a device context. With a cache one of a machine's ranks does the work, and
+    the others map its files. Raises DataError with the faults of both datasets.
     """
     training: Dataset | None = None
     validation: Dataset | None = None
@@ -118,9 +119,9 @@ class DatasetBuilder:
         validation: SourceConfig | None = None,
         may_be_empty: bool = False,
     ) -> None:
-        """Look the files up, and into them only where their format is to be found out.
+        """Look up the files of the sources. Only `format: auto` reads samples of them.
 
-        validation, may_be_empty: as `build_dataset` has them. Raises DataError.
+        validation, may_be_empty: see `build_dataset`. Raises DataError.
         """
         sources = (
             {"validation": validation} if validation is not None else list_sources_by_section(cfg)
@@ -164,18 +165,19 @@ class DatasetBuilder:
             SourceEncoder(cfg, source, self.encoder, max_seq_len=max_seq_len, section=section)
             for section, source in sources.items()
         ]
-        self.files = list[SampleFile]()
-        self.source_of_file = list[int]()
-        for number, files in enumerate(files_of_sources):
+        self.files = list[SampleFile]()  # of all sources, in order
+        self.source_of_file = list[int]()  # for each file the index of its source
+        for index, files in enumerate(files_of_sources):
             self.files += files
-            self.source_of_file += [number] * len(files)
+            self.source_of_file += [index] * len(files)
 
     def find_key(self) -> str | None:
-        """Return the name that the dataset has in the cache; None: it is not kept there."""
-        if not self.cfg.cache or self.may_be_empty:  # what no run can use is not left for one
+        """Return the name that the dataset has in the cache; None: it is not cached."""
+        if not self.cfg.cache or self.may_be_empty:  # a run could not use an empty one
             return None
         cfg = self.cfg
-        # Which samples can be read; the fingerprint is made of those that were, and lacks it.
+        # These decide which samples are read and how. The fingerprint is made of the result, so it
+        # needs none of them; the key is looked up before there is a result.
         reading = {
             "max_sample_mib": cfg.max_sample_mib,
             "history": cfg.history,
@@ -189,7 +191,7 @@ class DatasetBuilder:
         )
 
     def build(self) -> Dataset:
-        """Return the dataset, out of the cache or made. Raises DataError."""
+        """Return the dataset: from the cache, or tokenized now. Raises DataError."""
         stored = load_or_make(get_cache_root(self.cfg.cache_dir), self.find_key(), self._make)
         arrays = stored.arrays
         if self.cfg.check_label_mask:
@@ -209,7 +211,7 @@ class DatasetBuilder:
         )
 
     def _list_settings(self) -> dict[str, Any]:
-        """Return the settings that decide what the samples become."""
+        """Return the settings that decide the tokens, which enter the dataset's fingerprint."""
         cfg = self.cfg
         # Left out at their defaults, so that the fingerprint stays that of versions without these
         # keys, whose runs can be resumed then.
@@ -230,23 +232,24 @@ class DatasetBuilder:
         }
 
     def _make(self, writer: ArrayWriter) -> DataReport:
-        """Tokenize everything.
+        """Tokenize all samples into the writer's arrays, and return the report.
 
-        Raises DataError: up to the first fault that ends the reading, what is wrong with the
-        samples of all sources.
+        Raises DataError with the bad samples of all sources, up to the first fault that ends the
+        reading.
         """
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._split_tasks()
-        samples = sum((task.stop or 0) - task.start for task in tasks)
-        # Each rank of this machine makes what is kept in memory.
+        num_samples = sum((task.stop or 0) - task.start for task in tasks)
+        # Without a cache (`folder`) each rank of this machine tokenizes for itself, in memory, and
+        # they share its cores.
         shared_by = 1 if writer.folder else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        workers = min(
+        num_workers = min(
             count_workers(self.cfg.num_proc, shared_by),
             1 + sum(map(_estimate_bytes, self.files)) // BYTES_PER_WORKER,
         )
         with (
-            phase("data: tokenizing", samples, "samples") as progress,
-            closing(map_in_order(self._encode, tasks, workers)) as chunks,
+            phase("data: tokenizing", num_samples, "samples") as progress,
+            closing(map_in_order(self._encode, tasks, num_workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):
                 if chunk.fault is not None:
@@ -278,9 +281,10 @@ class DatasetBuilder:
         return report
 
     def _list_faults(self, part: DataReport) -> list[str]:
-        """Return what is wrong with one source.
+        """Return the faults of one source.
 
-        Its bad samples, where they are errors; else, that it has no other.
+        These are its bad samples, where `data.on_invalid` makes them errors; else that nothing is
+        left to train on, unless that is allowed.
         """
         if part.bad_samples and self.cfg.on_invalid == "error":
             return part.list_sample_faults()
@@ -288,23 +292,23 @@ class DatasetBuilder:
         return [fault] if fault else []
 
     def _split_tasks(self) -> list[Task]:
-        """Return all samples in order, in pieces that are the same for any number of workers."""
+        """Split all samples into tasks, in order and the same for any number of workers."""
         tasks: list[Task] = []
-        left = [source.max_samples for source in self.sources]
+        samples_left = [source.max_samples for source in self.sources]
         for number, file in enumerate(self.files):
             source = self.source_of_file[number]
-            room = left[source]
-            if room == 0:
+            max_samples = samples_left[source]
+            if max_samples == 0:
                 continue
             try:
-                samples = len(file) if room is None else min(len(file), room)
+                num_samples = len(file) if max_samples is None else min(len(file), max_samples)
             except DataError:
                 # A worker raises it again, after the faults of the samples before this file.
                 return [*tasks, Task(source, number, start=0, stop=None)]
-            left[source] = None if room is None else room - samples
+            samples_left[source] = None if max_samples is None else max_samples - num_samples
             tasks += [
-                Task(source, number, start=start, stop=min(start + SAMPLES_PER_TASK, samples))
-                for start in range(0, samples, SAMPLES_PER_TASK)
+                Task(source, number, start=start, stop=min(start + SAMPLES_PER_TASK, num_samples))
+                for start in range(0, num_samples, SAMPLES_PER_TASK)
             ]
         return tasks
 
@@ -342,7 +346,7 @@ class DatasetBuilder:
 
 
 def _estimate_bytes(file: SampleFile) -> int:
-    """Return the bytes of a local file; of a hub dataset, enough for several workers."""
+    """Return the bytes of a local file; for a hub dataset a size that allows all workers."""
     path = Path(file.place)
     return path.stat().st_size if path.is_file() else 2**40
 
@@ -350,19 +354,20 @@ def _estimate_bytes(file: SampleFile) -> int:
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
-PIECES_AHEAD = 4  # for each process: done before the first of them is taken
+PIECES_AHEAD = 4  # pieces for each process that may be done before the first of them is taken
 
-# In a worker: what it does. A global, since a fork has it without pickling it for each piece.
+# The function that a worker runs. A global of the fork: an argument would be pickled for each piece
 _work: Callable[[Any], Any] | None = None
 
 
 def count_workers(num_proc: int | None, shared_by: int = 1) -> int:
     """Return how many processes to work with.
 
-    num_proc: of `data`, per machine; None: one for each core. shared_by: how many of us do the same
-    work on it. One where a fork is no longer safe, since a process group or a device has threads
-    that a fork does not have; and in a daemonic process, which may have no children.
+    num_proc: `data.num_proc`, for the machine; None: one for each core. shared_by: number of ranks
+    of the machine that do this at once, and share the processes.
     """
+    # A fork lacks the threads of a process group or of a device, so it is not safe beside them. A
+    # daemonic process may have no children.
     has_group = dist.is_available() and dist.is_initialized()
     if has_group or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
         return 1
@@ -373,9 +378,7 @@ def count_workers(num_proc: int | None, shared_by: int = 1) -> int:
 
 
 def has_dead_groups() -> bool:
-    """Return True where threads show that a run before has left its process group in this
-    process.
-    """
+    """Return True if an earlier run has left threads of its process group in this process."""
     if not dist.is_available() or dist.is_initialized():
         return False
     names = []
@@ -388,10 +391,10 @@ def has_dead_groups() -> bool:
 def map_in_order(
     work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int
 ) -> Generator[Result, None, None]:
-    """Yield `work` of each piece, in the order of the pieces, by so many forks of this process.
+    """Yield `work` of each piece, in the order of the pieces, by forks of this process.
 
-    workers 1: by this process. A piece and its result go through pipes, `work` does not. Raises
-    SetupError if a worker is killed.
+    workers: number of forks; 1: this process does the work. Pieces and results are pickled, `work`
+    is not. Raises SetupError if a worker is killed.
     """
     workers = min(workers, len(pieces))
     if workers <= 1:
@@ -417,13 +420,13 @@ def map_in_order(
 def start_forks(
     work: Callable[[Piece], Result], workers: int
 ) -> Iterator[Callable[[Piece], Future[Result]]]:
-    """Start `workers` forks of this process; what is yielded has one of them do `work` of a piece.
+    """Start `workers` forks of this process, and yield a function that submits a piece to them.
 
-    A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a
-    fork was killed.
+    Pieces and results are pickled, `work` is not. Futures raise BrokenProcessPool if a fork was
+    killed.
     """
-    # Of a run before: a fork in which the group's last reference goes away crashes or hangs
-    # (docs/upstream/gloo_group_in_fork.md).
+    # Collects the process group that an earlier run has left: a fork in which its last reference
+    # goes away crashes or hangs (docs/upstream/gloo_group_in_fork.md).
     if has_dead_groups():
         gc.unfreeze()
         gc.collect()
@@ -432,8 +435,8 @@ def start_forks(
         workers, mp_context=context, initializer=_begin_worker, initargs=(work,)
     )
     with warnings.catch_warnings():
-        # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker
-        # takes.
+        # Python 3.12 warns of any thread at a fork; the threads of this process hold no lock that a
+        # worker takes.
         warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
         try:
             yield lambda piece: pool.submit(_run_piece, piece)
@@ -442,7 +445,7 @@ def start_forks(
 
 
 def _begin_worker(work: Callable[[Any], Any]) -> None:
-    """Prepare a fork for work."""
+    """Prepare a fork for `work`: its garbage, its signals, and its end with the parent."""
     global _work
     _work = work
     gc.freeze()  # what the parent left for collection is not ours to end

@@ -1,9 +1,11 @@
 """Find which characters of a rendered conversation are trained.
 
-An answer is what a model must write after the prompt that generation is given. Both are renderings
-of the chat template: of the conversation before the answer, with the prompt for the next one, and
-of the conversation in which the answer comes last. A message that is no answer is found by writing
-a private-use letter in its place. Faults say what a template leaves out or writes anew.
+`data.label_masks` asks `pick_trained` which messages are, and `find_answer` (or
+`find_marked_answers`) where they stand. An answer is what a model must write after the prompt that
+generation is given. Both are renderings of the chat template: the prompt of the messages before the
+answer, with `add_generation_prompt`, the answer of the messages up to and including it. Any other
+message is found by a private-use letter that is rendered in its place. A SampleFault says what a
+template leaves out, or writes differently once more messages follow.
 """
 
 import json
@@ -14,8 +16,8 @@ from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.chat_templates import (
-    CLOSED,
-    OPENED,
+    EMPTY_THOUGHT,
+    OPEN_THOUGHT,
     THOUGHT_KEYS,
     RenderedChat,
     TemplateFeatures,
@@ -30,8 +32,8 @@ from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_v
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
 
-ROLES = ("system", "user", "assistant", "tool")
-CHOICES = ("assistant", "last", "all")
+ROLES = ("system", "user", "assistant", "tool")  # what a list in data.train_on may name
+CHOICES = ("assistant", "last", "all")  # values of data.train_on that are no list
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Span:
 
 
 def check_train_on(train_on: str | Sequence[str]) -> None:
-    """Raise DataError for a value of data.train_on that says nothing."""
+    """Raise DataError for a value of data.train_on that is neither a choice nor a list of roles."""
     if train_on in CHOICES:
         return
     for value in [train_on] if isinstance(train_on, str) else train_on or [""]:
@@ -59,9 +61,10 @@ def check_train_on(train_on: str | Sequence[str]) -> None:
 def pick_trained(
     messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces
 ) -> list[bool]:
-    """Return which messages are trained: by role, unless a message says `train` itself.
+    """Return for each message whether it is trained: by role, unless it has a key `train`.
 
-    An answer that the conversation begins with is not: no prompt asks for it. Raises SampleFault.
+    An answer that begins the conversation is not, as no prompt asks for it. places: file and line
+    of each message, for errors. Raises SampleFault for a `train` that is no bool.
     """
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
     chosen = [message["role"] in roles for message in messages]
@@ -85,9 +88,10 @@ def pick_trained(
 
 
 def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
-    """Return where these messages, none of them an answer, stand in the rendering of all.
+    """Return the span of each of these messages, none of them an answer, in the rendering of all.
 
-    Raises SampleFault: the template objects, or does not write one of them once and by its text.
+    numbers: indices of the messages. Raises SampleFault where the template refuses, or does not
+    write a message exactly once and by its text alone.
     """
     if not numbers:
         return []
@@ -99,23 +103,27 @@ def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
 
 
 def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
-    """Return the renderings that tell where a message stands: first with a letter in its place.
+    """Return the renderings that tell where a message stands.
 
-    Unless it is the last message, also up to the answer after it, or with a second letter in the
-    place of the next message.
+    The first has a letter in its place and so tells where the text begins. The second tells where
+    what follows begins: it ends with the prompt of the answer after the message, or has a second
+    letter in the place of the next message. The last message has no second one.
     """
-    count = len(chat.messages)
+    num_messages = len(chat.messages)
     first, second = chat.letters
-    alone = RenderRequest(count, replacements=((number, first),))
-    if number + 1 == count:
+    alone = RenderRequest(num_messages, replacements=((number, first),))
+    if number + 1 == num_messages:
         return [alone]
     if chat.messages[number + 1]["role"] == "assistant":
         return [alone, RenderRequest(number + 1, add_generation_prompt=True)]
-    return [alone, RenderRequest(count, replacements=((number, first), (number + 1, second)))]
+    return [
+        alone,
+        RenderRequest(num_messages, replacements=((number, first), (number + 1, second))),
+    ]
 
 
 def _find_span(chat: RenderedChat, number: int) -> Span:
-    """Return where a message stands: between what is written around a letter in its place."""
+    """Return a message's span, with the special token that ends its turn, if there is one."""
     whole = chat.whole
     first, second = chat.letters
     alone, *after = _list_requests(chat, number)
@@ -131,7 +139,7 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
     end = len(whole) - len(around[1])
     while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
         start -= 1
-    limit = len(whole)
+    limit = len(whole)  # the end-of-turn token is searched for from `end` up to here
     if after and after[0].add_generation_prompt:
         before = chat.get_text(after[0])
         limit = len(before) if whole.startswith(before) else end
@@ -145,9 +153,10 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
 
 
 def check_written(message: Message, written: str, where: str) -> None:
-    """Raise SampleFault if the template leaves out text or a call.
+    """Raise SampleFault if the template leaves out text, a thought or a tool call of an answer.
 
-    The model would learn to say nothing in its place. where: the message is.
+    The model would learn to write nothing in its place. written: the part of the rendering that
+    holds the message. where: file and line of the message.
     """
     squeezed = _remove_white_space(written)
     for key in ("content", *THOUGHT_KEYS):
@@ -170,49 +179,49 @@ def check_written(message: Message, written: str, where: str) -> None:
 
 
 def count_left_out(messages: Sequence[Message], whole: str) -> int:
-    """Return how many messages of the system and the user the template does not write.
+    """Count the messages of the system and the user that the template does not write.
 
-    The model is never shown them. No fault of a sample: there are templates for models that were
-    trained without a system message.
+    This is reported and no SampleFault: some templates are of models that were trained without a
+    system message. whole: the rendering of all messages.
     """
-    squeezed = ""  # made once, and only where a text does not stand there as it is
-    count = 0
+    squeezed = ""  # made once, and only where a text does not stand in the rendering as it is
+    num_left_out = 0
     for message in messages:
         text = message.get("content")
         if message["role"] not in ("system", "user") or not isinstance(text, str) or text in whole:
             continue
         squeezed = squeezed or _remove_white_space(whole)  # templates strip and indent
-        count += _remove_white_space(text) not in squeezed
-    return count
+        num_left_out += _remove_white_space(text) not in squeezed
+    return num_left_out
 
 
 def check_system(chat: RenderedChat) -> None:
-    """Raise SampleFault for a system message that is not written, where one comes after the first
-    message.
+    """Raise SampleFault if a conversation has a later system message and one is not written.
 
-    One alone at the start is counted by `count_left_out`: there are templates that know none.
+    A single one at the start is counted by `count_left_out`: there are templates that know none.
     """
     messages = chat.messages
-    system = [number for number, message in enumerate(messages) if message["role"] == "system"]
-    if not any(system):
+    system_indices = [
+        index for index, message in enumerate(messages) if message["role"] == "system"
+    ]
+    if not any(system_indices):  # none, or only index 0
         return
     letter = chat.letters[0]
-    for number in system:
-        request = RenderRequest(len(messages), replacements=((number, letter),))
-        if messages[number]["content"].strip() and letter not in chat.get_text(request):
+    for index in system_indices:
+        request = RenderRequest(len(messages), replacements=((index, letter),))
+        if messages[index]["content"].strip() and letter not in chat.get_text(request):
             raise SampleFault(
                 "system message left out",
-                f"{chat.places.at(number)}: found a system message that the chat template does not"
+                f"{chat.places.at(index)}: found a system message that the chat template does not"
                 " write, expected one at most, as the first message; set tokenizer.chat_template"
                 " to one that writes others",
             )
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
-    """Raise SampleFault if the template leaves out a tool: the model would call what it was never
-    shown.
+    """Raise SampleFault if the template leaves out a tool, which the model would not know to call.
 
-    where: they are.
+    whole: the rendering of all messages. where: file, line and key of the tools.
     """
     for number, tool in enumerate(tools or ()):
         name = get_function_name(tool)
@@ -233,11 +242,12 @@ def get_function_name(described: Any) -> str | None:
 
 
 def prepare_message(message: Message, where: str, features: TemplateFeatures) -> dict[str, Any]:
-    """Return the message without `train`, and with thoughts and tool calls as the template reads
-    them.
+    """Return the message as the template reads it.
 
-    Most templates write arguments as JSON themselves. where: the message is. Raises SampleFault for
-    text that is no JSON object.
+    The key `train` is dropped, a thought goes into the field that the template reads, and arguments
+    of tool calls become objects (most templates write the JSON themselves), or text where
+    `features` says so. where: file and line of the message. Raises SampleFault for arguments that
+    are text and no JSON object.
     """
     changed = move_thought(
         {key: value for key, value in message.items() if key != "train"}, features
@@ -266,7 +276,7 @@ def prepare_message(message: Message, where: str, features: TemplateFeatures) ->
 
 
 def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
-    """Return the first token in which two texts differ, in words."""
+    """Describe the first token in which two lists of tokens differ, for an error line."""
     num_equal = len(commonprefix([list(found), list(expected)]))
     left, right = (
         repr(tokens[num_equal]) if num_equal < len(tokens) else "the end"
@@ -279,6 +289,7 @@ def _remove_white_space(text: str) -> str:
     return "".join(text.split())
 
 
+# A variable of templates whose prompt otherwise begins with an empty thought.
 _THINKING = {"variables": {"enable_thinking": True}}
 
 
@@ -286,25 +297,26 @@ _THINKING = {"variables": {"enable_thinking": True}}
 class Answer:
     """An answer of a conversation as text."""
 
-    number: int  # of its message
+    number: int  # index of its message
     prompt: str  # what generation is given
-    text: str  # the prompt and what is generated, to the end of the turn
-    spans: tuple[Span, ...]  # what is trained of it
-    added: str  # the end of the text that the template does not write where the answer comes last
-    ends: bool  # generation stops at its last token
+    text: str  # the prompt and what a model must write after it, to the end of the turn
+    spans: tuple[Span, ...]  # the characters of the text that are trained
+    # End of the text that the template writes only once another message follows; "": it has none
+    added: str
+    ends: bool  # whether generation stops at its last token
 
 
 def list_requests(numbers: Sequence[int]) -> list[RenderRequest]:
-    """Return the renderings that finding the answers with these numbers asks for."""
+    """Return the renderings that `find_answer` needs for the messages with these indices."""
     prompts = [RenderRequest(number, add_generation_prompt=True) for number in numbers]
     return [*prompts, *(RenderRequest(number + 1) for number in numbers)]
 
 
 def find_answer(chat: RenderedChat, number: int) -> Answer:
-    """Return the answer with this number.
+    """Return the answer in the message with this index.
 
-    Raises SampleFault: the template does not go on from its own prompt, or leaves a part out.
-    Raises DataError: it ends answers with nothing.
+    Raises SampleFault if its rendering does not begin with the prompt, or leaves a part out;
+    DataError if the template ends answers with no special token.
     """
     message = chat.messages[number]
     prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
@@ -312,7 +324,7 @@ def find_answer(chat: RenderedChat, number: int) -> Answer:
     if not alone.startswith(prompt):
         prompt, alone = _go_on_from_thought(chat, number, prompt=prompt, alone=alone)
     text, added = _take_to_end(chat, number, alone=alone, start=len(prompt))
-    begun = OPENED.search(prompt)
+    begun = OPEN_THOUGHT.search(prompt)
     check_written(message, text[begun.start() if begun else len(prompt) :], chat.places.at(number))
     span = Span(len(prompt), len(text))
     ends = bool(added) or ends_with_stop(chat, text)
@@ -336,7 +348,9 @@ def _build_difference(
         "what stands before it differently once it is there" if is_past else "it otherwise later on"
     )
     when = "as when generating" if is_past else "as when the answer comes last"
-    difference = describe_difference(chat.show_tokens(found), chat.show_tokens(expected))
+    difference = describe_difference(
+        chat.split_into_tokens(found), chat.split_into_tokens(expected)
+    )
     return SampleFault(
         f"template writes {what} anew",
         f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set"
@@ -347,15 +361,15 @@ def _build_difference(
 def _go_on_from_thought(
     chat: RenderedChat, number: int, prompt: str, alone: str
 ) -> tuple[str, str]:
-    """Return (prompt, prompt and answer) where the prompt ends in a thought.
+    """Return (prompt, prompt and answer) where the rendered answer does not begin with the prompt.
 
-    The rendered answer does not go on from it: the model has to end the thought that was begun for
-    it, or is not asked for one.
+    The prompt may end in a thought that is begun, which the model has to end, or in an empty one,
+    which asks for none. alone: the rendering in which the answer comes last.
     """
     message = chat.messages[number]
     thought, _ = split_thought(message)
-    closed = CLOSED.search(prompt)
-    if closed and thought:  # the template has another prompt for answers with a thought
+    closed = EMPTY_THOUGHT.search(prompt)
+    if closed and thought:  # the prompt asks for no thought: take the one that asks for it
         request = RenderRequest(number, add_generation_prompt=True)
         (rendering,) = chat.render([request], options=_THINKING)
         prompt = require_text(rendering)
@@ -363,7 +377,7 @@ def _go_on_from_thought(
             return prompt, alone
     elif closed and alone.startswith(prompt[: closed.start()]):
         return prompt, prompt + strip_thought(alone[closed.start() :])
-    opened = OPENED.search(prompt)
+    opened = OPEN_THOUGHT.search(prompt)
     if opened is None or not alone.startswith(prompt[: opened.start()]):
         return prompt, prompt + _take_after_turn_begins(chat, number, prompt=prompt, alone=alone)
 
@@ -383,11 +397,11 @@ def _go_on_from_thought(
 
 
 def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone: str) -> str:
-    """Return what is written after the beginning of the answer's turn, where what stands before it
-    differs.
+    """Return the answer's text where the messages before it are written differently in the prompt.
 
-    So it does for a system message that goes into the last question, and is left out once the
-    answer is there.
+    So they are by a template that writes the system message into the last question, and leaves it
+    out once the answer follows. The answer begins after the prompt's last special token and what
+    comes behind it, as these are found in `alone`. Raises SampleFault if they are not.
     """
     special = chat.template.special.pattern
     tokens = list(special.finditer(prompt)) if special else []
@@ -404,9 +418,10 @@ def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone:
 
 
 def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tuple[str, str]:
-    """Return the text up to the last token that a model must write, and what of it had to be added.
+    """Return (text to the end of the answer's turn, the end that had to be added to it).
 
-    Where the template does not end the turn itself, it is over once the next one begins.
+    A template may not end the turn itself; the token that begins the next turn is added then.
+    start: where the answer begins in `alone`, the rendering in which it comes last.
     """
     template = chat.template
     special = template.special.pattern
@@ -441,11 +456,11 @@ class RenderedSequence:
     """One sequence as text, to the end of its last answer."""
 
     text: str
-    answers: Sequence[Answer]  # those that are trained in it, in order
+    answers: Sequence[Answer]  # the answers that are trained in it, in order
 
     @property
     def spans(self) -> list[Span]:
-        """The spans that are trained, characters of the text."""
+        """Return the spans of the text that are trained."""
         return [span for answer in self.answers for span in answer.spans]
 
 
@@ -454,8 +469,9 @@ def split_sequences(
 ) -> list[RenderedSequence]:
     """Return the sequences of a conversation, in the order of their last answers.
 
-    history: `auto`: as few as can be; `split`: one for each answer; `refuse`: one, or a
-    SampleFault.
+    Several are needed where a template writes an answer differently once messages follow it. An
+    answer may share a sequence whose text begins with the answer's own. history: `auto` makes as
+    few as can be, `split` one for each answer, `refuse` one, or raises SampleFault.
     """
     if history == "split":
         return [RenderedSequence(answer.text, [answer]) for answer in answers]
@@ -468,21 +484,24 @@ def split_sequences(
             )
         return [RenderedSequence(answers[-1].text, answers)]
     sequences = list[RenderedSequence]()
-    left = list(answers)
-    while left:
-        text = left[-1].text
+    remaining_answers = list(answers)
+    while remaining_answers:
+        text = remaining_answers[-1].text
         sequences.append(
-            RenderedSequence(text, [answer for answer in left if text.startswith(answer.text)])
+            RenderedSequence(
+                text, [answer for answer in remaining_answers if text.startswith(answer.text)]
+            )
         )
-        left = [answer for answer in left if not text.startswith(answer.text)]
+        remaining_answers = [
+            answer for answer in remaining_answers if not text.startswith(answer.text)
+        ]
     return sequences[::-1]
 
 
 def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
-    """Raise SampleFault if the rendering of all messages does not hold the answer as it is
-    generated.
+    """Raise SampleFault if the rendering of all messages does not begin with the answer's text.
 
-    remedy: what to set.
+    It would not be trained as it is generated. remedy: which settings avoid it, for the error.
     """
     written = answer.text[: len(answer.text) - len(answer.added)]
     for what, expected in (("the past", answer.prompt), ("an answer", written)):
@@ -494,19 +513,19 @@ def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
 
 @dataclass(frozen=True)
 class MarkedAnswers:
-    """The answers of a conversation as the template itself marks them."""
+    """The answers of a conversation as the template marks them by `{% generation %}`."""
 
-    answers: list[Answer]  # with the template's marks for spans
+    answers: list[Answer]  # their spans are the marks
     whole: tuple[str, list[Span]]  # the rendering of all messages, and all marks in it
-    # A line for each answer that would be trained otherwise without marks, by more than white space
-    # after its end.
+    # A line for each answer that `find_answer` would train differently, where they differ by more
+    # than white space after the end
     differing: list[str]
 
 
 def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAnswers:
-    """Return the answers with these numbers as the template marks them.
+    """Return the answers in the messages with these indices as the template marks them.
 
-    Raises SampleFault: one has no mark.
+    Raises SampleFault for an answer without a mark.
     """
     whole_request = RenderRequest(len(chat.messages))
     requests = [whole_request, *(RenderRequest(number + 1) for number in numbers)]
@@ -518,7 +537,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
     for number in numbers:
         prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
         text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
-        before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
+        before = len(commonprefix([text, prompt]))  # marks before it are of earlier answers
         written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         answer_spans = [
             Span(span.start, min(span.end, written))
@@ -545,7 +564,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
 
 
 def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
-    """Return a line where the marks are not what generation is asked for."""
+    """Return a line if the marks are not what generation would be asked for, else nothing."""
     marks = " and ".join(_quote_ends(marked.text[span.start : span.end]) for span in marked.spans)
     line = f"{chat.places.at(marked.number)}: the template marks {marks}"
     try:
@@ -561,16 +580,19 @@ def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
 
 
 def _quote_ends(text: str) -> str:
-    """Return a text in quotes, of a long one both ends: most marks differ in where they end."""
+    """Return a text in quotes, only both ends of a long one: marks mostly differ in their ends."""
     return repr(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}")
 
 
 def _remove_marks(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
-    """Return a rendering without the letters around marks, and where these are."""
+    """Return (rendering without the letters, spans of what they enclosed).
+
+    letters: the private-use letters that begin and end a mark.
+    """
     begin, end = letters
     parts = list[str]()
     spans = list[Span]()
-    length = 0  # of what was taken so far
+    length = 0  # characters of `parts`
     for number, part in enumerate(require_text(rendered).split(begin)):
         marked_text, closed, rest = part.partition(end) if number else ("", "", part)
         if closed and spans and spans[-1].end == length:  # two marks that touch are one span

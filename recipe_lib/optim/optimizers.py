@@ -196,10 +196,7 @@ def compute_learning_rate(
     if cfg.type == "constant":
         return peak
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    if cfg.type == "linear":
-        decay = 1 - progress
-    else:
-        decay = 0.5 * (1 + math.cos(math.pi * progress))
+    decay = 1 - progress if cfg.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * decay)
 
 

@@ -29,8 +29,6 @@ from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
 from recipe_lib.parallel.heartbeat import LONG_TIMEOUTS, Heartbeat, PeerFailedError
 
-_MAX_GROUP_SECONDS = 30 * 86400.0  # 30 days
-
 
 class WorldConfig(Protocol):
     """The part of a config that makes a world."""
@@ -179,7 +177,7 @@ def join_group(cfg: WorldConfig, meeting: Meeting) -> torch.device:
 def _compute_group_timeout(cfg: WorldConfig) -> timedelta:
     """Return how long torch lets ranks wait for each other; the heartbeat ends a run before."""
     longest_phase_seconds = LONG_TIMEOUTS * cfg.parallel.heartbeat_timeout_seconds
-    return timedelta(seconds=min(2 * longest_phase_seconds, _MAX_GROUP_SECONDS))
+    return timedelta(seconds=min(2 * longest_phase_seconds, 30 * 86400.0))  # 30 days at most
 
 
 def _connect_store(rank: int, size: int, timeout_seconds: float) -> dist.Store:
@@ -188,9 +186,10 @@ def _connect_store(rank: int, size: int, timeout_seconds: float) -> dist.Store:
         return dist.HashStore()
     # Not `dist.rendezvous`, which would wait in rank 0 for the other ranks.
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    heartbeat = Heartbeat(None, rank=rank, size=size, timeout=timeout_seconds)
     # torchrun's store is there before any rank; rank 0 may still import before it makes its own.
-    with heartbeat.limit_connecting(is_made=is_held_by_torchrun):
+    with Heartbeat(None, rank=rank, size=size, timeout=timeout_seconds).limit_connecting(
+        is_made=is_held_by_torchrun
+    ):
         return dist.TCPStore(
             os.environ["MASTER_ADDR"],
             _read_integer("MASTER_PORT"),
@@ -379,9 +378,8 @@ def build_world(
     Each `context` neighbors of its data dimensions share sequences.
     """
     sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None  # only a rank outside of the mesh has none
-    coordinate = dict(zip(MESH_DIMS, coordinates, strict=True))
+    # Only a rank outside of the mesh has no coordinate, and here every rank is in it.
+    coordinate = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
     tensor_group = None
     if sizes["tensor"] > 1:
         tensor_group = Group(
