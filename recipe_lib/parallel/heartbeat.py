@@ -576,10 +576,13 @@ class Heartbeat:
                 open(Path(self._folder, errors.SAID_FILE), "x").close()
             except OSError as error:  # a full disk must not swallow the lines
                 return not isinstance(error, FileExistsError)
-        elif self._store is not None and not self._lost:
+        elif (
+            self._store is not None
+            and not self._lost
             # A store that is silent would hold up the end.
-            if time.monotonic() - self._answered < 4 * BEAT_SECONDS:
-                return self._store.add(f"said/{self._node}", 1) == 1
+            and time.monotonic() - self._answered < 4 * BEAT_SECONDS
+        ):
+            return self._store.add(f"said/{self._node}", 1) == 1
         return True
 
     def _wait(self, is_ready: Callable[[], bool], seconds: float) -> None:

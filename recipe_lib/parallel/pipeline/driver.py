@@ -555,7 +555,7 @@ class _Step:
         if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
             return
         shape, dtype = self._get_shape(action.micro_batch)
-        place = self._get_place(get_partner(action))
+        place = find_stage_rank(self._pipeline._parallel, get_partner(action).stage)
         self._arriving[action] = self._transport.receive(
             shape, dtype, place, self._make_tag(action)
         )
@@ -580,9 +580,8 @@ class _Step:
         tensor = self._leaving.pop(action, None)
         if tensor is not None:
             receive = get_partner(action)
-            self._sent[action] = self._transport.send(
-                tensor, self._get_place(receive), self._make_tag(receive)
-            )
+            place = find_stage_rank(self._pipeline._parallel, receive.stage)
+            self._sent[action] = self._transport.send(tensor, place, self._make_tag(receive))
 
     def _let_go(self, send: Action) -> None:
         """Free a tensor that was sent, when the other rank has taken it."""
@@ -602,9 +601,6 @@ class _Step:
         local_shape = torch.Size((rows, length // pipeline._parallel.context))
         shape = pipeline._model.compute_hidden_shape(local_shape, pipeline._parallel.tensor)
         return shape, pipeline._dtype
-
-    def _get_place(self, action: Action) -> int:
-        return find_stage_rank(self._pipeline._parallel, action.stage)
 
     def _make_tag(self, receive: Action) -> int:
         """Return the tag of a transfer, a different one for each receive of a step."""
