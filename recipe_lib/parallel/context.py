@@ -1,11 +1,13 @@
-"""Context parallel for the decoder (Ulysses): each rank has some of the tokens of every sequence.
+"""Divide the tokens of every sequence among ranks: context parallelism by DeepSpeed Ulysses.
 
-The model is given whole micro-batches `[b, s]`, and its layers this rank's `[b, s / c, d]`,
-consecutive tokens of each row. Where tokens meet, in attention, ranks exchange them for heads
-(`recipe_lib.ops.gathered`), and what is made of a batch for attention (documents, masks, windows)
-is that of whole rows. The loss is that of all tokens, the same on all ranks of the group; a rank's
-gradients are those of its part, which FSDP (with ddp the sum once a step) adds up, as ranks that
-share a sequence are neighbors in the mesh's data dimension.
+`parallelize` calls `shard_sequences` on the meta model. Each of c ranks is given whole
+micro-batches `[b, s]`, and computes its consecutive tokens of each row, `[b, s / c, d]`. In
+attention the ranks exchange tokens for heads (`recipe_lib.ops.sequence_shards`): each has all
+tokens of some heads, so documents, masks and windows are prepared for whole rows.
+
+The loss is that of all tokens, the same on all ranks of the group. A rank's gradients are those of
+its tokens; FSDP, or with ddp the sum once a step, adds them up, since ranks that share a sequence
+are neighbors in the mesh's data dimensions.
 """
 
 from collections.abc import Callable
@@ -35,12 +37,12 @@ from recipe_lib.parallel.world import World
 
 
 def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> None:
-    """Divide the tokens of a meta model's micro-batches among the ranks that share sequences, in
-    place.
+    """Change a meta model, in place, to compute this rank's tokens of each sequence.
 
-    Called after `shard_tensors`, whose ranks divide a rank's tokens and heads first. The model then
-    takes micro-batches whose length the ranks of both divide. Without such ranks the model is left
-    as it is. Raise ConfigError: see `check_context`, `refuse_for_context`.
+    Called after `shard_tensors`, since both divide heads and tokens. The model then takes
+    micro-batches whose length is a multiple of `parallel.context * parallel.tensor`. Without
+    context parallelism the model is left as it is. Raise ConfigError: see `check_context`,
+    `refuse_for_context`.
     """
     group = world.context
     if group is None:
@@ -60,18 +62,19 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     head: Any = model.head
     if head is not None:  # else another stage has it
         head.forward = partial(_run_local_head, head.forward, group)
-    replaced: Any = model
+    # `Any`, as the type of a method does not allow to assign to it.
+    assignable_model: Any = model
     if world.pipeline is None:
-        replaced.forward = partial(_gather_logits, model.forward, group, 0)
-    else:  # a call runs a part of the model, of which only the head gives logits
-        replaced.run_head = partial(_gather_logits, model.run_head, group, 1)
+        assignable_model.forward = partial(_gather_logits, model.forward, group, 0)
+    else:  # a call runs one part of the model, and only that of the head returns logits
+        assignable_model.run_head = partial(_gather_logits, model.run_head, group, 1)
 
 
 def refuse_for_context(model: LanguageModel) -> None:
-    """Raise ConfigError for a model that is not ours, or that a recipe has changed.
+    """Raise ConfigError for an external model, and for one that a recipe has changed.
 
-    Changes are extra parameters, and another forward of attention. A rank has some of the tokens of
-    a sequence there, and what looks at others would see none of them.
+    Changes are parameters of a recipe's own and another forward of attention: code that reads other
+    tokens of a sequence would miss those of other ranks.
     """
     if not isinstance(model, Decoder):
         raise ConfigError(
@@ -93,33 +96,33 @@ def refuse_for_context(model: LanguageModel) -> None:
 
 
 def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a model whose heads the ranks cannot share, with the sizes that fit.
+    """Raise ConfigError if the ranks cannot share a model's heads evenly, with the sizes that fit.
 
-    A rank has as many heads as the others, all of its tensor-parallel part; kv heads may be fewer
-    than the ranks.
+    The heads are those of a rank's tensor-parallel part. If there are fewer kv heads than ranks,
+    several ranks get the same one.
     """
     size = parallel.context
     tensor = parallel.tensor
     heads = spec.num_heads // tensor
     kv_heads = max(1, spec.num_kv_heads // tensor)
-    fits = [
+    fitting_sizes = [
         ranks
         for ranks in range(1, heads + 1)
         if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
     ]
-    if size not in fits:
+    if size not in fitting_sizes:
         counts = f"{heads} attention heads and {kv_heads} key and value heads"
         counts += f" on each of {tensor} ranks of parallel.tensor" if tensor > 1 else ""
         raise ConfigError(
             f"parallel.context={size}: the model has {counts}, which {size} ranks cannot share"
-            f" evenly; sizes that fit: {', '.join(map(str, fits))}"
+            f" evenly; sizes that fit: {', '.join(map(str, fitting_sizes))}"
         )
 
 
 def _rotate_local_tokens(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of this rank's tokens.
+    """Return cosine and sine of this rank's tokens; positions: of all tokens, `[b, s]`.
 
-    Their frequencies may depend on the longest position of all.
+    The frequencies are computed from all positions, as they may depend on the longest one.
     """
     return compute_rotation(
         shard_tokens(positions, group), rotary.frequencies(positions), rotary.factor
@@ -129,7 +132,10 @@ def _rotate_local_tokens(rotary: Rotary, group: Group, positions: Tensor) -> tup
 def _prepare_local_attention(
     prepare: Callable[..., AttentionInfo], group: Group, info: AttentionInfo | None, **shape: Any
 ) -> AttentionInfo:
-    """Prepare attention on whole rows; what is counted of tokens is this rank's."""
+    """Prepare attention for whole rows, but note only this rank's tokens as real ones.
+
+    `real` says which tokens are no padding, for means over tokens.
+    """
     prepared = prepare(info, **shape)
     if prepared.real is None:
         return prepared
@@ -139,7 +145,7 @@ def _prepare_local_attention(
 def _embed_local_tokens(
     forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor
 ) -> Tensor:
-    """Return the embeddings of this rank's of the tokens `[b, s]`."""
+    """Return the embeddings `[b, s / c, d]` of this rank's part of the tokens `[b, s]`."""
     return forward(shard_tokens(tokens, group).contiguous())
 
 
@@ -151,9 +157,10 @@ def _run_local_head(
     labels: Tensor | None = None,
     head_loss: HeadLoss | None = None,
 ) -> Tensor:
-    """Return the loss of all ranks' tokens of labels `[b, s]`.
+    """Run the output head on this rank's hidden states, and return the loss of all ranks' tokens.
 
-    A head_loss that gives a number for each token gives those of all `[b, s]`.
+    labels: of all tokens, `[b, s]`. A head_loss that returns a value for each token gives `[b, s]`.
+    Without labels return this rank's logits, which `_gather_logits` gathers.
     """
     if labels is None:
         return forward(hidden)
@@ -162,14 +169,15 @@ def _run_local_head(
 
 
 def _gather_logits(
-    run: Callable[..., Tensor], group: Group, place: int, *args: Any, **kwargs: Any
+    run: Callable[..., Tensor], group: Group, tokens_index: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Run the model or its head; logits, which ranks have of their tokens, are gathered.
+    """Run the model or its head, and gather logits to those of all tokens on every rank.
 
-    So logits are for short texts. place: of the tokens `[b, s]` among the arguments.
+    Logits of all tokens are for short texts only. tokens_index: the index in `args` of the tokens
+    `[b, s]`.
     """
     output = run(*args, **kwargs)
     if kwargs.get("labels") is not None:
         return output
-    rows, length = args[place].shape
+    rows, length = args[tokens_index].shape
     return gather_tokens(output.view(rows, length // group.size, -1), group)

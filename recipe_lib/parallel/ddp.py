@@ -1,13 +1,12 @@
 """Sum the gradients of a model that every data rank has whole (`parallel.strategy: ddp`).
 
-A rank holds all parameters of its stage and of its part of a tensor-parallel group, their gradients
-and their states; nothing is gathered, in forward, backward or evaluation. What is sent is one
-all-reduce of the trained gradients a step, however many micro-batches it has: with adapters a few
-MiB, where sharding gathers the frozen weights twice a micro-batch.
+`parallelize` calls `find_replicas`, and `all_reduce_gradients` calls `sum_replica_gradients` once a
+step. Nothing is gathered, in forward, backward or evaluation. One all-reduce of the trained
+gradients a step is all that is sent, however many micro-batches it has: with adapters a few MiB,
+where FSDP gathers the frozen weights twice in each micro-batch.
 
-The sum comes after the last backward, not during it: a rank waits for all of it. Gradients that are
-small are packed into buckets, so that the sum takes no memory but two of these; large ones are
-summed where they are.
+The sum begins after the last backward, and a rank waits for all of it. Small gradients are packed
+into buckets, two of which are alive at a time; large ones are summed in place.
 """
 
 from collections import deque
@@ -22,24 +21,27 @@ from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.parallel.world import World
 
+# By the values of `parallel.reduce_dtype`.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BUCKET_ELEMENTS = 2**24  # 32 MiB in bf16, 64 MiB in fp32
-_BUCKETS = 2  # at a time: one is filled while the other is summed
+_NUM_BUCKETS = 2  # at a time: one is filled while the other is summed
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """A model that every data rank has whole."""
+    """How the gradients of a model that every data rank has whole are summed."""
 
-    ranks: int  # that have it
-    dtype: torch.dtype | None  # that gradients are summed in; None: their own
+    ranks: int  # the number of ranks that have the same parameters
+    dtype: torch.dtype | None  # of the sums, `parallel.reduce_dtype`; None: that of each gradient
 
 
 def find_replicas(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
-    """Return the replicas of a model that `shard_model` leaves whole.
+    """Return how replicas of a model are summed, if `parallel.strategy` is ddp.
 
-    None for one that is sharded, as by `auto` that nobody has decided, or the only one.
+    None for a model that is sharded, also by a strategy `auto` that was not resolved, and for one
+    data rank.
     """
+    # The condition is that of `shard_model`, which leaves these models whole.
     if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return None
     return Replicas(world.copies, DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None)
@@ -49,27 +51,28 @@ def find_replicas(parallel: ParallelConfig, memory: MemoryConfig, world: World) 
 def sum_replica_gradients(model: nn.Module, replicas: Replicas, world: World) -> None:
     """Sum the trained gradients of a replicated model over the data ranks, in place.
 
-    Once a step, after its last backward. The same parameters have gradients on all ranks: those
-    without one are left out. Of a parameter that a tensor-parallel group shares, the rank's part is
-    summed over the ranks with that part. Next to the gradients there are at most two buckets of
-    BUCKET_ELEMENTS. A collective.
+    Called by all ranks once a step, after its last backward. Parameters without a gradient are left
+    out; they have to be the same on all ranks. Of a parameter that a tensor-parallel group divides,
+    a rank's part is summed over the data ranks with the same part. Besides the gradients it takes
+    two buckets of BUCKET_ELEMENTS at most.
     """
     group = world.mesh.get_group("data_replicate")
-    waiting: deque[Callable[[], None]] = deque()
+    finish_sums: deque[Callable[[], None]] = deque()  # of the sums that were started, oldest first
     for pieces, dtype in _fill_buckets(model.parameters(), replicas.dtype):
-        while len(waiting) == _BUCKETS:
-            waiting.popleft()()  # so that its memory is free before the next one takes some
-        waiting.append(_start_sum(pieces, dtype, group))
-    while waiting:
-        waiting.popleft()()
+        while len(finish_sums) == _NUM_BUCKETS:
+            finish_sums.popleft()()  # so that its bucket is free before the next one is allocated
+        finish_sums.append(_start_sum(pieces, dtype, group))
+    while finish_sums:
+        finish_sums.popleft()()
 
 
 def _start_sum(
     pieces: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Begin to sum flat pieces of gradients, packed where they are several or of another type.
+    """Start to sum flat pieces of gradients over the group, in `dtype`.
 
-    Return what lets the device's stream wait for the sum, and brings it to the pieces.
+    Several pieces, or one of another dtype, are packed into a bucket. Return a function that lets
+    the device's stream wait for the sum, and copies it back to the pieces.
     """
     packed = None
     sizes = [piece.numel() for piece in pieces]
@@ -90,10 +93,11 @@ def _start_sum(
 def _fill_buckets(
     parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
 ) -> Iterator[tuple[list[Tensor], torch.dtype]]:
-    """Yield flat pieces of gradients of one type and device, and the type to sum them in.
+    """Yield the flat pieces of gradients that make a bucket, and the dtype to sum them in.
 
-    They have BUCKET_ELEMENTS together at most, and come in the order of the parameters, a large
-    gradient in several buckets.
+    The pieces of a bucket are of one dtype and device, BUCKET_ELEMENTS at most together, in the
+    order of the parameters. A large gradient is cut into several pieces. dtype: None for that of
+    the gradients.
     """
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
@@ -101,15 +105,15 @@ def _fill_buckets(
             continue
         gradient = get_local(parameter.grad)
         kind = (gradient.dtype, gradient.device)
-        wide = dtype or gradient.dtype
+        sum_dtype = dtype or gradient.dtype
         for piece in gradient.view(-1).split(BUCKET_ELEMENTS):
             if piece.numel() == BUCKET_ELEMENTS:
-                yield [piece], wide
+                yield [piece], sum_dtype
                 continue
             bucket = filling.setdefault(kind, [])
             if sum(filled.numel() for filled in bucket) + piece.numel() > BUCKET_ELEMENTS:
-                yield bucket, wide
+                yield bucket, sum_dtype
                 bucket = filling[kind] = []
             bucket.append(piece)
-    for (own_dtype, _), bucket in filling.items():
-        yield bucket, dtype or own_dtype
+    for (gradient_dtype, _), bucket in filling.items():
+        yield bucket, dtype or gradient_dtype

@@ -1,9 +1,12 @@
-"""Shard a model over the ranks with FSDP2, and give it memory.
+"""Shard a model over the data ranks with FSDP2, and allocate its parameters.
+
+`parallelize` calls the first, and whoever loads or initializes weights the second:
 
     units = shard_model(model, cfg.parallel, cfg.memory, world)
     materialize(model, cfg.memory, world.device)
 
-`resolve_wrapping` chooses the units: the modules whose parameters FSDP gathers together.
+A unit is the module, or modules, whose parameters FSDP gathers together; `resolve_wrapping` chooses
+them by `parallel.fsdp_wrap_policy`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -49,7 +52,7 @@ from recipe_lib.parallel.world import World
 # backward; as units of their own (`memory_efficient`) each is there only while it runs.
 
 
-POLICIES = ("auto", "layers", "memory_efficient")
+POLICIES = ("auto", "layers", "memory_efficient")  # see `resolve_wrapping`
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,29 @@ class Unit:
 
     # Dotted module names; several only when they share a parameter.
     names: tuple[str, ...]
-    # Of their parameters without those of units inside them, as `count_parameter_bytes` counts.
+    # Bytes of their unsharded parameters, without those of units inside them.
     bytes: int
 
 
 def resolve_wrapping(
     model: nn.Module, wrapping: str | Iterable[str], *, whole_layers: bool = False
 ) -> list[Unit]:
-    """Return the FSDP units of a model, in module order; what they leave out is in the root.
+    """Return the FSDP units of a model, in module order; other parameters are in the root's unit.
 
-    wrapping: `layers`: each element of the model's module lists. `memory_efficient`: also each
-    module outside them that owns a matrix, in a decoder the embedding and the output projection
-    (tied ones are one unit), and the experts of a layer, within the layer's. `auto`:
-    `memory_efficient` if one of those is larger than the largest layer, or experts than the rest of
-    theirs, else `layers`. whole_layers: experts are in their layer's unit. A list: patterns over
-    module names, matched part by part (`model.layers.*` is every layer, not what is inside); one
-    unit may hold another.
+    wrapping: one of these policies, or a list of patterns:
 
-    Raise ConfigError for an unknown policy, a pattern that matches nothing, or nothing that can be
-    a unit.
+    - `layers`: a unit for each layer.
+    - `memory_efficient`: also one for each module outside the layers that owns a matrix, in a
+      decoder the embedding and the output projection (one unit if tied), and one for the experts
+      of a layer if they are most of it, inside of the layer's unit.
+    - `auto`: `memory_efficient` if one of those matrices is larger than the largest layer, or
+      experts are most of a layer; else `layers`.
+    - patterns over module names, matched part by part (`model.layers.*` is every layer, without the
+      modules inside it); a unit may be inside another.
+
+    whole_layers: True to leave experts in their layer's unit, whatever the policy. Raise
+    ConfigError for an unknown policy, a model without a list of layers, or a pattern that matches
+    no module that can be a unit.
     """
     if isinstance(wrapping, str):
         if wrapping not in POLICIES:
@@ -90,10 +97,10 @@ def resolve_wrapping(
 
 
 def count_parameter_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters unsharded, shared ones counted once.
+    """Return the bytes of a module's parameters as FSDP gathers them, shared ones counted once.
 
-    Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers. The
-    parameters need no memory yet.
+    Of a parameter that a tensor-parallel group divides, one rank's part counts: FSDP gathers no
+    more. The parameters may be on the meta device.
     """
     return sum(
         count_whole_elements(parameter) * parameter.element_size()
@@ -102,7 +109,10 @@ def count_parameter_bytes(module: nn.Module) -> int:
 
 
 def count_whole_elements(parameter: Tensor) -> int:
-    """Return the elements of an unsharded parameter, or of a tensor-parallel rank's part of it."""
+    """Return the elements of a parameter as FSDP gathers it, also if it is sharded already.
+
+    Of a parameter that a tensor-parallel group divides, that is one rank's part.
+    """
     if isinstance(parameter, DTensor):
         dims = parameter.device_mesh.mesh_dim_names or ()
         if "tensor" in dims and parameter.placements[dims.index("tensor")].is_shard():
@@ -111,6 +121,7 @@ def count_whole_elements(parameter: Tensor) -> int:
 
 
 def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
+    """Return the units of a policy; the arguments are those of `resolve_wrapping`."""
     layers = list_layer_names(model)
     if not layers:
         raise ConfigError(
@@ -130,10 +141,10 @@ def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Uni
 
 
 def _list_large_experts(model: nn.Module, layers: list[str]) -> list[str]:
-    """Return the names of experts that are most of their layer.
+    """Return the names of the experts' modules that are more than half of their layer.
 
-    As a unit they are gathered while attention runs, and only what attention needs while they run:
-    not two layers' experts at a time.
+    As a unit of their own they are gathered while the layer's attention runs, and while they run
+    only the attention of the next layer is: never the experts of two layers at a time.
     """
     large_experts = []
     for name, module in model.named_modules():
@@ -151,19 +162,22 @@ def _list_large_experts(model: nn.Module, layers: list[str]) -> list[str]:
 def _list_outer_matrices(model: nn.Module, layers: list[str]) -> list[str]:
     """Return the names of modules outside the layers that own a matrix: embedding and output.
 
-    What is inside of one of them, such as an adapter's matrices, is gathered with it.
+    Modules inside one of them, such as its adapter's, are not listed: they are gathered with it.
     """
     matrices: list[str] = []
     for name, module in model.named_modules():
-        inside = name.startswith(tuple(f"{outer}." for outer in layers + matrices))
+        is_inside = name.startswith(tuple(f"{outer}." for outer in layers + matrices))
         has_matrix = any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
-        if name and name not in layers and not inside and has_matrix:
+        if name and name not in layers and not is_inside and has_matrix:
             matrices.append(name)
     return matrices
 
 
 def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
-    """Return the names of the modules that the patterns match, in module order."""
+    """Return the names of the modules that the patterns match, in module order.
+
+    Raise ConfigError for an empty list, and for a pattern that matches no module of any rank.
+    """
     if not patterns:
         raise ConfigError(
             "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as"
@@ -195,9 +209,9 @@ def _is_match(name: str, pattern: str) -> bool:
 
 
 def _list_patterns(model: nn.Module) -> list[str]:
-    """Return the patterns that would match, those of larger modules first.
+    """Return patterns that match a module, for error messages; those of larger modules first.
 
-    They are the names of modules that can be units, with a list's elements as `*`.
+    They are the names of all modules that can be units, with `*` for the index in a list.
     """
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -208,11 +222,12 @@ def _list_patterns(model: nn.Module) -> list[str]:
 
 
 def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
-    """Return the units in module order.
+    """Return the units of the modules of these names, in module order.
 
-    Modules that share a parameter become one, since FSDP keeps a parameter in one place.
+    Modules that share a parameter become one unit, since FSDP manages a parameter in one unit.
     """
     modules = dict(model.named_modules())
+    # By module name, the parameters that its unit manages.
     owned = {
         name: _list_own_parameters(modules[name], name, names)
         for name in modules
@@ -226,6 +241,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
             parameters = list(module.parameters(recurse=False))
             if any(id(parameter) in in_units for parameter in parameters):
                 owned[name] = parameters
+    # Of each unit, its module names and its parameters by id.
     groups: list[tuple[list[str], dict[int, Tensor]]] = []
     for name in [name for name in modules if name in owned]:
         by_id = {id(parameter): parameter for parameter in owned[name]}
@@ -246,11 +262,11 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
 
 def _list_own_parameters(module: nn.Module, name: str, unit_names: list[str]) -> list[nn.Parameter]:
     """Return the parameters of a unit's module that no unit inside it holds."""
-    inside = tuple(f"{other}." for other in unit_names if other.startswith(f"{name}."))
+    inner_prefixes = tuple(f"{inner}." for inner in unit_names if inner.startswith(f"{name}."))
     return [
         parameter
-        for local, parameter in module.named_parameters(remove_duplicate=False)
-        if not f"{name}.{local}".startswith(inside)
+        for local_name, parameter in module.named_parameters(remove_duplicate=False)
+        if not f"{name}.{local_name}".startswith(inner_prefixes)
     ]
 
 
@@ -263,7 +279,8 @@ def _can_be_unit(module: nn.Module) -> bool:
     return not is_container and next(module.parameters(), None) is not None
 
 
-# Not classes derived from them, whose backward might read what was freed: a crash.
+# Modules whose weight need not be gathered for backward. Compared by type(), so that derived
+# classes are left out: their backward might read the weight after it was freed, and crash.
 _EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # backward reads tokens alone
 _HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make their gradients in forward
 
@@ -276,17 +293,20 @@ def shard_model(
     *,
     whole_layers: bool = False,
 ) -> list[Unit]:
-    """Shard over `data_shard` x `context`, copy over `data_replicate`; return the units.
+    """Shard a model with FSDP2, in place; return its units, without the root.
 
-    Parameters become DTensors under the same names; they keep their dtype, frozen ones too.
-    Gradients arrive as SUMS over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided
-    by the token count of the global batch. With one data rank and no `memory.cpu_offload`, and with
-    `parallel.strategy: ddp`, the model is left as it is and has no units. What lies on the host by
-    `memory.stream_layers` stays whole on each rank.
+    It is sharded over the mesh's `data_shard` dimension and replicated over `data_replicate`;
+    context-parallel ranks are neighbors in these. Parameters become DTensors under the same names,
+    of the same dtype, frozen ones too. Gradients are SUMS over all ranks, made in
+    `parallel.reduce_dtype`: divide a loss by the token count of the global batch.
 
-    whole_layers: no policy takes a layer's experts as a unit of their own, since the layer is
-    compiled, or runs its MLP in tiles. Raise ConfigError for a wrapping that does not fit the
-    model, and for a whole model on the ranks of a pipeline.
+    The model is left as it is, and the list is empty, with `parallel.strategy: ddp`, and with one
+    data rank without `memory.cpu_offload`. Parameters that `memory.stream_layers` keeps on the host
+    stay whole on each rank.
+
+    whole_layers: True to leave experts in their layer's unit, for layers that are compiled or run
+    their MLP in tiles. Raise ConfigError for a `parallel.fsdp_wrap_policy` that does not fit the
+    model, and for a model with all layers on the ranks of a pipeline.
     """
     if world.pipeline is not None and not get_modules_elsewhere(model):
         raise ConfigError(
@@ -307,7 +327,7 @@ def shard_model(
     mesh = world.mesh["data_replicate", "data_shard"] if is_replicated else world.mesh["data_shard"]
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
     if parallel.accumulate_grad_in_fp32 and reduces_once(parallel):
-        reduce_dtype = torch.float32  # what FSDP adds up in, too
+        reduce_dtype = torch.float32  # FSDP also adds up the micro-batches in this dtype
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
@@ -320,12 +340,12 @@ def shard_model(
     }
     modules = dict(model.named_modules())
     embeddings = [module for module in modules.values() if type(module) in _EMBEDDINGS]
-    retie: list[Callable[[], None]] = []
-    # Innermost first: fully_shard leaves out what a unit inside has already.
+    tie_heads: list[Callable[[], None]] = []
+    # Innermost first: fully_shard leaves out the parameters of units inside that exist already.
     for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):
         members = [modules[name] for name in unit.names]
         if _is_tied_pair(members):
-            retie.append(_shard_tied_pair(members, parallel.reshard_after_forward, options))
+            tie_heads.append(_shard_tied_pair(members, parallel.reshard_after_forward, options))
         elif len(members) > 1:
             fully_shard(members, reshard_after_forward=parallel.reshard_after_forward, **options)
         else:
@@ -337,12 +357,12 @@ def shard_model(
     model.register_forward_hook(_free_after_evaluation)
     if world.pipeline is not None or is_frozen:
         model.register_forward_hook(_forget_order)
-    for tie in retie:
-        tie()
+    for tie_head in tie_heads:
+        tie_head()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A plain sum: what every backend has, and exact.
+            # A plain sum, which every backend has, and exact.
             module.set_force_sum_reduction_for_comms(True)
     for module in embeddings:
         if isinstance(module, FSDPModule):
@@ -351,7 +371,7 @@ def shard_model(
 
 
 def _leave_out_streamed(unit: Unit, model: nn.Module, streamed: set[nn.Parameter]) -> Unit:
-    """Return a unit whose bytes are without those of parameters on the host."""
+    """Return a unit whose bytes leave out those of `streamed`, the parameters kept on the host."""
     members = [model.get_submodule(name).parameters() for name in unit.names]
     hosted_bytes = sum(
         locate_local_part(parameter)[0].nbytes
@@ -361,12 +381,14 @@ def _leave_out_streamed(unit: Unit, model: nn.Module, streamed: set[nn.Parameter
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
-    """Give a meta model uninitialized memory on `device`, or its parameters on the host.
+    """Allocate a meta model's parameters and buffers on `device`, without setting their values.
 
-    They lie on the host with `memory.cpu_offload`. Tied parameters stay tied. Buffers of an
-    external model get the values that its class gave them, those of modules that a recipe made off
-    the meta device keep theirs. Raise SetupError for such a module's parameters, whose values would
-    differ from rank to rank.
+    Parameters are allocated on the host with `memory.cpu_offload`, and those that
+    `memory.stream_layers` streams. Tied parameters stay tied. Only buffers that were computed when
+    their module was made, in an external model or by a recipe off the meta device, have values.
+
+    Raise SetupError for a parameter that a recipe made off the meta device: its values could differ
+    from rank to rank.
     """
     extras = find_extra_tensors(model)
     for name, parameter in model.named_parameters():
@@ -384,14 +406,14 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         }
         model.computed_buffers = {**model.computed_buffers, **computed}
     parameter_device = torch.device("cpu") if memory.cpu_offload else device
-    hosted = {id(parameter) for parameter in list_streamed_parameters(model)}
-    buffers = {id(buffer) for buffer in model.buffers()}
+    streamed_ids = {id(parameter) for parameter in list_streamed_parameters(model)}
+    buffer_ids = {id(buffer) for buffer in model.buffers()}
 
     def make_empty(tensor: Tensor) -> Tensor:
-        if id(tensor) in hosted:  # pinned, so that copies from it do not wait
+        if id(tensor) in streamed_ids:  # pinned, so that copies from it do not wait
             return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
         return torch.empty_like(
-            tensor, device=device if id(tensor) in buffers else parameter_device
+            tensor, device=device if id(tensor) in buffer_ids else parameter_device
         )
 
     allocate(model, device, make_empty)
@@ -409,10 +431,10 @@ def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Choose whether the head's weight is gathered for backward.
+    """Set whether the head's weight is gathered for backward; a forward pre-hook with kwargs.
 
     It is not for a sum of losses, whose gradients the head makes in its forward. It is for logits,
-    for the log-probabilities of single tokens, and for a head_loss that is not ours.
+    for the log-probabilities of single tokens, and for a recipe's own head_loss.
     """
     is_logits = kwargs.get("labels") is None
     unit.set_unshard_in_backward(
@@ -421,19 +443,20 @@ def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[
 
 
 def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
-    """Gather a unit on the stream that computes, before FSDP would on its own.
+    """Gather a unit on the stream that computes, before FSDP would; a forward pre-hook.
 
-    The gather's buffer is then free when it returns. FSDP gathers on a separate stream and keeps
-    the buffer until the next unit has gathered: for the output projection that is a third tensor of
-    the size of its weight next to the weight and its gradient.
+    The gather's buffer is then free when this returns. FSDP by itself gathers on another stream and
+    keeps the buffer until the next unit has gathered. For the output projection that would be a
+    third tensor of the size of its weight, next to the weight and its gradient.
     """
     module.unshard()
 
 
 def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Free what is still gathered, the root's at least, where no backward comes that would.
+    """Free the units that are still gathered after a forward without gradients; a forward hook.
 
-    Not within a step that keeps weights gathered, whose last backward frees them.
+    The root is one at least, which FSDP frees in backward only. A unit whose weights stay gathered
+    through a step (`is_kept`) is left to that step's last backward.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -443,10 +466,11 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
 
 @contextmanager
 def evaluate_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
-    """Free at the end of the block what a model has gathered in it, as after a forward.
+    """Let a block call a model's `hidden_states` or its output head by itself, without gradients.
 
-    Inside, a model's `hidden_states` or its output head is called by itself, without gradients.
-    head: where the head's weight is in the root's unit, it is gathered first.
+    At the end of the block the gathered parameters are freed, as after a forward of the model.
+    head: True if the block calls the head: its weight is gathered first if the root's unit has it,
+    since only a forward of the model would gather that unit.
     """
     root = model if isinstance(model, FSDPModule) else None
     if root is not None and head:
@@ -464,10 +488,10 @@ def evaluate_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
 
 
 def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Clear FSDP's notes of the units that ran, by which backward gathers the one before ahead.
+    """Clear FSDP's record of the order in which units ran forward; a forward hook.
 
-    In a frozen model, such as a reference that another one is compared with, no backward comes that
-    takes the notes off, and they would grow with every forward. In a pipeline the one that ran
+    Backward prefetches by it. In a frozen model, such as a reference model, no backward takes
+    entries off, and the record would grow with every forward. In a pipeline the unit that ran
     before may be another stage's, whose backward is not next: it would be gathered for nothing, and
     its memory freed (FSDP's `finalize_backward`) while the gather may still write it.
     """
@@ -483,7 +507,7 @@ def _is_tied_pair(members: list[nn.Module]) -> bool:
     """Return True for an embedding and the head of the same matrix, with adapters at most."""
     if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) not in _HEADS:
         return False
-    named = [pair for member in members for pair in member.named_parameters()]
+    named = chain.from_iterable(member.named_parameters() for member in members)
     return {id(parameter) for name, parameter in named if not is_adapter(name)} == {
         id(members[0].weight)
     }
@@ -492,18 +516,18 @@ def _is_tied_pair(members: list[nn.Module]) -> bool:
 def _shard_tied_pair(
     members: list[nn.Module], reshard_after_forward: bool, options: dict[str, Any]
 ) -> Callable[[], None]:
-    """Make the shared matrix a unit that runs twice a forward: as embedding and as output.
+    """Make the shared matrix one unit that runs twice in a forward: as embedding and as output.
 
-    FSDP's own way, one unit of both modules, keeps the matrix gathered from the embedding to the
-    head, from the head to the end of backward, and its gradient whole meanwhile: no better than the
-    root. Gemma 3 27B in bf16: 2.6 GiB each. Here the head's forward is a second forward method of
-    the embedding's unit, so the matrix is gathered for each use and freed in between; and the
-    head's gradient is handed over when it is made, so that it is reduced at once, where autograd
-    would hold it until the embedding's gradient is there. It costs one gather and one reduction of
-    the matrix more. An adapter of the embedding is in its unit, one of the head in the root.
+    members: embedding and head. Return a function that ties the head to the embedding's sharded
+    parameter again, to be called after the root is sharded.
 
-    Return what makes the head's parameter the embedding's sharded one again, to be called when the
-    root is sharded.
+    One unit of both modules, as FSDP supports it, would keep the matrix gathered from the embedding
+    to the head and from the head to the end of backward, and its gradient unsharded meanwhile, as
+    in the root: 2.6 GiB each for Gemma 3 27B in bf16. Here the head's forward is a second forward
+    method of the embedding's unit, so the matrix is gathered for each use and freed in between. The
+    head's gradient is reduced as soon as it is made, where autograd would hold it until the
+    embedding's gradient is there. It costs one more gather and one more reduction of the matrix.
+    An adapter of the embedding is in its unit, one of the head in the root.
     """
     embedding: Any = members[0]
     head: Any = members[1]
@@ -512,6 +536,7 @@ def _shard_tied_pair(
 
     def project_with_embedding(*args: Any, **kwargs: Any) -> Tensor:
         gathered = embedding.weight
+        # A leaf of its own, so that its gradient is there when the head's backward ends.
         weight = nn.Parameter(gathered.detach(), requires_grad=gathered.requires_grad)
         if torch.is_grad_enabled() and gathered.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda weight: _hand_over(weight, gathered))
@@ -541,10 +566,14 @@ def _shard_tied_pair(
 
 
 def _hand_over(weight: Any, gathered: Any) -> None:
-    """Move the head's gradient to the parameter whose gradient FSDP reduces at the head's end."""
+    """Move the head's gradient to the parameter whose gradient FSDP reduces.
+
+    weight: the head's stand-in, in its hook after accumulation. gathered: the unit's unsharded
+    parameter.
+    """
     if gathered.grad is not None:
         gathered.grad.add_(weight.grad)  # in place, as autograd adds: it is as large as the matrix
     else:
-        # Newer torch keeps gradients that wait for their reduction in the reduction's type.
+        # Newer torch keeps gradients that wait for their reduction in the dtype of the reduction.
         gathered.grad = weight.grad.to(getattr(gathered, "grad_dtype", None) or weight.grad.dtype)
     weight.grad = None

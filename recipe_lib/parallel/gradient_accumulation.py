@@ -1,14 +1,16 @@
 """Add up the gradients of a step's micro-batches: when FSDP reduces them, in which precision.
 
-FSDP2 reduces a unit's gradients in each backward, so that a rank never has more than one unit's
-whole: the least memory, and one reduction and two gathers of every unit for each micro-batch.
-`parallel.reduce_gradients: step` keeps the sums of the micro-batches whole on a rank, and reduces
-them with the last one. With `parallel.reshard_after_forward: false` beside it weights stay gathered
-meanwhile too, from the first micro-batch's forward to the last one's backward: weights and
-gradients whole, states sharded, which is ZeRO-1 (arXiv 1910.02054) and Megatron's distributed
+`parallelize` makes a `GradientAccumulation`, and `Parallel.micro_batches` runs it.
+
+FSDP2 reduces a unit's gradients in each backward, so that a rank never has the whole gradients of
+more than one unit: the least memory, and one reduction and two gathers of every unit for each
+micro-batch. `parallel.reduce_gradients: step` keeps the sums of the micro-batches whole on a rank,
+and reduces them in the last one's backward. With `parallel.reshard_after_forward: false` weights
+stay gathered too, from the first micro-batch's forward to the last one's backward. Weights and
+gradients whole and states sharded is ZeRO-1 (arXiv 1910.02054), or Megatron's distributed
 optimizer.
 
-Gradients that are sent to the host are added up there (`offloaded_gradients`).
+Gradients that FSDP sends to the host are added up there (`OffloadedGradients`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ def reduces_once(parallel: ParallelConfig) -> bool:
 
 
 def list_collectives_once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Return the collectives among data ranks that a step has once, whatever its micro-batches."""
+    """Return the FSDP collectives that run once a step, however many micro-batches it has."""
     if not reduces_once(parallel):
         return ()
     reductions = ("reduce_scatter", "all_reduce")
@@ -43,21 +45,21 @@ def list_collectives_once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
 
 
 class GradientAccumulation:
-    """The handling of a model's gradients before and after each micro-batch's backward.
+    """The state of a step's gradients from one micro-batch's backward to the next.
 
-    Without a pipeline `begin` comes before each micro-batch and `add` after its backward. A
-    pipeline calls `begin` once, `add` after each action that makes gradients, and reduces its
-    stages itself. `finish` ends both. `Parallel.micro_batches` calls all of them, and `check` says
-    whether a recipe has gone backward for each micro-batch.
+    Without a pipeline `begin` is called before each micro-batch and `add` after its backward. A
+    pipeline calls `begin` once in a step, `add` after each action that makes gradients, and reduces
+    the gradients of its stages itself (`DeferredReduction`). `finish` ends a step in both. All are
+    called by `Parallel.micro_batches`; `all_reduce_gradients` calls `check` after it.
     """
 
     def __init__(
         self, model: nn.Module, parallel: ParallelConfig, device: torch.device | None = None
     ) -> None:
-        """Prepare for a model that is sharded by FSDP, or whole on every rank that has it.
+        """Prepare for a model that is sharded by FSDP, or left whole.
 
-        device: that computes gradients which FSDP sends to the host; None where they stay on it,
-        and where each is stepped in backward.
+        device: the device that computes, if FSDP sends gradients from it to the host to be added up
+        there; None if gradients stay on it, or each is stepped in backward.
         """
         is_sharded = isinstance(model, FSDPModule)
         self.once = is_sharded and reduces_once(parallel)  # FSDP reduces gradients once a step
@@ -66,11 +68,11 @@ class GradientAccumulation:
         # The gradients added up so far, in fp32 or on the host.
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._model: Any = model
-        # With `once` FSDP sums them itself, in reduce_dtype.
+        # With `once` FSDP adds up the micro-batches itself, in reduce_dtype.
         self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once
         self._is_open = False  # a recipe is in its loop over the micro-batches, or has left it
         self._awaits_backward = False  # it has a micro-batch, and has not gone backward yet
-        self._is_finished = False
+        self._is_finished = False  # `finish` was called since the last `check`
         self._offloaded: OffloadedGradients | None = None
         if is_sharded and device is not None:
             self._offloaded = OffloadedGradients(
@@ -83,18 +85,18 @@ class GradientAccumulation:
 
     def take_in_turn(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield a step's micro-batches one after the other, on a rank without a pipeline."""
-        for number, batch in enumerate(micro_batches, start=1):
-            self.begin(is_last=number == len(micro_batches))
+        for index, batch in enumerate(micro_batches):
+            self.begin(is_last=index == len(micro_batches) - 1)
             yield batch
-            # Who asks for the next one has gone backward: the gradients are there.
+            # The caller asks for the next one after its backward, so the gradients are there.
             self.add()
 
     def lend(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield each micro-batch to a recipe's loop, and `finish` after the last.
 
-        Raise ConfigError for a loop that does not call `Parallel.backward` once for each of them.
-        Without a pipeline it would train on other tokens than it divides by, and with one the
-        other ranks would wait for its gradient.
+        Raise ConfigError for a loop that does not call `Parallel.backward` for each of them.
+        Without a pipeline it would train on fewer tokens than it divides by, and in a pipeline the
+        other ranks would wait for the micro-batch's gradient for ever.
         """
         self._is_open = True
         for batch in micro_batches:
@@ -110,7 +112,7 @@ class GradientAccumulation:
         self.finish()
 
     def expect_backward(self) -> None:
-        """Raise ConfigError unless a micro-batch is lent that has not gone backward yet."""
+        """Note a backward. Raise ConfigError unless the loop has a micro-batch without one."""
         if not self._awaits_backward:
             raise ConfigError(
                 "train_step: found a call of parallel.backward without a micro-batch of its own,"
@@ -120,10 +122,10 @@ class GradientAccumulation:
         self._awaits_backward = False
 
     def begin(self, is_last: bool) -> None:
-        """Begin a micro-batch.
+        """Begin a micro-batch: set whether its backward reduces gradients and frees weights.
 
-        Unless it is the last of the step, gradients stay whole from here on where they are reduced
-        once, and so do weights that are kept.
+        With `once`, gradients are reduced in the last micro-batch of the step alone; with
+        `keeps_weights`, weights are freed in that one alone.
         """
         if self.once:
             self._model.set_requires_gradient_sync(is_last)
@@ -134,7 +136,7 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Move the gradients that backward has made to the sums, if these are kept apart."""
+        """Move the gradients that backward has made to `sums`, if they are added up there."""
         if self._offloaded is not None:
             self._offloaded.wait()
         if not self.once and (self._in_fp32 or self._offloaded is not None):
@@ -142,6 +144,7 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def _move(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the gradients of parameters to `sums`, in fp32 or wider if asked for; free them."""
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -155,17 +158,17 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make the sums the parameters' gradients, rounded once, after the last backward."""
+        """Make the sums the parameters' gradients, rounded once to their dtype; ends a step."""
         self._is_finished = True
-        while self.sums:
+        while self.sums:  # one by one, so that each sum is freed as soon as it is rounded
             parameter, total = self.sums.popitem()
             parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
 
     def check(self) -> None:
         """Raise ConfigError if a recipe has left the loop over its micro-batches before its end.
 
-        Also if it has gone backward by itself, so that nothing of this was done. Called once a
-        step.
+        Also raise it for a recipe that calls `loss.backward()` itself, if the config asks for what
+        only the loop does. Called once a step.
         """
         if self._is_open:
             raise ConfigError(
@@ -192,18 +195,19 @@ def is_kept(unit: FSDPModule) -> bool:
 # Gradients that FSDP sends to the host (`memory.cpu_offload`): when the host waits for them and
 # adds them up.
 #
-# Where a parameter has a gradient already, FSDP waits for each new one's copy, to memory that is
-# not pinned, in order to add the two; and at the end of a step it waits twice. Here gradients go to
-# pinned memory in every micro-batch. From the second one on, the host adds up those of a unit when
-# the next one's are on their way, so that the device goes on and the host has no more than two
-# units' twice; at the end of backward it waits once, for what is left.
+# FSDP by itself copies each gradient of a parameter that has one already to memory that is not
+# pinned, and waits for the copy in order to add the two; and at the end of a step it waits twice.
+# Here gradients go to pinned memory in every micro-batch. From the second micro-batch on, the host
+# adds up the gradients of a unit while those of the next unit are being copied. So the device goes
+# on, and the host holds two gradients (sum and new one) for two units at most. At the end of
+# backward the host waits once for the rest.
 #
-# Private parts of torch's FSDP2 are used here: a unit's reduction (`post_backward`), the events of
-# its copies, and what its root does at the end of backward.
+# FSDP2 has no public way to this, so private parts of it are used: a unit's reduction
+# (`post_backward`), the events of its copies, and what its root does at the end of backward.
 
 
 class OffloadedGradients:
-    """Waits for the gradients of a sharded model, of a unit or of all that are on their way."""
+    """Waits for the copies of gradients to the host, unit by unit or all that are pending."""
 
     def __init__(
         self,
@@ -214,42 +218,46 @@ class OffloadedGradients:
         *,
         waits_at_end: bool,
     ) -> None:
-        """Take over the reductions of the model's units.
+        """Wrap the reductions of a sharded model's units.
 
-        device: that computes gradients. sums: of them so far. add: adds the gradients of parameters
-        to the sums. waits_at_end: not FSDP's root but `wait` ends a backward after `begin`.
+        device: the one that computes gradients. sums: the gradients added up so far, by parameter.
+        add: adds the gradients of parameters to `sums`. waits_at_end: True if `wait`, not FSDP's
+        root, is to end a backward that follows a `begin`.
         """
         self._model: Any = model
         self._device = device
         self._sums = sums
         self._add = add
         self._waits_at_end = waits_at_end
-        self._previous: Any = None  # the unit whose gradients are on their way
+        self._previous: Any = None  # the unit reduced last, whose copies may be pending
         groups = [get_param_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._groups = [group for group in groups if group is not None]
         for group in self._groups:
             group.post_backward = self._wrap_reduction(group)
 
     def begin(self) -> None:
-        """Begin a micro-batch."""
+        """Begin a micro-batch, called before its forward."""
         if self._waits_at_end:
+            # Not the last one for FSDP, so that its root does not wait at the end of backward.
             self._model.set_is_last_backward(False)
 
     def wait(self) -> None:
-        """Wait once for all that is on its way."""
+        """Wait once for all pending copies, after a micro-batch's backward."""
         if get_kernel_type(self._device) != "cpu":
-            arriving = [copy for group in self._groups for copy in self._take_copies(group)]
-            if arriving:
-                wait_on_host(arriving, self._device)
+            pending_copies = [copy for group in self._groups for copy in self._take_copies(group)]
+            if pending_copies:
+                wait_on_host(pending_copies, self._device)
         if self._waits_at_end:
             self._model.set_is_last_backward(True)
             end_backward(self._model)
         self._previous = None
 
     def _wrap_reduction(self, group: Any) -> Callable[..., None]:
-        """Return a unit's reduction that also adds up the gradients of the unit before it.
+        """Return a unit's reduction, extended to add up the gradients of the unit reduced before.
 
-        Those of the unit before have arrived by then; they are added if they have sums.
+        They are added if their parameters have sums, that is from the second micro-batch on. The
+        host waits for their copies, which are done or nearly so by then. group: FSDP's parameter
+        group of the unit.
         """
         reduce = group.post_backward
 
@@ -263,14 +271,15 @@ class OffloadedGradients:
                 return
             parameters = [entry.sharded_param for entry in previous.fsdp_params]
             if any(parameter in self._sums for parameter in parameters):
-                for copy in self._take_copies(previous)[-1:]:  # all are of one stream
+                # The last copy alone: all are on one stream.
+                for copy in self._take_copies(previous)[-1:]:
                     copy.wait_on_host()
                 self._add(parameters)
 
         return post_backward
 
     def _take_copies(self, group: Any) -> list[Copy]:
-        """Return a unit's copies, which nothing else waits for then."""
+        """Return a unit's pending copies, and clear their events, so that FSDP does not wait."""
         copies = []
         for entry in group.fsdp_params:
             if entry.grad_offload_event is not None:
@@ -280,25 +289,28 @@ class OffloadedGradients:
         return copies
 
 
-# Private parts of torch's FSDP2, which a unit has no public way to.
+# Access to private parts of torch's FSDP2, for which a unit has no public methods.
 
 
 def get_param_group(unit: FSDPModule) -> Any:
-    """Return what gathers and reduces a unit's parameters together; None where it has none."""
+    """Return FSDP's parameter group of a unit, which gathers and reduces its parameters together.
+
+    None for a unit without parameters.
+    """
     return unit._get_fsdp_state()._fsdp_param_group
 
 
 def list_param_entries(unit: FSDPModule) -> list[Any]:
-    """Return FSDP's entry for each parameter of a unit, with the `sharded_param`."""
+    """Return the `FSDPParam` of each parameter of a unit; its `sharded_param` is the model's."""
     group = get_param_group(unit)
     return [] if group is None else group.fsdp_params
 
 
 def reduce_kept_gradients(unit: FSDPModule) -> None:
-    """Reduce the gradients that a unit has, or add them to its sums where it is to wait."""
+    """Reduce a unit's gradients; if its gradient sync is off, add them to its unsharded sums."""
     for entry in list_param_entries(unit):
-        # Newer torch has autograd add them up in the reduction's type, and reduces gradients of
-        # several types at once.
+        # Newer torch lets autograd add them up in the dtype of the reduction, and can reduce
+        # gradients of several dtypes at once.
         if hasattr(entry, "accumulate_unsharded_grad_if_needed"):
             entry.accumulate_unsharded_grad_if_needed()
             if hasattr(entry, "_unsharded_param"):
@@ -307,7 +319,7 @@ def reduce_kept_gradients(unit: FSDPModule) -> None:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Do what FSDP's root does at the end of backward, after a backward that has ended before."""
+    """Run what FSDP's root runs at the end of backward, some time after a backward has ended."""
     state = root._get_fsdp_state()
     context = state._state_ctx
     # Newer torch notes when backward begins whether its caller ends it, and forgets that at the
@@ -319,26 +331,28 @@ def end_backward(root: FSDPModule) -> None:
 
 # When FSDP reduces the gradients of a pipeline's stages.
 #
-# Deferred weight gradients are made after backward, and reduced after it too, unit by unit.
-# Gradients that are reduced once a step (`parallel.reduce_gradients`) are with the last action of
-# their stage.
+# Zero-bubble schedules compute weight gradients some time after the backward for the input; they
+# are reduced then, unit by unit. With `parallel.reduce_gradients: step` the gradients of a stage
+# are reduced in the last of its actions that makes gradients.
 
 
 class DeferredReduction:
-    """The FSDP units of a rank's stages, and when each reduces its gradients.
+    """The FSDP units of a rank's stages, and when each reduces its gradients in one step.
 
-    Without FSDP there are none. Private parts of torch's FSDP2 are used here: a unit's reduction,
-    and what its root does at the end of backward.
+    Without FSDP it has no units and does nothing but compute the deferred gradients. `Pipeline`
+    makes one for each training step.
     """
 
     def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
         """Find the units whose linears' weight gradients may be deferred.
 
-        accumulation: says whether units reduce once a step; None: with each micro-batch.
+        accumulation: its `once` says whether units reduce once a step; None: in each micro-batch.
         """
         self._root: Any = model if isinstance(model, FSDPModule) else None
+        # The accumulation of a model whose units reduce once a step, else None.
         self._once = accumulation if accumulation is not None and accumulation.once else None
-        self.is_last = False  # the action that runs is one of those that `begin` has returned
+        # Set by the driver: the current action is one of those that `begin` has returned.
+        self.is_last = False
         self._units = [
             unit
             for unit in _list_units([model])
@@ -351,8 +365,8 @@ class DeferredReduction:
 
     @contextmanager
     def postpone_reduction(self) -> Iterator[None]:
-        """Let units keep what backward makes in the block, to be reduced with what is to come."""
-        if self._once is not None:  # they do anyway
+        """Let units keep the gradients that the block makes unsharded, to be reduced by `add`."""
+        if self._once is not None:  # units keep them through the whole step
             yield
             return
         for unit in self._units:
@@ -363,20 +377,22 @@ class DeferredReduction:
             for unit in self._units:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
-    def add(self, later: list[DeferredGradients]) -> None:
-        """Compute the gradients, last layer first, and reduce a unit's before the next one's."""
-        # By the id of each unsharded parameter, its unit.
-        units = {
+    def add(self, deferred: list[DeferredGradients]) -> None:
+        """Compute deferred weight gradients; reduce a unit's before the next unit's are computed.
+
+        deferred: the entries in the order of backward, the last layer's first; emptied here.
+        """
+        unit_by_parameter = {  # by the id of the unsharded parameter
             id(entry._unsharded_param): unit
             for unit in self._units
             for entry in list_param_entries(unit)
             if hasattr(entry, "_unsharded_param")
         }
         current: FSDPModule | None = None
-        later.reverse()
-        while later:
-            entry = later.pop()
-            unit = units.get(id(_find_parameter(entry.weights[0])), current)
+        deferred.reverse()
+        while deferred:  # popped, so that what an entry holds is freed after it has run
+            entry = deferred.pop()
+            unit = unit_by_parameter.get(id(_find_parameter(entry.weights[0])), current)
             if current is not None and unit is not current:
                 reduce_kept_gradients(current)
             current = unit
@@ -387,35 +403,35 @@ class DeferredReduction:
             end_backward(self._root)
 
     def begin(self, actions: Sequence[Action]) -> set[int]:
-        """Begin a step's actions; return the places of those in which a stage reduces its sums.
+        """Begin a step's actions; return the indices of those in which a stage reduces its sums.
 
-        That is the last one of each stage where gradients are reduced once a step, and no unit
-        reduces from here on. Elsewhere there are none.
+        If gradients are reduced once a step, that is the last action of each stage that makes
+        gradients, and until then no unit reduces. Otherwise the set is empty.
         """
         if self._once is None:
             return set()
         self._once.begin(is_last=False)
-        last_places = {
-            action.stage: place
-            for place, action in enumerate(actions)
+        last_indices = {
+            action.stage: index
+            for index, action in enumerate(actions)
             if action.kind in MAKING_GRADIENTS
         }
-        return set(last_places.values())
+        return set(last_indices.values())
 
     def reduce_if_last(self, modules: Sequence[nn.Module]) -> None:
-        """Let the units of these modules reduce their sums in what follows, and free their weights.
+        """Let the units of these modules reduce, and free their weights, in the next backward.
 
-        Only in the last action of a stage, just before the last backward of the modules.
+        Nothing is done unless `is_last`. Called just before the last backward of the modules.
         """
-        # Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any
-        # unit has.
+        # Not sooner: at the end of each backward, also one of the head alone, FSDP reduces the
+        # gradients of every unit that has some.
         if self.is_last:
             for unit in _list_units(modules):
                 unit.set_requires_gradient_sync(True, recurse=False)
                 unit.set_reshard_after_backward(True, recurse=False)
 
     def end(self) -> None:
-        """End a step's actions: reduce what is in the root and what several stages share."""
+        """End a step's actions: reduce the gradients in the root's unit and what stages share."""
         if self._once is not None:
             self._root.set_requires_gradient_sync(True)
             self._root.set_reshard_after_backward(True)
@@ -427,7 +443,7 @@ def _list_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 
 
 def _find_parameter(weight: Tensor) -> Any:
-    """Return the parameter that a weight is, or is a part of."""
+    """Return the parameter that a weight is, or is a view of."""
     node = weight.grad_fn
     while node is not None and not hasattr(node, "variable"):
         node = node.next_functions[0][0] if node.next_functions else None

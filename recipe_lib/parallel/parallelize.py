@@ -1,9 +1,14 @@
-"""Divide a model among the ranks and apply memory levers: one list of calls, and one result.
+"""Divide a model among the ranks and apply the config's memory settings, in place.
 
-parallel = parallelize(model, cfg, world)
-for micro_batch in parallel.micro_batches(batches):
-    parallel.backward(compute_loss(micro_batch))
-all_reduce_gradients(model, parallel, world)
+A recipe calls `parallelize` once, on the meta model, and the rest in each training step:
+
+    parallel = parallelize(model, cfg, world)
+    for micro_batch in parallel.micro_batches(batches):
+        parallel.backward(compute_loss(micro_batch))
+    all_reduce_gradients(model, parallel, world)
+
+A memory lever is a setting of the section `memory` that trades device memory for time, such as
+activation checkpointing or offload.
 """
 
 from collections.abc import Iterator
@@ -38,46 +43,51 @@ from recipe_lib.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Parallel:
-    """The decisions for one model on this rank.
+    """How one model is divided on this rank, as `parallelize` has decided and applied it.
 
-    What trains, runs or saves the model takes it as an argument.
+    Functions that train, evaluate or save the model take it as an argument.
     """
 
     # Runs this rank's stages; None without a pipeline.
     pipeline: Pipeline | None = None
-    # By parameter name, what its gradient is on a rank of a tensor-parallel group: `sharded` (that
-    # of its part) or `partial` (a part of the sum); empty without one.
+    # By parameter name, the kind of its gradient on a rank of a tensor-parallel group: `sharded`,
+    # the gradient of this rank's part, or `partial`, this rank's summand of the whole gradient.
+    # Empty without tensor parallelism.
     tensor_gradients: dict[str, str] = field(default_factory=dict)
-    # The FSDP units.
+    # The FSDP units, without the root; empty where FSDP does not shard the model.
     units: list[Unit] = field(default_factory=list)
-    # Of a model that every data rank has whole; None for one that is sharded, or the only one.
+    # Set if every data rank has the whole model (`parallel.strategy: ddp`); None if it is sharded,
+    # or there is one data rank.
     replicas: Replicas | None = None
-    # Of the section `memory`.
+    # What the section `memory` of the config has set up in the model.
     levers: MemoryLevers = field(default_factory=MemoryLevers)
     # Adds up the gradients of a step's micro-batches; None for a model that is not trained.
     accumulation: GradientAccumulation | None = None
-    # The auxiliary loss of a mixture's routers.
+    # The auxiliary load-balancing loss of a mixture's routers; None if the config asks for none.
     balance: BalanceLoss | None = None
-    # Ranks that have batches of their own.
+    # Number of ranks, or groups of ranks, that have batches of their own.
     data_ranks: int = 1
-    # Ranks that share the tokens of a sequence, whose number they divide.
+    # Number of ranks (tensor and context parallel) that divide the tokens of a micro-batch.
     token_ranks: int = 1
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """Return a parameter that another rank of the pipeline has too, and counts in norms."""
+        """Return the tied embedding if it is a copy that a norm of gradients is to leave out.
+
+        It is the one on the last rank of a pipeline; the first rank counts it. Otherwise None.
+        """
         return None if self.pipeline is None else self.pipeline.tied_copy
 
     def micro_batches(self, batches: StepBatches) -> Iterator[Batch]:
         """Yield this rank's micro-batches of a step, each when its loss is to go backward.
 
         The loop's body computes the loss of a micro-batch by calling the model, and hands it to
-        `backward`, once. In a pipeline this runs the rank's part of the schedule: the rank with the
-        last stage gets each micro-batch when its hidden states have arrived, of which the model
-        then computes the head alone; on other ranks the body never runs. After the loop all
-        gradients are there, but for what `all_reduce_gradients` sums. A collective.
+        `backward`, once. In a pipeline this runs the rank's part of the schedule. The rank with the
+        last stage gets each micro-batch when its hidden states have arrived, and a call of the
+        model there computes the output head alone; on other ranks the body never runs. After the
+        loop only the sums of `all_reduce_gradients` are missing. A collective: all ranks call it.
 
-        Raise ConfigError for a body that does not call `backward` once.
+        Raise ConfigError for a body that does not call `backward` exactly once.
         """
         if self.accumulation is None:
             raise ValueError("this model was made with for_training=False, so it has no backward")
@@ -86,16 +96,17 @@ class Parallel:
         if self.balance is not None:
             self.balance.begin(len(batches.micro_batches) * self.data_ranks)
         if self.pipeline is not None:
-            in_turn = self.pipeline.train(batches.micro_batches, self.accumulation)
+            scheduled = self.pipeline.train(batches.micro_batches, self.accumulation)
         else:
-            in_turn = self.accumulation.take_in_turn(batches.micro_batches)
-        yield from self.accumulation.lend(in_turn)
+            scheduled = self.accumulation.take_in_turn(batches.micro_batches)
+        yield from self.accumulation.lend(scheduled)
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a micro-batch's loss and add them to the parameters'.
 
-        In a pipeline those of the head and of its hidden states; the stages' follow when the loop
-        of `micro_batches` goes on. Raise ConfigError outside of that loop, and for a second call.
+        In a pipeline only those of the head and of its hidden states; the gradients of the stages
+        follow when the loop over `micro_batches` goes on. Raise ConfigError outside of that loop,
+        and for a second call.
         """
         if self.accumulation is None:
             raise ValueError("this model was made with for_training=False, so it has no backward")
@@ -109,14 +120,14 @@ class Parallel:
 def parallelize(
     model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_training: bool = True
 ) -> Parallel:
-    """Divide a meta model among the ranks and apply the levers of the section `memory`, in place.
+    """Divide a meta model among the ranks and apply the section `memory` of the config, in place.
 
-    Adapters and what a recipe adds are there already, and what is frozen is so; `materialize` gives
-    memory afterwards. Parameters keep their names. for_training: False for a model that has no
-    backward, such as a frozen reference.
+    Called after adapters and a recipe's own modules have been added and parameters frozen, and
+    before `materialize`, which allocates the parameters. Parameters keep their names. for_training:
+    False for a model that has no backward, such as a frozen reference.
 
-    Raise ConfigError for what model and config cannot have together: `split_pipeline`,
-    `shard_tensors`, `shard_sequences`, `apply_memory_levers` and `shard_model` say what.
+    Raise ConfigError for a model that the config's settings do not fit; see `split_pipeline`,
+    `shard_tensors`, `shard_sequences`, `apply_memory_levers` and `shard_model`.
     """
     # In this order: each call takes the modules as those before it have left them.
     pipeline = split_pipeline(model, cfg, world)
@@ -137,7 +148,7 @@ def parallelize(
         world=world,
         whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1,
     )
-    if for_training and not cfg.compile:  # compiled layers count nothing
+    if for_training and not cfg.compile:  # compiled layers do not count tokens by expert
         for module in model.modules():
             if isinstance(module, Mixture):
                 module.load = ExpertLoad(module.router.out_features, world.device)
@@ -145,8 +156,10 @@ def parallelize(
     accumulation = None
     if for_training:
         # A gradient that is stepped in backward is gone before it could be added up on the host.
-        sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
-        accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None)
+        adds_on_host = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
+        accumulation = GradientAccumulation(
+            model, cfg.parallel, world.device if adds_on_host else None
+        )
     return Parallel(
         pipeline=pipeline,
         tensor_gradients=tensor_gradients,
@@ -163,9 +176,9 @@ def parallelize(
 def _add_balance_loss(
     model: nn.Module, cfg: FullFinetuneConfig, world: World
 ) -> BalanceLoss | None:
-    """Give each layer's router the auxiliary loss that the config asks for.
+    """Give each layer's router the auxiliary loss of `router_aux_loss_coef`, and return the loss.
 
-    Raise ConfigError for a model without routers.
+    None for a coefficient of 0. Raise ConfigError for a model without routers.
     """
     if not cfg.router_aux_loss_coef:
         return None
@@ -183,20 +196,21 @@ def _add_balance_loss(
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
-    """Return a line for the log on the units by size, the root and what lies on the host.
+    """Return a line for the log: the FSDP units by size, the root, and the layers kept on the host.
 
-    The model may be sharded.
+    It may be called before or after the model is sharded.
     """
+    # Layers that `memory.stream_layers` keeps in host memory.
     hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
     if parallel.replicas is not None:
-        count = sum(
+        num_trained_elements = sum(
             count_whole_elements(parameter)
             for parameter in model.parameters()
             if parameter.requires_grad
         )
         return (
             f"FSDP: off (ddp): {parallel.replicas.ranks} ranks have the same parameters, and sum"
-            f" the gradients of {format_count(count)} of them once a step{hosted}"
+            f" the gradients of {format_count(num_trained_elements)} of them once a step{hosted}"
         )
     if not parallel.units:
         return f"FSDP: off, each rank holds its parameters at all times{hosted}"
@@ -204,8 +218,8 @@ def describe_units(model: nn.Module, parallel: Parallel) -> str:
 
 
 def _describe_sizes(model: nn.Module, parallel: Parallel) -> str:
-    """Return the units by size, largest first, and what is gathered, and reduced, once a step."""
-    units_by_size: dict[int, list[Unit]] = {}
+    """Return the units by size, largest first, and which collectives run once a step only."""
+    units_by_size: dict[int, list[Unit]] = {}  # by bytes
     for unit in parallel.units:
         units_by_size.setdefault(unit.bytes, []).append(unit)
     parts: list[str] = []
@@ -214,10 +228,10 @@ def _describe_sizes(model: nn.Module, parallel: Parallel) -> str:
             parts.append(f"{len(units)} x {format_bytes(size)}")
         else:
             parts += [f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in units]
-    root = count_parameter_bytes(model) - sum(unit.bytes for unit in parallel.units)
+    root_bytes = count_parameter_bytes(model) - sum(unit.bytes for unit in parallel.units)
     if parallel.levers.layers is not None:
-        root -= parallel.levers.layers.num_bytes()
-    line = f"{', '.join(parts)}; always gathered: {format_bytes(root)}"
+        root_bytes -= parallel.levers.layers.num_bytes()
+    line = f"{', '.join(parts)}; always gathered: {format_bytes(root_bytes)}"
     if parallel.accumulation is not None and parallel.accumulation.once:
         line += "; gradients reduced once a step"
         if parallel.accumulation.keeps_weights:
@@ -226,12 +240,16 @@ def _describe_sizes(model: nn.Module, parallel: Parallel) -> str:
 
 
 def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
-    """Sum the gradients of parameters that several ranks have over these, in place. A collective.
+    """Sum the gradients of parameters that several ranks hold, over these ranks and in place.
 
-    Once a step, after the last backward and before clipping. Such parameters are an embedding that
-    is the output head of another stage of a pipeline; all of them where every data rank has the
-    whole model; and what every rank of a tensor-parallel group has, such as norms. FSDP has summed
-    the others in backward.
+    Called by all ranks once a step, after the last backward and before clipping. Such parameters
+    are, where the config has them:
+
+    - in a pipeline, the embedding that is also the output head of the last stage;
+    - with `parallel.strategy: ddp`, all trained parameters;
+    - in a tensor-parallel group, those that every rank has whole, such as norms.
+
+    FSDP has summed the gradients of all others in backward.
     """
     if parallel.accumulation is not None:
         parallel.accumulation.check()
@@ -245,9 +263,10 @@ def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> 
 
 @torch.no_grad()
 def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
-    """Sum what each rank of a tensor-parallel group has of a gradient, of its tokens or heads.
+    """Sum the gradients marked `partial` over the tensor-parallel group, in place.
 
-    In fp32 (fp64), those of one type and device together. Raise ValueError for a trained parameter
+    Each rank has the summand of its own tokens or heads. They are summed in fp32 (fp64 ones in
+    fp64), all of one dtype and device in one all-reduce. Raise ValueError for a trained parameter
     that was added after `parallelize`.
     """
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -273,19 +292,19 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
             gradient.copy_(total.view_as(gradient))
 
 
-# A model cut down to what one rank of a pipeline has: its stages' layers, and embedding or head
-# where they belong.
+# Cut a model down to what one rank of a pipeline has: the layers of its stages, the embedding with
+# the first stage, and final norm and output head with the last.
 #
-# The model keeps its class, and its parameters their names. What it does when it is called is the
-# part of it whose turn it is, as the pipeline's driver says: the layers of a stage, or after the
-# last of them final norm and output head.
+# The model keeps its class, and its parameters their names. A call of it runs one part, which the
+# pipeline's driver sets before the call (`Pipeline.run_part`): the layers of a stage, or norm and
+# head.
 
 
 def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) -> Pipeline | None:
-    """Leave a meta model with this rank's stages alone, in place; return what runs them.
+    """Remove other ranks' stages from a meta model, in place; return the runner of this rank's.
 
-    None without a pipeline. A tied embedding is on the first and on the last stage; see
-    `sum_tied_gradients`. Raise ConfigError: see `split_layers`, `refuse_for_pipeline`,
+    Return None without a pipeline. A tied embedding is on the first and on the last stage; see
+    `Pipeline.sum_tied_gradients`. Raise ConfigError: see `split_layers`, `refuse_for_pipeline`,
     `LanguageModel.find_stage_parts`.
     """
     if world.pipeline is None:
@@ -293,17 +312,18 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     layers = split_layers(model.spec, cfg, world.mesh["data_shard"].size())
     refuse_for_pipeline(model, layers)
     stages = list_rank_stages(cfg.parallel, world.pipeline.rank)
-    # That the model was built with; adapters and stored weights have others.
+    # The dtype the model was built with; adapters and quantized weights have other ones.
     dtype = next(model.get_submodule(model.find_stage_parts().last[0]).parameters()).dtype
     model.keep_stages(
         set(chain.from_iterable(layers[stage] for stage in stages)),
         first=0 in stages,
         last=count_stages(cfg.parallel) - 1 in stages,
     )
-    if SCHEDULES[cfg.parallel.pipeline_schedule].splits:
+    if SCHEDULES[cfg.parallel.pipeline_schedule].splits:  # backward into input and weight gradients
         for module in model.modules():
             if type(module) is nn.Linear:
-                # So that its weight gradient can be deferred.
+                # So that its weight gradient can be deferred. Of a subclass, such as a linear with
+                # adapters, the forward stays.
                 module.forward = MethodType(_run_linear, module)  # type: ignore[method-assign]
     pipeline = Pipeline(
         model, cfg=cfg, world=world, layers={stage: layers[stage] for stage in stages}, dtype=dtype
@@ -313,26 +333,27 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
 
 
 def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
-    """Raise ConfigError for extra parameters that no stage, or more than one, would have.
+    """Raise ConfigError for a recipe's own tensors that no stage, or more than one, would have.
 
-    Called while the model still has all stages.
+    Called while the model still has all stages. stages: of each stage, the numbers of its layers.
     """
     extras = find_extra_tensors(model)
     if not extras:
         return
     parts = model.find_stage_parts()
-    stage_of = {
-        f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers
-    }
-    stage_of |= {f"{name}.": len(stages) - 1 for name in parts.last}
-    stage_of |= {
+    # By the beginning of a tensor's name.
+    stage_by_prefix = {f"{name}.": len(stages) - 1 for name in parts.last}
+    for stage, layers in enumerate(stages):
+        stage_by_prefix |= {f"{parts.layers[layer]}.": stage for layer in layers}
+    # A tied embedding is on the first and the last stage, so what is added to it is on two.
+    stage_by_prefix |= {
         f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied
     }
     stages_of_tensors: dict[int, set[int]] = {}  # by the tensor's id
     for name, tensor in chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     ):
-        prefix = next((prefix for prefix in stage_of if name.startswith(prefix)), None)
+        prefix = next((prefix for prefix in stage_by_prefix if name.startswith(prefix)), None)
         if name in extras and prefix is None:
             raise ConfigError(
                 f"parallel.pipeline: found {name}, which the recipe added outside of the layers,"
@@ -340,7 +361,7 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
                 " parallel.pipeline=1"
             )
         if prefix is not None:
-            stages_of_tensors.setdefault(id(tensor), set()).add(stage_of[prefix])
+            stages_of_tensors.setdefault(id(tensor), set()).add(stage_by_prefix[prefix])
     shared = [name for name, tensor in extras.items() if len(stages_of_tensors[id(tensor)]) > 1]
     if shared:
         raise ConfigError(
@@ -350,4 +371,5 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
 
 
 def _run_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
+    # By the op whose weight gradient can be deferred.
     return linear(hidden, module.weight, module.bias)

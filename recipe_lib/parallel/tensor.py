@@ -1,15 +1,16 @@
-"""Tensor and sequence parallel for the decoder: each rank of a group holds a part of every matrix
-and of the tokens.
+"""Shard a decoder over tensor-parallel groups, with sequence parallelism (arXiv 2205.05198).
 
-Between layers a rank has n of the N = n t tokens of a micro-batch, `[n, d]`, in the order of the
-flattened batch. Norms and residual sums work on these. Attention and MLP gather the tokens, work
-with h / t heads and f / t channels, and sum what comes out of them back to the n tokens of each
-rank (`recipe_lib.ops.gathered`).
+`parallelize` calls `shard_tensors` on the meta model; the forwards are in `tensor_forwards`.
+Sizes here: t ranks, N tokens of a micro-batch, n = N / t of a rank, h heads, f MLP channels.
 
-Parameters become DTensors under their own names: q, k, v, gate, up, embedding and output are
-column-parallel (a rank has some outputs of each), o and down row-parallel (some inputs). Norms, the
-biases of o and down, and the halves of adapters that work on the n tokens are on every rank, and
-their gradients are each a part of the sum: see `all_reduce_gradients`.
+Between layers a rank has n tokens `[n, d]`, in the order of the flattened batch, for norms and
+residual sums. Attention and MLP gather all N tokens, compute h / t heads and f / t channels, and
+reduce-scatter their outputs to the n tokens of each rank (`recipe_lib.ops.gathered`).
+
+Parameters become DTensors under their own names. q, k, v, gate, up, embedding and output are
+column-parallel: a rank has some outputs of each. o and down are row-parallel: some inputs. Norms,
+the biases of o and down, and the halves of adapters that work on the n tokens are whole on every
+rank; each rank has a summand of their gradients, which `all_reduce_gradients` sums.
 """
 
 from collections.abc import Callable
@@ -42,11 +43,13 @@ from recipe_lib.ops.gathered import Group
 from recipe_lib.parallel import tensor_forwards as forwards
 from recipe_lib.parallel.world import World
 
-# The linears of a layer of which each rank has some outputs, and those of which it has some inputs.
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROW_PARALLEL = ("o_proj", "down_proj")
+# Linears of a layer by their name in it.
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # some outputs on a rank
+ROW_PARALLEL = ("o_proj", "down_proj")  # some inputs on a rank
+# All matrices that are divided; `gate_up_proj` is that of experts.
 _MATRICES = (*COLUMN_PARALLEL, *ROW_PARALLEL, "gate_up_proj", "embed_tokens", "lm_head")
-_KNOWN = tuple(
+# The forwards that `tensor_forwards` has a replacement for.
+_REPLACED_FORWARDS = tuple(
     kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm)
 )
 
@@ -57,9 +60,12 @@ def shard_tensors(
     """Shard a meta model's matrices and tokens over each tensor-parallel group, in place.
 
     Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes
-    micro-batches whose tokens the group's size divides. A world without such groups leaves the
-    model as it is. Return what each parameter's gradient is on a rank: `sharded`, that of its part;
-    `partial`, a part of the sum. Raise ConfigError: see `check_tensor`, `refuse_for_tensor`.
+    micro-batches whose number of tokens is a multiple of the group's size.
+
+    Return by parameter name the kind of its gradient on a rank: `sharded`, the gradient of this
+    rank's part, or `partial`, a summand of the whole gradient. Without tensor parallelism the dict
+    is empty and the model left as it is. Raise ConfigError: see `check_tensor`,
+    `refuse_for_tensor`.
     """
     if world.tensor is None:
         return {}
@@ -68,12 +74,16 @@ def shard_tensors(
         return model.spec.shard_tensors(model, parallel, world)
     spec = model.spec
     group = world.tensor
-    quantized = [module.kind for module in model.modules() if isinstance(module, QuantizedLinear)]
-    check_tensor(spec, parallel, min(quantized, default="none"))
+    quantized_kinds = [
+        module.kind for module in model.modules() if isinstance(module, QuantizedLinear)
+    ]
+
+    check_tensor(spec, parallel, min(quantized_kinds, default="none"))
+    # Where there are more ranks than kv heads, each rank has the weights of all of them.
     copies_kv_heads = spec.num_kv_heads % group.size != 0
     keep_gathered = parallel.tensor_regather_in_backward == "false"
     if parallel.tensor_regather_in_backward == "auto":
-        # A checkpointed layer has them from its second forward to its backward alone.
+        # A checkpointed layer keeps gathered tokens only from its second forward to its backward.
         keep_gathered = memory.activation_checkpointing != "none"
     kv_head = group.rank * spec.num_kv_heads // group.size if copies_kv_heads else None
     sharing = forwards.Sharing(group, keep_gathered, kv_head)
@@ -90,7 +100,7 @@ def shard_tensors(
     )
     if spec.mixture is not None:
         model.runs = _list_expert_runs(model, spec.mixture, group.size)
-    # Of a class that derives from another one first, as the first match counts.
+    # Derived classes stand before their bases, as the first match counts.
     replacements: tuple[tuple[type[nn.Module], Callable[..., Any]], ...] = (
         (WidthNorm, _bind_settings(forwards.run_width_norm, group)),
         (Norm, forwards.run_norm),
@@ -118,10 +128,10 @@ def shard_tensors(
 
 
 def refuse_for_tensor(model: Decoder) -> None:
-    """Raise ConfigError for extra parameters, and for forwards and hooks that tensor parallel would
-    not call, or otherwise.
+    """Raise ConfigError for a model with a recipe's own parameters, or with forwards or hooks that
+    tensor parallelism would replace or skip.
 
-    A rank has a part of the tokens, heads and channels there, and inputs of other shapes.
+    They would see a part of the tokens, heads and channels only, in inputs of other shapes.
     """
     additions = [*find_extra_tensors(model), *_list_changes(model)]
     if additions:
@@ -133,29 +143,31 @@ def refuse_for_tensor(model: Decoder) -> None:
 
 
 def _list_changes(model: Decoder) -> list[str]:
-    """Return the hooks and forwards of a model that are not those of its classes."""
+    """Return a description of each forward that a recipe has replaced, and each skipped hook."""
     changes = []
-    inside: set[int] = set()  # ids of what attention and MLP do not call here, but compute
+    # Ids of modules in attention and MLPs: the replaced forwards use their weights without calling
+    # them, so their hooks would not run.
+    skipped_ids: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, (Attention, MLP, Mixture)):
-            inside |= {id(child) for child in module.modules()}
-        if id(module) in inside and (module._forward_hooks or module._forward_pre_hooks):
+            skipped_ids |= {id(child) for child in module.modules()}
+        if id(module) in skipped_ids and (module._forward_hooks or module._forward_pre_hooks):
             changes.append(f"a hook of {name}")
         if isinstance(module, (Attention, MLP, Mixture, DecoderLayer, Norm)):
-            if "forward" in vars(module) or type(module).forward not in _KNOWN:
+            if "forward" in vars(module) or type(module).forward not in _REPLACED_FORWARDS:
                 changes.append(f"another forward of {name}")
     return changes
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let a module run another forward; its parameters and hooks stay what they are."""
-    # A method of one function for all alike: of an object for each, torch.compile would compile
-    # each layer anew.
+    # A method of one function for all modules of a kind: with a callable object for each module
+    # torch.compile would compile each layer anew.
     module.forward = MethodType(forward, module)
 
 
 def _bind_settings(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
-    """Return a function of a module and what a forward takes, which takes settings in between."""
+    """Return a forward that calls `function(module, *settings, *inputs)`."""
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(module, *settings, *args, **kwargs)
@@ -171,7 +183,11 @@ def _take_part(
     kv_head: int | None,
     head_width: int,
 ) -> None:
-    """Tell a quantized linear which part of its weight this rank computes with."""
+    """Tell a quantized linear which part of its weight this rank computes with.
+
+    kv_head: the only head that this rank computes of a k or v projection whose weight it has whole;
+    None: the rank's even part of the rows or columns.
+    """
     rows = (0, linear.out_features)
     columns = (0, linear.in_features)
     if kv_head is not None:
@@ -184,9 +200,9 @@ def _take_part(
 
 
 def _get_part(length: int, group: Group) -> tuple[int, int]:
-    """Return the first and the last place (exclusive) of this rank's even part of a dimension."""
-    count = length // group.size
-    return group.rank * count, (group.rank + 1) * count
+    """Return start and end (exclusive) of this rank's even part of a dimension."""
+    part_length = length // group.size
+    return group.rank * part_length, (group.rank + 1) * part_length
 
 
 def _place_parameters(
@@ -194,10 +210,10 @@ def _place_parameters(
 ) -> dict[str, str]:
     """Make each parameter a DTensor over the group; one that several modules own stays one.
 
-    copied: matrices that every rank has whole. Return what each one's gradient is on a rank:
-    `sharded`, that of its part; `partial`, a part of the sum.
+    copied: names of matrices that every rank has whole. Return the kinds of gradients, as
+    `shard_tensors`.
     """
-    placed: dict[int, nn.Parameter] = {}  # by id of the parameter as it was
+    placed: dict[int, nn.Parameter] = {}  # new parameters by the id of the old one
     gradients = {}
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -212,34 +228,38 @@ def _place_parameters(
 
 
 def _choose_placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
-    """Return how a parameter lies on the group, by the matrix that it belongs to.
+    """Return the placement of a parameter over the group, by the matrix that it belongs to.
 
-    Matrices are `[o, i]`, those of experts `[E, o, i]`: cut along their outputs o, or in
-    ROW_PARALLEL along their inputs i. kind: of a quantized linear.
+    Matrices are `[o, i]`, those of experts `[E, o, i]`: sharded along their outputs o, those of
+    ROW_PARALLEL along their inputs i. name: dotted. copied: names of matrices that every rank has
+    whole. kind: "nf4" or "int8" of a quantized module, else None.
     """
     parts = name.split(".")
     leaf = parts[-1]
-    if leaf == "sinks":
+    if leaf == "sinks":  # attention sinks, one for each head
         return Shard(0)
     matrix = next((part for part in parts if part in _MATRICES), None)
     if matrix is None or matrix in copied:
         return Replicate()
-    of_experts = "experts" in parts
-    outputs = 1 if of_experts else 0
+    is_of_experts = "experts" in parts
+    output_dim = 1 if is_of_experts else 0
     if matrix not in ROW_PARALLEL:
-        # A works on the n tokens; each rank has all factors of NF4, which are few.
-        is_whole = "lora_A" in parts or (leaf == "weight_factors" and (of_experts or kind == "nf4"))
-        return Replicate() if is_whole else Shard(outputs)
-    is_base = parts[-2] == matrix  # and no adapter's
+        # The adapter's A works on the n tokens of the rank. Each rank has all factors of NF4, which
+        # are few.
+        is_whole = "lora_A" in parts or (
+            leaf == "weight_factors" and (is_of_experts or kind == "nf4")
+        )
+        return Replicate() if is_whole else Shard(output_dim)
+    is_base = parts[-2] == matrix  # a parameter of the linear itself, not of its adapter
     if "lora_A" in parts or (is_base and leaf == "weight"):
-        return Shard(outputs + 1)
+        return Shard(output_dim + 1)
     return Shard(1) if is_base and leaf in ("weight_codes", "weight_scales") else Replicate()
 
 
 def place_parameter(
     parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh
 ) -> nn.Parameter:
-    """Return a parameter on the meta device as a DTensor over the group, which cuts it evenly."""
+    """Return a meta parameter as a DTensor over the group; a shard has an even part of it."""
     shape = list(parameter.shape)
     if isinstance(placement, Shard):
         shape[placement.dim] //= mesh.size()
@@ -250,11 +270,12 @@ def place_parameter(
 
 
 def _list_expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:
-    """Return dimension and runs of the parameters that hold gate above up.
+    """Return dimension and index ranges by name of the parameters of experts that hold gate and up.
 
-    Each rank has a part of either.
+    Gate stands above up, and each rank has a part of either, so a rank's shard is two ranges of the
+    whole dimension. The ranges are listed rank by rank. size: of the group.
     """
-    if mixture.interleaved:
+    if mixture.interleaved:  # rows of gate and up alternate, so a rank's part is one range
         return {}
     width = mixture.mlp_width
     part = width // size
@@ -263,14 +284,19 @@ def _list_expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict
         for rank in range(size)
         for half in range(2)
     )
-    ends = tuple(f".experts.gate_up_proj.{leaf}" for leaf in ("weight", "bias", "lora_B.weight"))
-    return {name: (1, runs) for name, _ in model.named_parameters() if name.endswith(ends)}
+    suffixes = tuple(
+        f".experts.gate_up_proj.{leaf}" for leaf in ("weight", "bias", "lora_B.weight")
+    )
+    return {name: (1, runs) for name, _ in model.named_parameters() if name.endswith(suffixes)}
 
 
 def _share_quantized_experts(
     module: QuantizedExperts, name: str, group: Group, mixture: MixtureSpec
 ) -> None:
-    """Tell quantized experts which part of their weights this rank computes with."""
+    """Tell quantized experts which part of their weights this rank computes with.
+
+    name: of the module, which says whether it is `down_proj` or `gate_up_proj`.
+    """
     if name.endswith("experts.down_proj"):
         module.take_part((0, module.out_features), _get_part(module.in_features, group))
     else:
@@ -279,14 +305,14 @@ def _share_quantized_experts(
         )
 
 
-# Which sizes of a group can share a model, by its shape alone.
+# Check by a model's shape alone which sizes of a group can divide it.
 
 
 def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:
-    """Raise ConfigError for a model that `parallel.tensor` ranks cannot share, with legal sizes.
+    """Raise ConfigError for a model that `parallel.tensor` ranks cannot share evenly.
 
-    The error has a line for each number that they do not divide. quantize: `lora.quantize_base`,
-    whose blocks are not cut.
+    The error has a line for each size of the model that they do not divide, with the group sizes
+    that fit. quantize: `lora.quantize_base`; its blocks of weights cannot be divided among ranks.
     """
     size = parallel.tensor
     counts = {
@@ -328,28 +354,32 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
 
 
 def _get_widths(spec: DecoderSpec) -> dict[str, int]:
-    """Return the widths that are cut besides attention's: of MLPs, of experts, or of both."""
+    """Return the number of channels of MLPs, of experts, or of both, by its name in messages."""
     mixture = spec.mixture
     widths = {} if mixture is not None and all(mixture.layers) else {"MLP channels": spec.mlp_width}
     return widths if mixture is None else widths | {"channels of an expert": mixture.mlp_width}
 
 
 def _copies_kv_heads(spec: DecoderSpec, copies: bool, size: int) -> bool:
-    """Return True if `size` ranks are several for each kv head, and may have copies of all.
+    """Return True if each of `size` ranks may have all kv heads, and computes one of them.
 
-    copies: `parallel.tensor_replicate_kv_heads`, of which each rank then computes with one.
+    The size has to be a multiple of their number. copies: `parallel.tensor_replicate_kv_heads`.
     """
     return copies and size % spec.num_kv_heads == 0
 
 
 def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
-    """Return the linears of a layer whose quantized weight `size` ranks cannot cut."""
+    """Return the names of a layer's linears whose quantized weight `size` ranks cannot divide.
+
+    quantize and copies are those of `check_tensor` and `_copies_kv_heads`.
+    """
     if quantize == "none" or size == 1:
         return []
-    heads = spec.num_heads * spec.head_width
-    kv_heads = spec.num_kv_heads * spec.head_width
-    inputs = {"o_proj": heads, "down_proj": spec.mlp_width}
-    outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    q_width = spec.num_heads * spec.head_width
+    kv_width = spec.num_kv_heads * spec.head_width
+    # Numbers of features that are not the model's width, or of the outputs the MLP's.
+    inputs = {"o_proj": q_width, "down_proj": spec.mlp_width}
+    outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
     uncuttable = _list_uncuttable_experts(spec, quantize, size)
     has_mlps = "MLP channels" in _get_widths(spec)
     for matrix in (*COLUMN_PARALLEL, *ROW_PARALLEL):
@@ -374,22 +404,25 @@ def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) 
 
 
 def _list_uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
-    """Return the matrices of experts that `size` ranks cannot cut; gate and up are one.
+    """Return the names of the experts' matrices that `size` ranks cannot divide.
 
-    In int8 gate and up are not cut.
+    Gate and up are one matrix, which is never divided in int8.
     """
     mixture = spec.mixture
     if mixture is None or not can_quantize(spec.width, mixture.mlp_width, quantize):
         return []
-    down = can_cut(
+    can_cut_down = can_cut(
         mixture.mlp_width, out_features=spec.width, kind=quantize, parts=size, by_columns=True
     )
     height = mixture.mlp_width * (2 if mixture.interleaved else 1)
-    gate_up = quantize == "nf4" and can_cut(
+    can_cut_gate_up = quantize == "nf4" and can_cut(
         spec.width, out_features=height, kind=quantize, parts=size, by_columns=False
     )
     return [
         name
-        for name, cut in (("experts.gate_up_proj", gate_up), ("experts.down_proj", down))
-        if not cut
+        for name, is_cuttable in (
+            ("experts.gate_up_proj", can_cut_gate_up),
+            ("experts.down_proj", can_cut_down),
+        )
+        if not is_cuttable
     ]

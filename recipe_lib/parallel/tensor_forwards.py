@@ -1,7 +1,11 @@
-"""The forwards of a decoder on the ranks of a tensor-parallel group, in place of its modules' own.
+"""Run a decoder's modules on the ranks of a tensor-parallel group.
 
-A layer takes and gives this rank's tokens `[n, d]`. Attention, MLP and mixture get the stream and
-the norm before them, so that the stream is what is kept for backward, and not the normed tokens.
+`tensor.shard_tensors` puts these functions in place of the modules' own forwards; each takes the
+module first. Sizes here: t ranks, N tokens `[b, s]` of a micro-batch, n = N / t of a rank.
+
+A layer takes and returns this rank's tokens of the residual stream, `[n, d]`. Attention, MLP and
+mixture get the stream and the norm before them, so that autograd keeps the stream, and not the
+normed tokens beside it: these are computed again in backward.
 """
 
 from collections.abc import Callable
@@ -65,31 +69,34 @@ from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.sequence_shards import gather_tokens
 
-Rotation = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]  # cosine and sine, each fp32 [b, s, 1, rotated channels / 2]
 
 
 @dataclass(frozen=True)
 class Sharing:
     """The settings by which the ranks of a group share attention and MLP."""
 
-    group: Group
-    keep_gathered: bool  # gathered tokens stay for backward
-    kv_head: int | None  # the only one this rank computes; None: its share
+    group: Group  # the ranks
+    keep_gathered: bool  # keep gathered tokens for backward; False: gather them again there
+    kv_head: int | None  # index of the only kv head of this rank; None: its even share of them
 
 
 def run_norm(module: Norm, hidden: Tensor) -> Tensor:
-    """Return hidden `[n, d]`, normed, by this rank's weight of those that all ranks have."""
+    """Return hidden `[n, d]`, normed. All ranks have the whole weight."""
     return module.norm(hidden, get_local(module.weight), module.eps)
 
 
 def run_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
-    """Return heads `[..., h / t, e]` normed over the channels of all heads, of all ranks."""
+    """Return heads `[..., h / t, e]` normed over the channels of all heads, of all ranks.
+
+    All ranks have the whole weight `[h e]`, and use the part of their heads.
+    """
     flat = heads.flatten(-2)
     weight = get_local(norm.weight)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    rows = wide.square().sum(dim=-1, keepdim=True).flatten(0, -2)
+    square_sums = wide.square().sum(dim=-1, keepdim=True).flatten(0, -2)
     # An all-reduce, in backward too.
-    total = gather(scatter(rows, group), group).view(*flat.shape[:-1], 1)
+    total = gather(scatter(square_sums, group), group).view(*flat.shape[:-1], 1)
     width = flat.shape[-1]
     part = weight[group.rank * width : (group.rank + 1) * width]
     normed = (wide * torch.rsqrt(total / weight.shape[0] + norm.eps)).to(flat.dtype)
@@ -99,7 +106,7 @@ def run_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
 def run_layer(
     layer: DecoderLayer, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: None = None
 ) -> Tensor:
-    """Return the stream `[n, d]` after this layer."""
+    """Return the stream `[n, d]` after this layer. cache: always None."""
     hidden = hidden + layer.self_attn(hidden, rotation, info, layer.input_layernorm)
     return hidden + layer.mlp(hidden, layer.post_attention_layernorm, info.real)
 
@@ -111,7 +118,7 @@ def run_sandwich_layer(
     info: AttentionInfo,
     cache: None = None,
 ) -> Tensor:
-    """Return the stream `[n, d]` after this layer, whose outputs are normed too."""
+    """Return the stream `[n, d]` after a layer that norms attention's and MLP's outputs too."""
     attended = layer.self_attn(hidden, rotation, info, layer.input_layernorm)
     hidden = hidden + layer.post_attention_layernorm(attended)
     return hidden + layer.post_feedforward_layernorm(
@@ -127,7 +134,10 @@ def run_attention(
     info: AttentionInfo,
     norm: Norm,
 ) -> Tensor:
-    """Return what this rank's tokens attend to, `[n, d]`, of some heads on each rank."""
+    """Return attention's output for this rank's tokens, `[n, d]`.
+
+    Each rank computes some of the heads for all tokens. hidden: the stream `[n, d]` before `norm`.
+    """
     rows, length = rotation[0].shape[:2]
     projected = _run_column_parallel(
         [module.q_proj, module.k_proj, module.v_proj],
@@ -136,7 +146,8 @@ def run_attention(
         sharing=sharing,
         head_width=module.head_width,
     )
-    # The number of heads from it, since for -1 a compiled layer of dynamic lengths has no number.
+    # The number of heads is computed from the width: for a -1 in view(), a layer compiled for
+    # dynamic lengths would not know it as a number.
     width = module.head_width
     q, k, v = (part.view(rows, length, part.shape[1] // width, width) for part in projected)
     q = apply_rotation(module.clamp(module.q_norm(q)), *rotation).transpose(1, 2)
@@ -157,7 +168,11 @@ def run_mlp(
     norm: Norm,
     real: RealTokens | None = None,
 ) -> Tensor:
-    """Return the MLP of this rank's tokens, `[n, d]`, of some channels on each rank."""
+    """Return the MLP's output for this rank's tokens, `[n, d]`.
+
+    Each rank computes some of the channels for all tokens. hidden: the stream `[n, d]` before
+    `norm`. real: not used here, as a mixture alone reads it.
+    """
     gate, up = _run_column_parallel(
         [module.gate_proj, module.up_proj], hidden=hidden, norm=norm, sharing=sharing
     )
@@ -187,12 +202,14 @@ def run_mlp(
 def _run_column_parallel(
     linears: list[Any], hidden: Tensor, norm: Norm, sharing: Sharing, head_width: int = 0
 ) -> list[Tensor]:
-    """Return normed tokens through column-parallel linears: `[N, o / t]` each.
+    """Return the normed tokens of all ranks through column-parallel linears: `[N, o / t]` each.
 
-    head_width: of kv heads that all ranks have.
+    hidden: the stream `[n, d]` before `norm`. head_width: channels of a kv head, where linears may
+    be k and v projections that every rank has whole.
     """
     group = sharing.group
     shard = norm(hidden)
+    # By linear, a function that returns this rank's rows of a parameter of it.
     take_rows = [_choose_rows(linear, sharing, head_width) for linear in linears]
     if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
         kind = "offset" if norm.norm is offset_rms_norm else "rms"
@@ -216,7 +233,7 @@ def _run_column_parallel(
     adapted = [linear for linear in linears if _is_adapted(linear)]
     if not adapted:
         return plain
-    # The adapters' A work on the n tokens, and their narrow outputs are gathered together.
+    # The adapters' A work on the n tokens, and their outputs `[n, r]` are gathered in one call.
     narrow = torch.cat([_apply_lora_down(linear, shard) for linear in adapted], dim=-1)
     parts = iter(gather(narrow, group).split([linear.settings.rank for linear in adapted], dim=-1))
     return [
@@ -228,7 +245,7 @@ def _run_column_parallel(
 
 
 def _run_row_parallel(linear: Any, inputs: Tensor, group: Group) -> Tensor:
-    """Return `[N, i / t]` through a row-parallel linear, summed over the group: `[n, d]`."""
+    """Return inputs `[N, i / t]` through a row-parallel linear, reduce-scattered: `[n, d]`."""
     if isinstance(linear, QuantizedLinear):
         plain = scatter(linear.product(inputs), group)
     else:
@@ -240,13 +257,14 @@ def _run_row_parallel(linear: Any, inputs: Tensor, group: Group) -> Tensor:
 
 
 def _choose_rows(linear: Any, sharing: Sharing, head_width: int) -> Callable[[Tensor | None], Any]:
-    """Return what takes a rank's rows of a parameter.
+    """Return a function that takes this rank's rows of a linear's parameter, or None for None.
 
-    They are its part, or, of kv heads that all ranks have, the one that it computes.
+    The rows are the rank's shard. Of a k or v projection that every rank has whole, they are those
+    of the one head that it computes, of `head_width` rows.
     """
     head = sharing.kv_head
-    quantized = isinstance(linear, QuantizedLinear)
-    num_rows = linear.count_local_rows() if quantized else get_local(linear.weight).shape[0]
+    is_quantized = isinstance(linear, QuantizedLinear)
+    num_rows = linear.count_local_rows() if is_quantized else get_local(linear.weight).shape[0]
     if head is None or num_rows != linear.out_features:
         return get_local
     rows = slice(head * head_width, (head + 1) * head_width)
@@ -254,7 +272,7 @@ def _choose_rows(linear: Any, sharing: Sharing, head_width: int) -> Callable[[Te
 
 
 def _run_frozen(linear: Any, tokens: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
-    """Return all tokens through a column-parallel linear, without its adapter."""
+    """Return all tokens `[N, d]` through a column-parallel linear, without its adapter."""
     if isinstance(linear, QuantizedLinear):
         return linear.product(tokens, rows(linear.bias))
     return F.linear(tokens, rows(linear.weight), rows(linear.bias))
@@ -277,15 +295,21 @@ def _add_lora_up(
     narrow: Tensor,
     rows: Callable[[Tensor | None], Any] = get_local,
 ) -> Tensor:
-    """Return what the frozen part gave plus what the adapter's B makes of `narrow`."""
+    """Return `plain + scaling * narrow B^T`, in the dtype of `plain`.
+
+    plain: the linear's output without its adapter. narrow: the output of the adapter's A,
+    `[..., r]`. rows: takes this rank's rows of B, as `_choose_rows`.
+    """
     update = F.linear(narrow * linear.settings.scaling, rows(linear.lora_B.weight))
     return (plain + update).to(plain.dtype)
 
 
 def run_embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
-    """Return this rank's part `[n, d]` of the embeddings of tokens `[b, s]`.
+    """Return the embeddings `[n, d]` of this rank's part of the tokens `[b, s]`.
 
-    Each rank looks up the tokens whose rows it has, and all of them are summed.
+    Each rank looks up those of all tokens whose rows it has, with zeros for the rest, and the
+    group's are summed. Raise ValueError for a number of tokens that the group's size does not
+    divide.
     """
     weight = get_local(module.weight)
     if tokens.numel() % group.size:
@@ -293,9 +317,9 @@ def run_embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
             f"{tokens.numel()} tokens cannot be shared evenly among {group.size} ranks"
         )
     rows = tokens.flatten() - group.rank * weight.shape[0]
-    elsewhere = (rows < 0) | (rows >= weight.shape[0])
-    looked_up = F.embedding(rows.masked_fill_(elsewhere, 0), weight)
-    hidden = scatter(looked_up.masked_fill(elsewhere.unsqueeze(1), 0), group)
+    is_elsewhere = (rows < 0) | (rows >= weight.shape[0])  # the row is another rank's
+    looked_up = F.embedding(rows.masked_fill_(is_elsewhere, 0), weight)
+    hidden = scatter(looked_up.masked_fill(is_elsewhere.unsqueeze(1), 0), group)
     scale = getattr(module, "scale", None)
     return hidden if scale is None else hidden * hidden.new_full((), scale)
 
@@ -308,9 +332,10 @@ def run_head(
     labels: Tensor | None = None,
     head_loss: HeadLoss | None = None,
 ) -> Tensor:
-    """Run `OutputHead.forward` on `[n, d]`.
+    """Run `OutputHead.forward` on this rank's hidden states `[n, d]`; the vocabulary is divided.
 
-    Without labels all ranks get all logits `[N, v]`: for short texts.
+    Without labels return the logits `[N, v]` of all tokens on every rank, for short texts only.
+    With labels `[b, s]` of all tokens return the loss that `head_loss` computes of them.
     """
     weight = get_local(head.weight)
     if labels is None:
@@ -329,9 +354,10 @@ def run_score_head(
     labels: Tensor | None = None,
     head_loss: object = None,
 ) -> Tensor:
-    """Run `ScoreHead.forward` on `[n, d]`: return the scores of all N tokens, in labels' rows.
+    """Run `ScoreHead.forward` on this rank's hidden states `[n, d]`.
 
-    Each rank computes those of its own tokens.
+    Each rank computes the scores of its own tokens. Return those of all tokens, `[N, labels]`; with
+    labels `[b, s]`, whose values are not read, `[b, s, labels]`.
     """
     weight = get_local(head.weight)
     scores = gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
@@ -339,7 +365,10 @@ def run_score_head(
 
 
 def restore_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward that gives logits `[N, v]` as `[b, s, v]`."""
+    """Return a forward of tokens `[b, s]` that returns its logits `[N, v]` as `[b, s, v]`.
+
+    Other outputs, such as a loss, are returned as they are.
+    """
 
     def run(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = forward(tokens, *args, **kwargs)
@@ -352,18 +381,21 @@ def restore_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def run_mixture(
     module: Mixture, group: Group, hidden: Tensor, norm: nn.Module, real: RealTokens | None = None
 ) -> Tensor:
-    """Return what the experts add to this rank's tokens of the stream `[n, d]`, `[n, d]`.
+    """Return the experts' output for this rank's tokens, `[n, d]`.
 
-    real: of all N tokens.
+    Each rank computes some channels of every expert, for all tokens. hidden: the stream `[n, d]`
+    before `norm`. real: which of all N tokens are no padding; None: all.
     """
     shard = norm(hidden)
     logits = _compute_router_logits(module.router, shard)
     scores, chosen = module.choose(logits)
     groups = group_tokens(wait(start_gather(chosen, group)), logits.shape[1])
-    own_real = None
+    own_real = None  # the same of this rank's tokens
     if real is not None:
-        count = shard.shape[0]
-        own_real = real.take(slice(group.rank * count, (group.rank + 1) * count), real.count)
+        num_tokens = shard.shape[0]
+        own_real = real.take(
+            slice(group.rank * num_tokens, (group.rank + 1) * num_tokens), real.count
+        )
     scores = module.record_choices(logits, scores, groups, real=real, own_real=own_real)
     tokens = gather(shard, group)
     all_scores = gather(scores, group)
@@ -373,6 +405,7 @@ def run_mixture(
 
 
 def _compute_router_logits(router: Any, tokens: Tensor) -> Tensor:
+    """Return the router's logits `[n, E]` of tokens `[n, d]`, with its adapter if it has one."""
     logits = wide_linear(tokens, get_local(router.weight), get_local(router.bias))
     if not isinstance(router, AdaptedRouter) or router.is_off:
         return logits
@@ -388,10 +421,14 @@ def run_experts(
     own_scores: Tensor,
     own_chosen: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what this rank's channels of the experts make of all tokens, `[N, d]`.
+    """Return this rank's summand of the experts' output for all tokens, `[N, d]`.
 
-    Also what the biases of down add to the rank's own tokens, `[n, d]`. scores: of all tokens.
-    own_scores, own_chosen: of the rank's. A call of the module, so that FSDP gathers its weights.
+    Second, return the scored biases of `down_proj` for the rank's own tokens, `[n, d]`; None
+    without biases. They are not in the first, whose summands are added over the ranks.
+
+    tokens: `[N, d]`, normed. scores: `[N, k]` of their k choices. own_scores, own_chosen: scores
+    and expert indices of the rank's own tokens, `[n, k]`. It replaces the forward of `Experts`, and
+    is called through the module, so that FSDP gathers its weights.
     """
     inner = _run_expert_matrix(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
@@ -407,7 +444,11 @@ def run_experts(
 
 
 def _run_expert_matrix(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
-    """Return rows through a rank's part of the experts' matrices, with their adapters."""
+    """Return rows through this rank's part of the experts' matrices, with their adapters.
+
+    of_tokens: True if `rows` are the tokens `[N, d]`, to be gathered by expert; False if they are
+    gathered, one for each token and choice.
+    """
     if isinstance(module, QuantizedExperts):
         plain = module.grouped_product(rows, groups, of_tokens)
     else:

@@ -1,7 +1,9 @@
-"""The dataclasses of a plan, and its JSON: what a run will take, as numbers.
+"""Define the dataclasses of a plan (the memory, time and communication of a run), and its JSON.
 
-`build_plan.make_plan` makes a `Plan`, reports and searches read it, `Plan.to_json` and `read_plan`
-write it and read it again. docs/plan_json.md describes the keys. No torch in here.
+`build_plan.make_plan` makes a `Plan`; `plan/views` formats it and `plan/search` compares plans.
+`Plan.to_json` and `read_plan` write and read a file; docs/plan_json.md describes its keys. Every
+field is a key of the JSON. Bytes are of one rank's device and times are seconds, unless said
+otherwise. Imports no torch, so that a saved plan is read fast.
 """
 
 import itertools
@@ -15,25 +17,27 @@ from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import describe_fault, read_json
 
-# Raised when a key changes its meaning or goes away; a new key does not raise it.
+# Of the JSON: goes up when a key changes its meaning or goes away, not when one is added.
 SCHEMA_VERSION = 5
 
+# Verdicts on whether a run fits into its device's memory.
 FITS = "fits"
 RISKY = "risky"
 DOES_NOT_FIT = "does not fit"
-HOST_ALLOWS = "memory.host_memory_limit_gib allows"  # begins the assumption whether it is enough
+# How the assumption begins that says whether the host has enough memory.
+HOST_ALLOWS = "memory.host_memory_limit_gib allows"
 
 
 @dataclass
 class Volume:
-    """Communication, summed up."""
+    """Sums over collectives and messages of one or more ranks."""
 
     # Calls, each counted on every rank that takes part; a message is a send and a receive.
     operations: float = 0
-    # Of the whole tensors of these calls: the gathered one, the one before it is scattered, the
-    # reduced one, the message.
+    # Bytes of the full tensor of each call: the one gathered, the one that is to be scattered, the
+    # one reduced, or the message.
     bytes: float = 0
-    # That ranks send for them by a ring; a receive sends none.
+    # Bytes that the ranks send for these calls in a ring; a receive sends none.
     wire_bytes: float = 0
 
     def __add__(self, other: "Volume") -> "Volume":
@@ -44,11 +48,11 @@ class Volume:
         )
 
     def multiply(self, factor: int) -> "Volume":
-        """Return so many of it."""
+        """Return the volume of `factor` times as many calls."""
         return Volume(self.operations * factor, self.bytes * factor, self.wire_bytes * factor)
 
     def divide(self, count: int) -> "Volume":
-        """Return one of `count` equal parts of it; whole numbers stay whole where they can."""
+        """Return one of `count` equal parts; sums that `count` divides stay integers."""
         return Volume(
             *(size // count if size % count == 0 else size / count for size in astuple(self))
         )
@@ -56,24 +60,24 @@ class Volume:
 
 @dataclass
 class DimensionPlan:
-    """Communication along a dimension of the mesh with more than one rank."""
+    """Communication along a dimension of the device mesh that has more than one rank."""
 
-    # Name of the dimension; `world`: several of them as one.
+    # Name of the dimension; `world`: several dimensions that communicate as one group.
     dim: str
-    # The dimensions along which the ranks of a group differ.
+    # The mesh dimensions along which the ranks of a group differ.
     along: list[str]
-    # The ranks of every group, in the order of their first ones; together they are all ranks.
+    # The ranks of every group, ordered by first rank; together they are all ranks.
     groups: list[list[int]]
-    # Of a steady step, one rank of each place in the pipeline, first to last.
+    # A steady step of one rank of each place in the pipeline, first place to last.
     rank_step: list[Volume] = field(default_factory=list)
-    # The same of one micro-batch, forward and backward.
+    # Forward and backward of one micro-batch on the same ranks.
     rank_micro_batch: list[Volume] = field(default_factory=list)
-    # Of a steady step, all ranks; None if not every place was planned.
+    # A steady step of all ranks; None if not every place in the pipeline was planned.
     cluster_step: Volume | None = None
-    # The same of one micro-batch.
+    # Forward and backward of one micro-batch on all ranks; None likewise.
     cluster_micro_batch: Volume | None = None
-    # Of one micro-batch forward and backward through one transformer layer on one rank, as most
-    # layers have it; None if layers communicate nothing along it.
+    # Forward and backward of one micro-batch through one transformer layer on one rank, as most
+    # layers have it; None if layers communicate nothing along this dimension.
     layer: Volume | None = None
 
 
@@ -84,7 +88,7 @@ def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinates in enumerate(itertools.product(*map(range, mesh.values()))):
-        # What all ranks of a group have in common.
+        # All ranks of a group have these coordinates in common.
         key = tuple(
             coordinate
             for name, coordinate in zip(mesh, coordinates, strict=True)
@@ -96,25 +100,26 @@ def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list
 
 @dataclass
 class PhasePeak:
-    """The most memory that one phase holds at a time, bytes."""
+    """The peaks of memory in one phase of a run, bytes."""
 
     # `setup`, `load`, `first step`, `step`, `validation` or `save`.
     phase: str
     # In blocks that the caching allocator handed out, each a multiple of 512 bytes, and in freed
     # ones that a stream still uses: torch's `active_bytes.all.peak`.
     active: int
-    # In blocks handed out: `allocated_bytes.all.peak`.
+    # In blocks that are handed out: `allocated_bytes.all.peak`.
     allocated: int
     # Taken from the device by the default allocator: `reserved_bytes.all.peak`.
     reserved: int
-    # The same with `expandable_segments:True`.
+    # The same with `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF.
     reserved_expandable: int
-    # In tensors of host memory.
+    # In tensors that lie in host memory.
     host: int
-    # What was running when the most was requested: a part of the step, and a module.
+    # Part of the step that was running when the most was requested, such as `backward`.
     part: str = ""
+    # Dotted path of the module that was running then.
     module: str = ""
-    # In tensors that are live, as they were asked for: `requested_bytes.all.peak`.
+    # In live tensors, without rounding up to blocks: `requested_bytes.all.peak`.
     requested: int = 0
 
 
@@ -122,15 +127,15 @@ class PhasePeak:
 class Alive:
     """Storages of one kind and module that are live when the most bytes are requested."""
 
-    # Of memory, such as `parameters`.
+    # Kind of memory, such as `parameters`.
     kind: str
-    # Dotted path of the module that was running; empty: outside of modules.
+    # Dotted path of the module that allocated them; empty: outside of modules.
     module: str
-    # The parameter's name where one is known.
+    # Name of the parameter, where one is known.
     label: str
-    # Of all of them, as they were asked for.
+    # Requested bytes of all these storages.
     bytes: int
-    # Of storages.
+    # Number of storages.
     count: int
 
 
@@ -138,11 +143,11 @@ class Alive:
 class OutsideTorch:
     """Device memory that no allocator of torch hands out, bytes."""
 
-    # The driver's, with the loaded kernels.
+    # The CUDA context of the driver, with the loaded kernels.
     context: int
-    # Buffers of all communicators.
+    # Buffers of all NCCL communicators.
     nccl: int
-    # Kept free for kernels that are loaded late, a display, other programs.
+    # Left free for kernels that are loaded late, a display, and other programs.
     reserve: int = 0
 
     @property
@@ -155,16 +160,17 @@ class OutsideTorch:
 class RankPlan:
     """The memory of one rank."""
 
+    # Global rank.
     rank: int
-    # Mesh dimension to the place in it.
+    # Mesh dimension -> this rank's coordinate in it.
     coordinates: dict[str, int]
-    # In the order of the phases.
+    # One for each phase that was simulated, in order.
     peaks: list[PhasePeak]
-    # At the largest peak of active bytes, largest first.
+    # Live storages at the largest peak of active bytes, most bytes first.
     alive: list[Alive]
-    # Allocations and frees that were replayed.
+    # Number of allocations and frees that were replayed.
     events: int = 0
-    # Kind of memory to the most bytes that it takes at a time in a steady step, as asked for.
+    # Kind of memory -> the most requested bytes that it has at a time in a steady step.
     most: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -179,7 +185,7 @@ class RankPlan:
 
     @property
     def reserved_expandable(self) -> int:
-        """Return the same with expandable segments."""
+        """Return the most that is reserved in any phase with expandable segments."""
         return max(peak.reserved_expandable for peak in self.peaks)
 
     @property
@@ -190,26 +196,26 @@ class RankPlan:
 
 @dataclass
 class LayerRow:
-    """A module in the layer table; bytes and elements are of all parameters in it."""
+    """A module in the table of layers; figures include those of its submodules."""
 
     # Dotted path.
     module: str
     # Name of its class.
     type: str
-    # Elements, of the full model.
+    # Number of elements of its parameters in the full model.
     parameters: int
-    # Those of them that are trained.
+    # Number of those elements that are trained.
     trained: int
-    # Of its parameters, without parallelism.
+    # Bytes of its parameters in the full model.
     bytes: int
-    # Of this rank's share of them.
+    # Bytes of this rank's shards of them.
     local_bytes: int
-    # Activation bytes that this rank keeps of it for backward at the peak of the steady step's
-    # forward, with what is inside; a tensor is of the module whose output it is, or else of the one
-    # whose weight alone reads it.
+    # Activation bytes that this rank keeps for backward at the peak of a steady step's forward. A
+    # tensor counts for the module whose output it is, or else for the one whose weight alone reads
+    # it.
     kept: int = 0
-    # Its own parameters by name, with their shapes as this rank computes with them: gathered where
-    # FSDP shards them, its shard of them in tensor parallel.
+    # Name -> shape of the parameters outside of submodules, as this rank computes with them:
+    # gathered where FSDP shards them, this rank's shard in tensor parallelism.
     weights: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -221,23 +227,23 @@ class CommunicationRow:
     operation: str
     # Mesh dimension of the group.
     dim: str
-    # Members of the group.
+    # Global ranks of the group.
     ranks: list[int]
-    # Part of the step.
+    # Part of the step, such as `forward`.
     where: str
-    # Dotted path of what was running.
+    # Dotted path of the module that was running.
     module: str
-    # Of this rank's tensors.
+    # Shapes of this rank's tensors.
     shapes: list[list[int]]
-    # Such as `bf16`.
+    # Dtype of the tensors, such as `bf16`.
     dtype: str
-    # Of the whole tensor of one collective.
+    # Bytes of the full tensor of one collective.
     bytes: int
-    # That one rank sends for one.
+    # Bytes that one rank sends for one collective.
     wire_bytes: int
-    # Of collectives in a step.
+    # Number of collectives in a step.
     count: int
-    # Of one, alone.
+    # Seconds of one collective while nothing else runs.
     seconds: float
 
 
@@ -248,46 +254,48 @@ class TimePlan:
     In a pipeline it is that of the rank that computes the longest.
     """
 
-    # Kernels.
+    # Time during which kernels run, on one stream or several; those of collectives do not count.
     compute: float
-    # Collectives, alone.
+    # Collectives, each as long as it takes while nothing else runs.
     communication: float
-    # The part of it that no kernel hides.
+    # The part of communication during which no kernel computes.
     exposed: float
-    # For the host to issue it all.
+    # CPU time of the host for issuing all operators.
     launch: float
-    # All of it, with waiting for other ranks of a pipeline.
+    # The step from begin to end, with waiting for other ranks of a pipeline.
     step: float
-    # Of all ranks.
+    # Tokens of a step on all ranks.
     tokens_per_step: int
-    # Of all ranks.
+    # Tokens per second of all ranks.
     tokens_per_second: float
-    # Share of the devices' dense rate.
+    # Model FLOPs utilization: share of the device's dense rate.
     mfu: float
-    # Of the run; None where they are not known.
+    # Steps of the run; None where they are not known.
     steps: int | None
-    # Seconds of the run; None likewise.
+    # Seconds of the run; None where its steps are not known.
     total: float | None
-    # The rates are measured ones.
+    # Whether the rates were measured; else they are those of data sheets.
     calibrated: bool
-    # How far off the times may be, in words.
+    # A text: how far off the times may be.
     error: str
-    # Between host and device, alone.
+    # Copies between host and device, each as long as it takes while nothing else runs.
     copies: float = 0.0
-    # The part of them that no kernel hides.
+    # The part of copies during which no kernel computes.
     copies_exposed: float = 0.0
-    # That the host computes itself, its optimizer first of all.
+    # Operators that the host's CPU computes, above all the optimizer of offloaded states.
     on_host: float = 0.0
-    # Of kernels, each alone, by what they do.
+    # Matmuls, each alone.
     matmuls: float = 0.0
+    # Attention kernels, each alone.
     attention: float = 0.0
+    # All other kernels, each alone.
     memory_bound: float = 0.0
-    # While nothing runs: the host launches, or streams or other ranks are waited for.
+    # While nothing runs on the device, which waits for the host or for other ranks.
     idle: float = 0.0
-    # That the host issues.
+    # Number of operators that the host issues.
     operators: int = 0
-    # The step of a mixture of experts if all tokens of a micro-batch are computed by the same ones;
-    # None without a mixture.
+    # A step of a mixture of experts if the router sends all tokens of a micro-batch to the same
+    # experts; None without a mixture.
     same_experts: float | None = None
 
 
@@ -295,17 +303,18 @@ class TimePlan:
 class ActionSpan:
     """A forward or backward of one micro-batch on a rank of a pipeline."""
 
-    # Of the rank in its pipeline.
+    # Coordinate of the rank in the pipeline dimension.
     place: int
-    # That runs the micro-batch.
+    # Index of the stage that runs the micro-batch.
     stage: int
     # `F` forward, `B` backward, or its halves: `I` gradient of the input, `W` gradients of the
     # weights.
     kind: str
-    # Number in the step.
+    # Index of the micro-batch in the step.
     micro_batch: int
-    # Seconds since the first action of the step began.
+    # Seconds from the begin of the step's first action to that of this one.
     start: float
+    # Seconds from the begin of the step's first action to the end of this one.
     end: float
 
 
@@ -313,31 +322,31 @@ class ActionSpan:
 class StagePlan:
     """The stages of one place in a pipeline; its memory is in the rank plan of `rank`."""
 
-    # In the pipeline.
+    # Coordinate in the pipeline dimension.
     place: int
-    # That was planned for it.
+    # The rank that was planned for this place.
     rank: int
-    # Their numbers.
+    # Indexes of its stages.
     stages: list[int]
-    # First and last layer of each.
+    # [first layer, last layer] of each stage.
     layers: list[list[int]]
-    # Elements, without other parallelism.
+    # Number of elements of its parameters, before other parallelism shards them.
     parameters: int
-    # Those of them that are trained.
+    # Number of those elements that are trained.
     trained: int
-    # The most micro-batches between forward and backward at a time, each stage counted.
+    # The most micro-batches between forward and backward at a time, summed over its stages.
     in_flight: int
-    # The most micro-batches with deferred weight gradients.
+    # The most micro-batches whose weight gradients are deferred at a time.
     deferred: int
-    # Seconds of a step that it computes.
+    # Seconds of a step in which it computes.
     compute: float
     # Share of the pipeline's time in which it does not compute.
     idle: float
-    # Tensors of a step that it sends.
+    # Number of tensors that it sends in a step.
     sends: int
-    # Their bytes.
+    # Bytes that it sends in a step.
     sent: int
-    # All that have these stages.
+    # All global ranks with these stages.
     ranks: list[int] = field(default_factory=list)
 
 
@@ -345,38 +354,39 @@ class StagePlan:
 class PipelinePlan:
     """A step of a pipeline."""
 
-    # Name of the order of its micro-batches.
+    # Name of the schedule, such as `1f1b`.
     schedule: str
+    # Number of stages on each rank.
     stages_per_rank: int
-    # Of a step.
+    # Number of micro-batches in a step.
     micro_batches: int
-    # Sequences of each.
+    # Number of sequences in a micro-batch.
     micro_batch_size: int
-    # First to last.
+    # One for each place that was planned, first to last.
     places: list[StagePlan]
     # From the first forward to the last backward; None where places or times were left out.
     seconds: float | None = None
-    # Share of all ranks' time in it in which they do not compute; None likewise.
+    # Share of `seconds` in which ranks do not compute, mean of all ranks; None likewise.
     bubble: float | None = None
-    # The bubble of equal stages whose tensors arrive at once.
+    # The bubble if all stages took equally long and their tensors arrived at once.
     ideal: float | None = None
-    # What all ranks compute; empty where places or times were left out.
+    # Forwards and backwards of all places; empty where places or times were left out.
     spans: list[ActionSpan] = field(default_factory=list)
 
 
 @dataclass
 class Advice:
-    """One lever and its effect."""
+    """A lever (a config key that changes how much memory a run takes) and its effect alone."""
 
-    # To type.
+    # `key=value`, as typed after `tune run`.
     override: str
     # Change of the peak on the device; negative: room gained.
     bytes: int
-    # Change of the step; None: not planned.
+    # Change of a step's time; None: not planned.
     seconds: float | None
-    # Whether the run then fits.
+    # Whether the run fits with it.
     fits: bool
-    # What else it means.
+    # Other effects, as a text.
     note: str = ""
 
 
@@ -386,19 +396,19 @@ class DeviceFacts:
 
     # Such as `rtx4090`.
     name: str
-    # Total bytes.
+    # Total bytes of memory.
     memory: int
     # Bytes that the allocator may take: the total without `outside`.
     usable: int
     # Such as `sm89`.
     architecture: str
-    # Dense rate of the run's dtype, per second.
+    # Dense operations per second in the run's dtype.
     flops: float
-    # Of its memory, bytes per second.
+    # Bandwidth of its memory, bytes per second.
     bandwidth: float
-    # Between ranks, such as `pcie_p2p`.
+    # Kind of link between ranks, such as `pcie_p2p`.
     link: str
-    # Bytes per second of large messages.
+    # Bytes per second of large messages over the link.
     link_bandwidth: float
 
 
@@ -406,42 +416,43 @@ class DeviceFacts:
 class Plan:
     """Everything `tune plan` knows about one run; `to_json` is the stable form."""
 
-    # As typed, like `config` and `overrides`.
+    # Recipe, config and overrides (`key=value`) as they were typed.
     recipe: str
     config: str
     overrides: list[str]
-    # Its preset or folder.
+    # Preset or folder of the model.
     model: str
-    # Of the run.
+    # Number of ranks of the run.
     ranks: int
-    # Dimension to its size.
+    # Mesh dimension -> its size.
     mesh: dict[str, int]
+    # The device of every rank.
     device: DeviceFacts
     # `tokens`: sequence length planned, `source`: where it is from, `histogram`, ...
     sequence: dict[str, Any]
     # FITS, RISKY or DOES_NOT_FIT.
     verdict: str
-    # Usable memory left at the heaviest rank, bytes; negative: short of.
+    # Usable bytes left on the heaviest rank; negative: bytes that it lacks.
     margin: int
-    # Of the ranks traced.
+    # One for each simulated rank.
     rank_plans: list[RankPlan]
     # Memory that torch does not hand out.
     outside: OutsideTorch
-    # Of the model.
+    # The model's modules.
     layers: list[LayerRow]
-    # Of a steady step, the heaviest rank.
+    # Collectives of a steady step on the heaviest rank.
     communication: list[CommunicationRow]
-    # None where it was not planned.
+    # Times of a steady step; None where they were not planned.
     time: TimePlan | None
-    # None without one.
+    # None without a pipeline.
     pipeline: PipelinePlan | None = None
-    # Levers, each tried alone.
+    # Changes of the config, each tried alone.
     advice: list[Advice] = field(default_factory=list)
-    # One sentence each.
+    # What was assumed, one sentence each.
     assumptions: list[str] = field(default_factory=list)
-    # One sentence each.
+    # What a run may take that the plan leaves out, one sentence each.
     not_modeled: list[str] = field(default_factory=list)
-    # Program to version.
+    # Name of a program or library -> its version.
     versions: dict[str, str] = field(default_factory=dict)
     # Why the figures are not those of all micro-batches and steps; empty where they are.
     estimate: str = ""
@@ -449,25 +460,26 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     # What to change next, in words.
     next_lever: str = ""
-    # Ranks of one machine, neighbors in their numbers; 0: not known.
+    # Number of ranks on one machine, which has consecutive ranks; 0: not known.
     ranks_per_node: int = 0
-    # Of the mesh, those with more than one rank, and what all ranks communicate along them.
+    # Mesh dimensions with more than one rank, and what the ranks communicate along them.
     dimensions: list[DimensionPlan] = field(default_factory=list)
     # The full model on one device, without parallelism, with the same micro-batches; None where it
     # was not planned (without `--full`) or is this very run.
     alone: RankPlan | None = None
-    # Known cards of the least memory on which as many ranks fit with room to spare, by this plan's
-    # peak; empty: on none.
+    # Names of the cards with the least memory on which as many ranks fit with room to spare, by
+    # this plan's peak; empty: there are none.
     smallest_cards: list[str] = field(default_factory=list)
     # Numbers of ranks that were planned to find the fewest that fit.
     tried_ranks: list[int] = field(default_factory=list)
-    # Of this device; None: not looked for (without `--advice`), or none of those tried.
+    # The fewest ranks that fit on this device; None: not looked for (without `--advice`), or no
+    # number that was tried fits.
     fewest_ranks: int | None = None
-    # Of the runs on this machine that were planned and measured, the one that is most like this, in
-    # a line; empty: there is none of this device and recipe.
+    # One line on the run most like this one that was planned and measured on this machine; empty:
+    # there is none of this device and recipe.
     receipt: str = ""
-    # From the import of the planner to the plan; in no file, so that a plan is the same bytes every
-    # time.
+    # Time from the import of the planner to the finished plan. Not in the JSON: the same run gives
+    # the same bytes every time.
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -476,17 +488,17 @@ class Plan:
         return max(self.rank_plans, key=lambda rank: rank.reserved)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain dicts and lists; bytes, seconds, tokens."""
+        """Return the plan as dicts, lists, strings and numbers for JSON."""
         plain = {"schema": SCHEMA_VERSION, **asdict(self)}
         del plain["seconds"]
         return plain
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "Plan":
-        """Return the plan that `to_json` wrote; keys that this version lacks are passed over.
+        """Return the plan that `to_json` wrote; keys that this version lacks are ignored.
 
-        place: the file, for errors. ConfigError if the schema is another one, a key is missing or a
-        value of another type.
+        place: the file, for errors. Raises ConfigError if the schema is of another version, a key
+        is missing, or a value has another type.
         """
         if not isinstance(data, Mapping) or "schema" not in data:
             raise ConfigError(
@@ -506,7 +518,7 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan in a JSON file; ConfigError if there is none."""
+    """Return the plan in a JSON file. Raises ConfigError if the file holds none."""
     try:
         data = read_json(path)
     except (OSError, ValueError) as error:
@@ -524,10 +536,10 @@ _LARGEST = 2**63  # no size that is planned or measured is larger, nor is NaN le
 
 
 def read_typed(declared: Any, value: Any, place: str) -> Any:
-    """Return a JSON value as the type that a field is declared with.
+    """Return a JSON value as the type `declared`: a dataclass, a list, a dict, a union or a scalar.
 
-    Keys that a dataclass does not have are passed over. place: of the value, for errors.
-    ConfigError for a value of another type, and a key without a default that is missing.
+    place: where the value stands, for errors. Keys that a dataclass does not have are ignored.
+    Raises ConfigError for a value of another type and for a missing key without a default.
     """
     origin = get_origin(declared)
     arguments = get_args(declared)
@@ -537,8 +549,8 @@ def read_typed(declared: Any, value: Any, place: str) -> Any:
     if declared is Any:
         return value
     if origin in (Union, types.UnionType):
-        kind = next(part for part in arguments if part is not type(None))
-        return None if value is None else read_typed(kind, value, place)
+        member_type = next(part for part in arguments if part is not type(None))
+        return None if value is None else read_typed(member_type, value, place)
     if is_dataclass(declared) and isinstance(value, Mapping):
         return _read_fields(declared, value, place)
     if origin is list and isinstance(value, list):

@@ -20,12 +20,14 @@ from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import read_config, read_trained_spec
 from tests.adapters.hugging_face import load_theirs
-from tests.checkpoint.test_every_tensor import EXTERNAL as OF_TENSORS
+from tests.checkpoint.test_every_tensor import EXTERNAL as TENSOR_TEST_CONFIGS
 from tests.models.reference import build_reference_model
-from tests.recipes.external_kinds import KINDS as OF_RUNS
+from tests.recipes.external_kinds import KINDS as RUN_KINDS
 from tests.recipes.external_kinds import build_settings
 
-# base -> (case of reference_model, what differs in its config)
+# Base -> (case of tests/models/reference.py, what differs in its config); our decoder loads them.
+# The case llama3.1 ties its embedding and head. Of qwen3-moe the second layer is dense unless
+# `mlp_only_layers` is empty, and qwen3-moe-unnormalized has experts in every second layer.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama3", {}),
     "llama, tied": ("llama3.1", {}),
@@ -44,40 +46,47 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, one dense layer": ("qwen3-moe", {}),
     "qwen3_moe, every second layer dense": ("qwen3-moe-unnormalized", {}),
 }
-_DENSE: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8,
+_MIXTURE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "head_dim": 8,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
     "num_experts_per_tok": 2,
 }  # fmt: skip
 # model_type -> its config: mixtures of transformers with dense layers or shared experts among the
 # experts.
 MIXED: dict[str, dict[str, Any]] = {
-    "llama4_text": _DENSE
+    "llama4_text": _MIXTURE
     | {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
        "layer_types": ["chunked_attention", "full_attention"]},
-    "granitemoeshared": _DENSE | {"num_local_experts": 4, "shared_intermediate_size": 16},
+    "granitemoeshared": _MIXTURE | {"num_local_experts": 4, "shared_intermediate_size": 16},
 }  # fmt: skip
+# The config with a vision model, of which AutoModelForCausalLM makes
+# Gemma3ForConditionalGeneration; our decoder loads its language model.
 MULTIMODAL = "gemma3, multimodal"
-EVERYWHERE = {f"{kind} of transformers": config for kind, config in MIXED.items()}
-EVERYWHERE |= {f"{kind} of transformers": config for kind, config in OF_TENSORS.items()}
-EVERYWHERE |= {
+# Base -> arguments of its config: models that run by transformers' own code.
+TRANSFORMERS = {f"{kind} of transformers": config for kind, config in MIXED.items()}
+TRANSFORMERS |= {f"{kind} of transformers": config for kind, config in TENSOR_TEST_CONFIGS.items()}
+TRANSFORMERS |= {
     f"{kind} of transformers": build_settings(kind)
-    for kind in OF_RUNS
-    if f"{kind} of transformers" not in EVERYWHERE
+    for kind in RUN_KINDS
+    if f"{kind} of transformers" not in TRANSFORMERS
 }
-MOVED = 0.05  # size of the random numbers that stand for an adapter's training
+TRAINED_SIZE = 0.05  # standard deviation of the noise that stands for an adapter's training
 
 
 def make_base(base: str, folder: Path) -> Path:
-    """Save a tiny random model under its name of NATIVE or EVERYWHERE."""
+    """Save a tiny random model of NATIVE, TRANSFORMERS or MULTIMODAL in a folder; return that."""
     if base in NATIVE:
         case, changes = NATIVE[base]
         build_reference_model(case, **changes).save_pretrained(folder)
         return folder
     torch.manual_seed(5)
-    kind = "gemma3" if base == MULTIMODAL else base.removesuffix(" of transformers")
-    config = transformers.AutoConfig.for_model(kind, **EVERYWHERE[f"{kind} of transformers"])
+    model_type = "gemma3" if base == MULTIMODAL else base.removesuffix(" of transformers")
+    config = transformers.AutoConfig.for_model(
+        model_type, **TRANSFORMERS[f"{model_type} of transformers"]
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # New norms are one and new biases zero; moved, every tensor differs from a new model's.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -86,8 +95,8 @@ def make_base(base: str, folder: Path) -> Path:
 
 
 def read_base_spec(base: str, folder: Path) -> Any:
-    """Return the spec of a base, native or of transformers."""
-    implementation = "transformers" if base in EVERYWHERE else "native"
+    """Return the spec by which our library reads a base's folder."""
+    implementation = "transformers" if base in TRANSFORMERS else "native"
     return read_trained_spec(read_config(folder), str(folder), implementation)
 
 
@@ -97,16 +106,16 @@ def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
     Random numbers stand for its training.
     """
     spec = read_base_spec(base, folder)
-    model = load_model(spec, folder, torch.float32, torch.device("cpu"), cfg)
+    model = load_model(spec, folder, dtype=torch.float32, device=torch.device("cpu"), lora=cfg)
     torch.manual_seed(6)
     with torch.no_grad():
         for parameter in get_adapter_parameters(model).values():
-            parameter.add_(torch.randn_like(parameter), alpha=MOVED)
+            parameter.add_(torch.randn_like(parameter), alpha=TRAINED_SIZE)
     export_adapter(
         model,
-        spec,
-        cfg,
-        out / "adapter",
+        spec=spec,
+        cfg=cfg,
+        out=out / "adapter",
         base=str(folder),
         base_folder=folder,
         source_config=read_config(folder),
@@ -117,7 +126,7 @@ def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
         out / "adapter",
         out / "model",
         quantize="none",
-        implementation="transformers" if base in EVERYWHERE else "native",
+        implementation="transformers" if base in TRANSFORMERS else "native",
         dtype=torch.float32,
         ranks=SingleRank(),
     )
@@ -140,6 +149,7 @@ def open_with_peft(folder: Path, adapter: Path) -> Any:
         assert not any(word in text for word in ("keys", "matched", "ignored")), text
     with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as file:
         names = set(file.keys())
+    # Without base weights of embeddings, which PEFT would add to those of the adapter.
     opened = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     assert opened == names, (sorted(opened - names)[:3], sorted(names - opened)[:3])
     return model
@@ -147,7 +157,7 @@ def open_with_peft(folder: Path, adapter: Path) -> Any:
 
 @torch.no_grad()
 def compute_logits(model: Any) -> Tensor:
-    """Return the logits of a fixed prompt, fp64 `[2, 24, v]`."""
+    """Return the logits of a fixed prompt, fp64 `[2, 24, vocabulary]`."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (2, 24), generator=torch.Generator().manual_seed(2))
     return model(input_ids=tokens, use_cache=False).logits.double()

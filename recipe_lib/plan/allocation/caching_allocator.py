@@ -372,9 +372,7 @@ class CachingAllocator:
             return None
         if settings.expandable:
             return self._expand(pool, size)
-        address = None
-        if self._choose_address:
-            address = self._choose_address(segment_size, pool.stream)
+        address = self._choose_address(segment_size, pool.stream) if self._choose_address else None
         if address is None:
             address = self._next_address
             self._next_address += segment_size

@@ -1,9 +1,9 @@
-"""Advice on a run: what each lever does, which one is next, how few ranks or how small a card do.
+"""Advise on a run: what each lever does, which to change next, how few ranks or small a card do.
 
-`tune plan --advice` estimates the run with each lever alone (`try_levers`, `advise`). The next
-lever is named by what a plan itself knows, without a trial (`name_next_lever`).
-`parallel.strategy: auto` is a lever of two values, of which the faster that fits is taken
-(`choose_strategy`).
+A lever is a change of config keys that trades memory, time or quality (`lever_table.py`). `tune
+plan --advice` estimates the run with each lever alone (`try_levers`, `advise`) and finds the fewest
+ranks that fit (`add_fewest_ranks`). Every plan names the lever to change next, without a trial
+(`name_next_lever`). `choose_strategy` decides between FSDP and DDP for `parallel.strategy: auto`.
 """
 
 import bisect
@@ -45,29 +45,30 @@ from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes, format_duration
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+# Strategies, as values of `parallel.strategy`: sharded parameters, or a copy on each rank.
 SHARDS = "fsdp"
 COPIES = "ddp"
-MIN_CHANGE = 0.002  # a change of less than this share is none
-_MOST_LARGER = 3  # numbers of ranks tried beyond a run's own, each twice as many
-# Kinds of memory that a batch's size does not change.
+MIN_CHANGE = 0.002  # share of the peak or of the seconds; a smaller change counts as none
+_MOST_LARGER = 3  # how often the number of ranks is doubled in search of one that fits
+# Kinds of memory that do not grow with the batch size.
 _FIXED = ("parameters", "gradients", "optimizer", "gathered", "communication")
 
 
-# A lever and what the run takes with it.
+# A lever, and the estimate of the run with it.
 Tried = tuple[Lever, Estimate]
 
 
 def try_levers(
     recipe_class: type, cfg: Any, settings: PlanSettings
 ) -> tuple[Estimate | None, list[Tried]]:
-    """Return the run as it is, None where it could not be tried, and with each lever.
+    """Return the estimate of the run as it is (None: it cannot be estimated) and with each lever.
 
-    It takes several processes only if nothing has been simulated in this one yet: call it before
-    the run's own plan is made.
+    Levers that cannot be estimated are left out. Call this before the run's own plan is made: once
+    this process has simulated anything, it cannot be forked, and the trials run one by one.
     """
     jobs = [(Lever(), cfg, settings)]
     for lever in list_levers(cfg, settings):
-        # The number of ranks is the launcher's, no key of the config.
+        # The number of ranks is an option of the launcher, no key of the config.
         changes = {key: value for key, value in lever.changes.items() if key != RANKS_KEY}
         changed_cfg = apply_changes(cfg, changes)
         if changed_cfg is not None:
@@ -97,61 +98,61 @@ def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> Pl
 
 
 def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
-    """Return what each lever does to the plan, the most useful first.
+    """Return a row of advice for each useful lever, the most useful first.
 
-    Levers that make it fit come first. Among them those lead that make a plan faster that fits,
-    and ways to have room for a long sequence, by seconds; others follow by the bytes gained.
-    What neither lowers the peak nor makes the step faster is left out, unless it is `weighed`.
+    Levers with which the run fits come first. Among them, those that make a fitting run faster or
+    make room for a long sequence lead, by seconds; the others follow by the bytes that they save.
+    A lever that saves neither bytes nor seconds is left out, unless it is `weighed`.
 
     Args:
         plan: of the run as it is.
-        base: the estimate of the same; None: no lever can be compared with it.
+        base: the estimate of the run as it is; None: levers cannot be compared with it.
         tried: as `try_levers` returns them. Bytes are of the active peak, off by 0.5 % of it at
-            most; whether it then fits is an estimate, some percent off.
+            most; whether the run fits with a lever is an estimate, some percent off.
     """
     rank = plan.heaviest
-    # The key that advice is sorted by: (does not fit, is not for time, seconds or bytes).
+    # (sort key, advice); sort key: (does not fit, is not sorted by time, seconds or bytes).
     ranked: list[tuple[tuple[bool, bool, float], Advice]] = []
-    gained = rank.reserved_expandable - rank.reserved
-    if gained < -MIN_CHANGE * rank.reserved:
+    bytes_change = rank.reserved_expandable - rank.reserved
+    if bytes_change < -MIN_CHANGE * rank.reserved:
         fits = rank.reserved_expandable <= plan.device.usable
         row = Advice(
             override=EXPANDABLE,
-            bytes=gained,
+            bytes=bytes_change,
             seconds=0.0,
             fits=fits,
             note="an environment variable; less reserved memory lies idle",
         )
-        ranked.append(((not fits, True, gained), row))
+        ranked.append(((not fits, True, bytes_change), row))
     for lever, estimate in tried if base is not None else []:
         assert base is not None
-        gained = estimate.active - base.active
-        seconds = estimate.seconds - base.seconds
+        bytes_change = estimate.active - base.active
+        seconds_change = estimate.seconds - base.seconds
         fits = _is_fitting(plan, base, estimate)
-        # A step of other sequences has other work: its seconds are not compared.
+        # With other sequences a step does other work: its seconds cannot be compared.
         is_timed = not {LENGTH_KEY, PACKING_KEY} & set(lever.changes)
         is_faster = (
             is_timed
             and fits
             and plan.verdict != DOES_NOT_FIT
-            and seconds < -MIN_CHANGE * base.seconds
+            and seconds_change < -MIN_CHANGE * base.seconds
         )
-        if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
+        if not (is_faster or lever.weighed or bytes_change < -MIN_CHANGE * base.active):
             continue
         row = Advice(
             override=format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} "),
-            bytes=gained,
-            seconds=seconds if is_timed else None,
+            bytes=bytes_change,
+            seconds=seconds_change if is_timed else None,
             fits=fits,
             note="; ".join(filter(None, [lever.note, *_describe_traffic(lever, estimate, base)])),
         )
         by_time = is_faster or (lever.sends and fits)
-        ranked.append(((not fits, not by_time, seconds if by_time else gained), row))
+        ranked.append(((not fits, not by_time, seconds_change if by_time else bytes_change), row))
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _describe_traffic(lever: Lever, estimate: Estimate, base: Estimate) -> list[str]:
-    """Return what a lever sends, where that is to be said, and what more it keeps on the host."""
+    """Return texts on what a run with a lever sends and copies, and on its memory on the host."""
     texts = []
     if lever.sends:
         texts.append(
@@ -164,27 +165,27 @@ def _describe_traffic(lever: Lever, estimate: Estimate, base: Estimate) -> list[
 
 
 def _is_fitting(plan: Plan, base: Estimate, estimate: Estimate) -> bool:
-    """Return True if the run fits with a lever, as the verdict counts it with expandable segments.
+    """Return True if the run with a lever fits with expandable segments.
 
-    Counted are the plan's own peak with what the lever changes of it, and what loading, validation
-    and saving take.
+    Its steps are taken to need the plan's own peak and the difference that the lever makes; other
+    phases as much beyond the memory held between steps as in the plan.
     """
     peaks = plan.heaviest.peaks
-    of_steps = [peak.reserved_expandable for peak in peaks if peak.phase in (FIRST, STEADY)]
-    of_others = [peak for peak in peaks if peak.phase not in (FIRST, STEADY)]
-    # Estimates lack what loading and the first step leave, so that only their difference counts.
-    planned = max(of_steps, default=0) + estimate.reserved_expandable - base.reserved_expandable
-    # Other phases take as much beyond what is alive between steps, which the lever may change.
-    beyond = max([0, *(peak.active - base.held for peak in of_others)])
-    return max(planned, estimate.held + beyond) <= estimate.usable
+    step_bytes = [peak.reserved_expandable for peak in peaks if peak.phase in (FIRST, STEADY)]
+    other_peaks = [peak for peak in peaks if peak.phase not in (FIRST, STEADY)]
+    # Estimates lack what loading and the first step leave reserved: only their difference counts.
+    step_peak = max(step_bytes, default=0) + estimate.reserved_expandable - base.reserved_expandable
+    # Bytes of the other phases beyond those held between steps, which the lever may change.
+    extra_bytes = max([0, *(peak.active - base.held for peak in other_peaks)])
+    return max(step_peak, estimate.held + extra_bytes) <= estimate.usable
 
 
 def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
-    """Return what to change next, in words; empty where nothing is known to help. cfg: of the plan.
+    """Return a text on what to change next; empty where nothing is known to help.
 
-    By what fills the plan's peak, and what the room that is left is for: a lever is named with what
-    its kind of memory takes, and a larger batch only where what grows with it would fit several
-    times over.
+    For a run that does not fit, the lever for the kind of memory that takes the most at the plan's
+    peak. For one that fits, a larger batch if there is room for twice the memory that grows with
+    it, else a lever that makes room. cfg: of the plan.
     """
     if plan.verdict == FITS:
         return _name_larger_batch(plan, cfg) or _name_lever(
@@ -207,31 +208,31 @@ def _sum_kinds(plan: Plan) -> Counter[str]:
 
 
 def _name_larger_batch(plan: Plan, cfg: Any) -> str:
-    """Return a larger batch_size, where the plan has the room; empty where it does not.
+    """Return a text that names a larger batch_size; empty where the plan has no room for one.
 
-    With gradient accumulation a step keeps its sequences.
+    With gradient accumulation, micro-batches become fewer so that a step keeps its sequences.
     """
     kinds = _sum_kinds(plan)
     reserved = compute_planned_reserved(plan)
-    growing = reserved - sum(kinds[kind] for kind in _FIXED)
-    room = int(plan.device.usable * (1 - RESERVED_TOLERANCE)) - reserved
-    # Where the optimizer has the peak, little of what a batch needs is in it.
+    growing_bytes = reserved - sum(kinds[kind] for kind in _FIXED)
+    free_bytes = int(plan.device.usable * (1 - RESERVED_TOLERANCE)) - reserved
+    # If the peak is in the optimizer's step, it says little of what a batch needs.
     if (
         plan.heaviest.peak.part not in ("forward", "backward", "recompute")
-        or growing <= 0
+        or growing_bytes <= 0
         or plan.pipeline is not None
     ):
         return ""
-    largest_factor = room // growing + 1
+    largest_factor = free_bytes // growing_bytes + 1
     if largest_factor < 2:
         return ""
-    micro_batch_count = cfg.gradient_accumulation_steps
-    # A power of two that the number of micro-batches can be divided by.
-    factor = math.gcd(1 << largest_factor.bit_length() - 1, micro_batch_count)
+    num_micro_batches = cfg.gradient_accumulation_steps
+    # The largest power of two that fits and divides the number of micro-batches.
+    factor = math.gcd(1 << largest_factor.bit_length() - 1, num_micro_batches)
     if factor > 1:
         changes: Changes = {
             "batch_size": cfg.batch_size * factor,
-            TURNS_KEY: micro_batch_count // factor,
+            TURNS_KEY: num_micro_batches // factor,
         }
         meaning = "the same sequences a step, in fewer micro-batches"
     elif plan.time is not None and plan.time.steps == 1:  # there may be no more sequences
@@ -243,30 +244,32 @@ def _name_larger_batch(plan: Plan, cfg: Any) -> str:
         return ""
     return (
         f"{format_overrides(changes)} has room ({meaning}): {format_bytes(plan.margin)} are left,"
-        f" and what grows with batch_size takes {format_bytes(growing)}"
+        f" and what grows with batch_size takes {format_bytes(growing_bytes)}"
     )
 
 
 def _name_lever(plan: Plan, cfg: Any, settings: PlanSettings, effect: str) -> str:
-    """Return the first lever for the kind of memory that takes the most at the peak.
+    """Return a text with the first lever for the kind of memory that takes the most at the peak.
 
-    Kinds that no lever lowers are passed over. effect: what the lever does, in words.
+    Kinds that no lever lowers are passed over. effect: what the text says that the lever does.
     """
-    peak = max(1, plan.heaviest.peak.active)
+    peak_bytes = max(1, plan.heaviest.peak.active)
     levers = list_levers(cfg, settings)
     for kind, num_bytes in _sum_kinds(plan).most_common():
         for lever in levers:
             if num_bytes and kind in lever.lowers and apply_changes(cfg, lever.changes) is not None:
-                taken = f"{format_bytes(num_bytes)} of {kind}, {num_bytes / peak:.0%} of the peak"
-                more = "; alone it is not enough" if -plan.margin > num_bytes else ""
-                return f"{format_overrides(lever.changes)} {effect} ({taken}){more}"
+                share_text = (
+                    f"{format_bytes(num_bytes)} of {kind}, {num_bytes / peak_bytes:.0%} of the peak"
+                )
+                not_enough = "; alone it is not enough" if -plan.margin > num_bytes else ""
+                return f"{format_overrides(lever.changes)} {effect} ({share_text}){not_enough}"
     return ""
 
 
 def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
-    """Return the known cards of the least memory that has room for the plan's peak.
+    """Return the names of the known cards with the least memory that has room for the plan's peak.
 
-    Nothing is planned anew, though kernels of another card may take another workspace.
+    The peak is that of the plan's own device: workspaces of another card's kernels may differ.
     """
     if plan.device.architecture == "cpu":
         return []
@@ -287,7 +290,7 @@ def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
 def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
     """Set a plan's `fewest_ranks` and `tried_ranks`.
 
-    They are found by whole plans of the same micro-batches on fewer ranks, or on more of them.
+    Each number of ranks is tried by a whole plan with the same micro-batches.
     """
     any_ranks_cfg = copy.deepcopy(cfg)
     any_ranks_cfg.parallel.data_shard = -1  # as many shards as there are ranks
@@ -295,7 +298,7 @@ def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSet
 
     def check_ranks(ranks: int) -> bool:
         tried_ranks.append(ranks)
-        # Memory outside of torch depends on the ranks, so that it is looked up anew.
+        # outside=None: memory outside of torch depends on the ranks and is estimated anew.
         fewer = replace(settings, ranks=ranks, traced_ranks=(), timed=False, outside=None)
         with phase(f"planning {ranks} rank{'s' if ranks > 1 else ''}", leaves_line=False):
             try:
@@ -310,16 +313,19 @@ def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSet
 
 
 def count_least_ranks(cfg: Any) -> int:
-    """Return the ranks of the smallest mesh that divides the model as the config says."""
-    # FSDP has one shard there.
+    """Return the number of ranks of the smallest mesh with the config's parallelism."""
+    # Its FSDP has a single shard.
     copies = 1 if cfg.parallel.strategy == "ddp" else cfg.parallel.data_replicate
     return int(count_same_batch_ranks(cfg.parallel) * copies)
 
 
 def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool]) -> int | None:
-    """Return the first of `least`, twice as many and so on that `fits`; good: `ranks` do."""
-    # More ranks never take more memory, so that few have to be tried: half of what is left at a
-    # time, or some larger ones.
+    """Return the first of `least`, twice `least` and so on that `fits`; None: none of those tried.
+
+    ranks: the plan's own number. good: whether the run fits on `ranks`.
+    """
+    # More ranks never take more memory per rank: a bisection of the smaller numbers finds the
+    # fewest, and if `ranks` are too few, only larger numbers are tried.
     numbers = [least << power for power in range(32)]
     if good:
         smaller = [number for number in numbers if number < ranks]
@@ -329,7 +335,7 @@ def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool])
 
 
 def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
-    """Set `alone` of a plan, the full model on one device; it takes as long as planning a rank."""
+    """Set `plan.alone`: the full model on one device. It takes as long as planning one rank."""
     if settings.ranks == 1:  # the run is that already
         return
     alone_cfg = copy.deepcopy(cfg)
@@ -355,13 +361,13 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
 def choose_strategy(
     recipe_class: type, cfg: Any, settings: PlanSettings, *, expandable: bool = False
 ) -> tuple[str, str]:
-    """Return (strategy, the line that says so) of a config whose `parallel.strategy` is `auto`.
+    """Return (strategy, a line for the log) for a config whose `parallel.strategy` is `auto`.
 
-    Of shards and copies that fit the device with room for an estimate's error, it is the one with
-    the shorter step. It is shards where neither fits, or copies do not go with other settings.
+    Of FSDP and DDP, choose the one with the shorter step that fits the device with room for the
+    estimate's error; FSDP if neither fits, or if DDP breaks a rule with other settings.
 
-    cfg: plannable. expandable: whether the run's allocator has expandable segments. Raises
-    UserErrors of recipe and config.
+    cfg: of the run on simulated devices. expandable: whether the run's allocator has expandable
+    segments. Raises UserErrors of recipe and config.
     """
     configs = {name: apply_changes(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
     strategy = SHARDS
@@ -379,7 +385,7 @@ def choose_strategy(
 def decide_strategy(
     sharded: Estimate | None, copied: Estimate | None, settings: PlanSettings, *, expandable: bool
 ) -> tuple[str, str]:
-    """Return (strategy, why) by the estimates of both; None: there is none."""
+    """Return (strategy, reason) by the estimates with FSDP and with DDP; None: no estimate."""
     where = f"{settings.ranks} x {settings.hardware.name}"
     if sharded is None or copied is None:
         return SHARDS, f"no estimate could be made of both for {where}"

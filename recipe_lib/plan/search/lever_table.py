@@ -1,8 +1,9 @@
-"""The levers of a run: which changes of its config change what it takes, and what each costs.
+"""List the levers of a run: changes of config keys that trade memory, time and quality.
 
-There is one description for all questions: `--advice` tries each lever alone, the next lever is
-the first that lowers what takes the most, and a search takes those with a `resort` where nothing
-fits without them.
+`list_levers(cfg, settings)` is the one table for all questions. `tune plan --advice` tries each
+lever alone (`advice.try_levers`), a plan's "next" line names the first lever that lowers the
+largest kind of memory (`advice.name_next_lever`), and a search for the fastest settings takes
+those with a `resort` where nothing fits without them (`trial_order.list_groups`).
 """
 
 from collections.abc import Mapping
@@ -30,15 +31,18 @@ from recipe_lib.plan.search.trials import (
 )
 from recipe_lib.plan.summary.step_time import get_mixture
 
-RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
+RANKS_KEY = "--nproc_per_node"  # an option of the launcher, no config key; shown as it is typed
 LENGTH_KEY = "max_seq_len"
 PACKING_KEY = "data.packing"
 TURNS_KEY = "gradient_accumulation_steps"
 RESHARD_KEY = "parallel.reshard_after_forward"
-# The order in which a search takes levers, each only if nothing fits with those before.
+# Groups of levers in the order in which a search takes them, each only if nothing fits with those
+# before: another model in memory (a teacher, a reference), quantized frozen weights, optimizer
+# states, host memory.
 OTHER_MODEL, ROUNDING, STATES, HOST = range(1, 5)
-MAX_LOSS_CHUNKS = 64
+MAX_LOSS_CHUNKS = 64  # of the logits; the advice goes no further
 
+# Kinds of memory that grow with the micro-batch, and those of gathered parameters.
 _OF_BATCH = ("activations", "logits", "temporary", "batch")
 _GATHERED = ("gathered", "communication")
 _SAME_SEQUENCES = "the same sequences a step"
@@ -47,28 +51,29 @@ _EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class Lever:
-    """One change to try."""
+    """One change of a config to try; without changes, the config as it is."""
 
+    # Dotted key -> value; `RANKS_KEY` for the number of ranks.
     changes: Changes = field(default_factory=dict)
-    # What it costs, or means otherwise.
+    # Text: what it costs, or does besides.
     note: str = ""
-    # Whether the run is one that it is for.
+    # Whether it makes sense for this run; else it is left out of the list.
     when: bool = True
-    # Kinds of memory of which it leaves less.
+    # Kinds of memory that it lowers.
     lowers: tuple[str, ...] = ()
-    # When a search takes it, if nothing fits without: `OTHER_MODEL` to `HOST`; 0: never.
+    # Group in which a search takes it if nothing fits without: `OTHER_MODEL` to `HOST`; 0: never.
     resort: int = 0
-    # Whether it is shown also where it gains nothing.
+    # Whether advice shows it even if it saves neither memory nor time.
     weighed: bool = False
-    # Whether it makes room for a long sequence, and advice says what it sends for that.
+    # Whether it makes room for a long sequence by transfers, whose bytes advice shows.
     sends: bool = False
 
 
 def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Return everything that could be changed, in either direction; of what lowers a kind of memory
-    the cheapest first.
+    """Return the levers of a run: for less memory and for less time.
 
-    Levers that do not go together with other settings are among them: `changed` says which.
+    Of those that lower a kind of memory the cheapest is first. Some may break a rule with other
+    settings of the config: `apply_changes` returns None for them.
     """
     levers = [
         *_list_batch_levers(cfg, settings),
@@ -84,7 +89,11 @@ def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
 def _list_values(
     cfg: Any, key: str, values: Mapping[Any, str], lowers: str, resort: int
 ) -> list[Lever]:
-    """Return a lever for each value of a key. values: by what it costs, least memory first."""
+    """Return a lever for each value of a key.
+
+    values: value -> note on what it costs, least memory first. lowers, resort: of levers for values
+    with less memory than the config's own.
+    """
     levers = []
     less: dict[str, Any] = {"lowers": (lowers,), "resort": resort}
     for value, note in values.items():
@@ -96,23 +105,28 @@ def _list_values(
 
 
 def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Return the levers of a micro-batch, and of what is kept of it for backward."""
-    size = cfg.batch_size
-    turns = cfg.gradient_accumulation_steps
-    long = is_long(cfg)
+    """Return the levers of the micro-batch, and of the activations and logits that it makes."""
+    batch_size = cfg.batch_size
+    num_micro_batches = cfg.gradient_accumulation_steps
+    is_long_run = is_long(cfg)
     # The largest size below the config's that divides it, so that a step has the same sequences.
-    smaller = next((divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0), size)
+    smaller_size = next(
+        (divisor for divisor in range(batch_size // 2, 0, -1) if batch_size % divisor == 0),
+        batch_size,
+    )
     sequence = settings.sequence
-    half = sequence.tokens // 2
-    median = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
+    half_tokens = sequence.tokens // 2
+    median_tokens = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
     return [
         Lever(
-            {"batch_size": smaller, TURNS_KEY: turns * size // smaller},
+            {"batch_size": smaller_size, TURNS_KEY: num_micro_batches * batch_size // smaller_size},
             _SAME_SEQUENCES,
             lowers=_OF_BATCH,
         ),
         Lever(
-            {"batch_size": 2 * size, TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=turns % 2 == 0
+            {"batch_size": 2 * batch_size, TURNS_KEY: num_micro_batches // 2},
+            _SAME_SEQUENCES,
+            when=num_micro_batches % 2 == 0,
         ),
         Lever(set_checkpointing(cfg, "full"), lowers=("activations",)),
         # Against `full` it lowers nothing.
@@ -128,38 +142,38 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
         ),
         Lever(
             {"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)},
-            when=long and cfg.memory.mlp_tiles == 1,
+            when=is_long_run and cfg.memory.mlp_tiles == 1,
         ),
         Lever(
             {"memory.activation_offload": True},
             "kept in host memory meanwhile",
             lowers=("activations",),
-            weighed=long,
-            sends=long,
+            weighed=is_long_run,
+            sends=is_long_run,
         ),
         Lever(
-            {LENGTH_KEY: half},
+            {LENGTH_KEY: half_tokens},
             "shorter packs: more of them"
             if cfg.data.packing
             else f"data.truncation={cfg.data.truncation} for longer sequences",
-            when=half > 0,
+            when=half_tokens > 0,
         ),
         Lever(
             {PACKING_KEY: True},
-            f"about {cfg.max_seq_len / median:.0f} documents in a sequence of"
+            f"about {cfg.max_seq_len / median_tokens:.0f} documents in a sequence of"
             f" {cfg.max_seq_len} tokens, in place of one and padding",
-            when=2 * median <= cfg.max_seq_len and sequence.group == 1,
+            when=2 * median_tokens <= cfg.max_seq_len and sequence.group == 1,
         ),
     ]
 
 
 def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of what a rank holds of model and sequence, and of the number of ranks."""
+    """Return the levers of how ranks share the model and sequences, and of the number of ranks."""
     parallel = cfg.parallel
-    turns = cfg.gradient_accumulation_steps
+    num_micro_batches = cfg.gradient_accumulation_steps
     several = ranks > 1
-    free = parallel.data_shard == -1  # the mesh takes any number of ranks
-    copies = 2 * parallel.data_replicate
+    takes_any_ranks = parallel.data_shard == -1  # the mesh takes any number of ranks
+    twice_the_copies = 2 * parallel.data_replicate
     more_ranks: Changes = {RANKS_KEY: 2 * ranks}
     return [
         *_list_ways_to_share(cfg, ranks),
@@ -177,7 +191,9 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
             lowers=("gradients",),
         ),
         Lever(
-            {REDUCE_KEY: "step"}, "whole gradients on every rank, reduced once a step", when=several
+            {REDUCE_KEY: "step"},
+            "whole gradients on every rank, reduced once a step",
+            when=several,
         ),
         Lever(
             {REDUCE_KEY: "step", RESHARD_KEY: False},
@@ -185,12 +201,15 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
             when=several and parallel.reduce_gradients != "step" and parallel.reshard_after_forward,
         ),
         Lever(
-            {"parallel.data_replicate": 1, "parallel.data_shard": -1}, when=several and copies > 2
+            {"parallel.data_replicate": 1, "parallel.data_shard": -1},
+            when=several and twice_the_copies > 2,
         ),
         Lever(
-            {"parallel.data_replicate": copies},
+            {"parallel.data_replicate": twice_the_copies},
             "copies of the sharded model",
-            when=several and free and count_data_ranks(cfg, ranks) % copies == 0,
+            when=several
+            and takes_any_ranks
+            and count_data_ranks(cfg, ranks) % twice_the_copies == 0,
         ),
         Lever({"parallel.strategy": "fsdp"}, when=several),
         Lever({"parallel.strategy": "ddp"}, "whole models, nothing gathered", when=several),
@@ -199,31 +218,37 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
             "gradients are summed in bf16: less exact",
             when=several and parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16",
         ),
-        Lever(more_ranks | {TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=free and turns % 2 == 0),
-        Lever(more_ranks, "more sequences a step", when=free and turns % 2 == 1),
+        Lever(
+            more_ranks | {TURNS_KEY: num_micro_batches // 2},
+            _SAME_SEQUENCES,
+            when=takes_any_ranks and num_micro_batches % 2 == 0,
+        ),
+        Lever(
+            more_ranks, "more sequences a step", when=takes_any_ranks and num_micro_batches % 2 == 1
+        ),
     ]
 
 
 def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
-    """Return how ranks could share a sequence; of a long one, how they could share matrices too."""
-    turns = cfg.gradient_accumulation_steps
-    long = is_long(cfg)
+    """Return the levers of context parallelism and, for long sequences, of tensor parallelism."""
+    num_micro_batches = cfg.gradient_accumulation_steps
+    is_long_run = is_long(cfg)
     sizes = list_contexts(cfg, ranks)
-    # A step has the same sequences: fewer ranks have batches of their own, and take more turns.
+    # Fewer ranks have batches of their own: each has more micro-batches, for the same step.
     context_levers = [
         Lever(
-            {CONTEXT_KEY: size, TURNS_KEY: turns * size // cfg.parallel.context},
+            {CONTEXT_KEY: size, TURNS_KEY: num_micro_batches * size // cfg.parallel.context},
             f"each rank has 1/{size} of every sequence; {_SAME_SEQUENCES}",
-            weighed=long,
-            sends=long,
+            weighed=is_long_run,
+            sends=is_long_run,
         )
-        for size in (sizes if long else sizes[:1])
+        for size in (sizes if is_long_run else sizes[:1])
     ]
     tensor_levers = [
         Lever(
-            {"parallel.tensor": cfg.parallel.tensor * size, TURNS_KEY: turns * size},
+            {"parallel.tensor": cfg.parallel.tensor * size, TURNS_KEY: num_micro_batches * size},
             f"each rank has 1/{cfg.parallel.tensor * size} of every matrix and sequence",
-            when=long and cfg.parallel.context == 1,
+            when=is_long_run and cfg.parallel.context == 1,
             weighed=True,
             sends=True,
         )
@@ -233,24 +258,30 @@ def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
 
 
 def list_contexts(cfg: Any, ranks: int) -> list[int]:
-    """Return the numbers of ranks that could share a sequence: more, up to all of a stage."""
-    together = count_same_batch_ranks(cfg.parallel)
-    data_ranks = ranks // together if ranks % together == 0 else 1
-    factors = [times for times in range(2, data_ranks + 1) if data_ranks % times == 0]
-    return [cfg.parallel.context * times for times in factors]
+    """Return the sizes of context parallelism above the config's, up to all ranks of a stage."""
+    same_batch_ranks = count_same_batch_ranks(cfg.parallel)
+    data_ranks = ranks // same_batch_ranks if ranks % same_batch_ranks == 0 else 1
+    factors = [factor for factor in range(2, data_ranks + 1) if data_ranks % factor == 0]
+    return [cfg.parallel.context * factor for factor in factors]
 
 
 def _list_adapter_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of adapters, and of the frozen weights under them."""
+    """Return the levers of adapters, and of the frozen weights that they adapt."""
     adapters = cfg.trained_adapters
     has_experts = _EXPERTS in adapters.target_modules
     targets = [name for name in adapters.target_modules if name != _EXPERTS]
     if not has_experts:
         targets.append(_EXPERTS)
-    rounded = "frozen weights are rounded"
-    kinds = {"nf4": rounded, "int8": rounded, "none": "frozen weights are not rounded"}
+    rounded_note = "frozen weights are rounded"
+    notes_by_type = {
+        "nf4": rounded_note,
+        "int8": rounded_note,
+        "none": "frozen weights are not rounded",
+    }
     return [
-        *_list_values(cfg, QUANTIZE_KEY, values=kinds, lowers="parameters", resort=ROUNDING),
+        *_list_values(
+            cfg, QUANTIZE_KEY, values=notes_by_type, lowers="parameters", resort=ROUNDING
+        ),
         Lever(
             {"lora.rank": adapters.rank // 2},
             "smaller adapters",
@@ -278,7 +309,7 @@ def _list_other_model_levers(cfg: Any) -> list[Lever]:
 
 
 def _list_weight_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of what is trained, in which type, by which optimizer."""
+    """Return the levers of the trained weights: which ones, their dtype and their optimizer."""
     is_full = cfg.trained_adapters is None
     is_adamw = cfg.optimizer.name == "adamw"
     return [
@@ -316,11 +347,11 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
 
 
 def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of what is in host memory between its uses."""
+    """Return the levers that keep optimizer states or layers in host memory between their uses."""
     is_full = cfg.trained_adapters is None
-    streams = "layers are in host memory, and copied one ahead of the one that computes"
+    stream_note = "layers are in host memory, and copied one ahead of the one that computes"
     if is_full:
-        streams += f"; each is stepped in backward: {_describe_not_done_in_backward(cfg)}"
+        stream_note += f"; each is stepped in backward: {_describe_not_done_in_backward(cfg)}"
     return [
         Lever(
             {OFFLOAD_KEY: True},
@@ -330,7 +361,7 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
         ),
         Lever(
             stream_layers(cfg),
-            streams,
+            stream_note,
             when=cfg.memory.stream_layers is not True,
             lowers=("parameters",) if ranks == 1 and not cfg.memory.cpu_offload else (),
             resort=0 if is_full else HOST,
@@ -347,6 +378,6 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
 
 
 def _describe_not_done_in_backward(cfg: Any) -> str:
-    """Return what a step loses where parameters are stepped in backward."""
+    """Return what a step gives up if parameters are stepped in backward, as a text."""
     fewer = ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
     return f"gradients are not clipped{fewer}"

@@ -1,8 +1,10 @@
-"""The order of a search: which settings are tried next, and which need no trial at all.
+"""Choose which settings a search for the fastest tries next, and which need no trial at all.
 
-A way to share the model between ranks is gone through kind by kind of checkpointing, from the one
-that computes least again, with micro-batches from the smallest on. No trial is made for what
-cannot fit or cannot be faster than the best so far; each such decision is logged.
+`fastest_settings.py` calls `list_groups`, `list_sharings` and `list_pipelines` for the settings,
+and `run_trials`, which simulates them in worker processes. Within a way to share the model between
+ranks, each kind of activation checkpointing is tried from the one that recomputes least, with
+micro-batches from the smallest on. No trial is made for settings that cannot fit or cannot be
+faster than the best so far; each such decision is logged.
 """
 
 from collections import defaultdict
@@ -61,7 +63,8 @@ from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
 HOST_KEY = "memory.cpu_offload"
-# The micro-batch, with as many of them as make up the batch of a step.
+# Sequences of a micro-batch, and micro-batches of a step: they change together, so that a step
+# keeps its batch.
 SIZE_KEYS = {"batch_size", TURNS_KEY}
 PIPELINE_KEY = "parallel.pipeline"
 SCHEDULE_KEY = "parallel.pipeline_schedule"
@@ -72,9 +75,10 @@ SCHEDULES_TRIED = ("1f1b", "zbv")
 # Where ranks cannot read each other's memory, gathering parameters costs more than it does
 # elsewhere, and what a pipeline exchanges is little.
 LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
-MAX_PIPELINE_LENGTHS = 3  # of pipelines, the longest that there can be
+MAX_PIPELINE_LENGTHS = 3  # numbers of pipeline ranks that are tried: the largest possible ones
 
-# Yields settings to try, and is sent the candidate that came of each: None for what is left out.
+# A generator that yields settings to try, and is sent the candidate of each trial: None where it
+# was refused or left out.
 TrialSequence = Generator[Changes, Candidate | None, None]
 
 
@@ -84,7 +88,10 @@ def make_key(changes: Changes) -> str:
 
 
 def make_variant_key(cfg: Any, changes: Changes) -> str:
-    """Return the key of those changes that neither share the model nor set a micro-batch."""
+    """Return the key of the changes that decide how large the model's states are.
+
+    Left out are those that share the model between ranks or set the micro-batch.
+    """
     names = {HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *cfg.other_model_levers}
     return make_key({key: value for key, value in changes.items() if key in names})
 
@@ -93,14 +100,17 @@ def make_variant_key(cfg: Any, changes: Changes) -> str:
 class SearchState:
     """The state of a search: what it has tried so far, and where it submits its next trials."""
 
+    # The config that the search begins with.
     cfg: Any
+    # Device and ranks that are planned for.
     settings: PlanSettings
     # Dotted keys that stay as the config has them.
     fixed: Collection[str]
     # Starts a trial of `Changes`, or a whole plan of a `Candidate`.
     submit: Callable[[Any], Future[Any]]
-    # Trials that run at a time.
+    # Number of trials that run at a time.
     workers: int
+    # Counts trials on the terminal.
     progress: Phase
     # By `make_key` the candidate of each trial; None: the recipe or the simulation refuses it.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
@@ -131,7 +141,8 @@ class SearchState:
 
     def list_fitting(self) -> list[Candidate]:
         """Return the candidates that may fit, fastest first, each once."""
-        # By key once more: a candidate may have more changes than its trial, `OUTSIDE_LAYERS`.
+        # By the candidates' own keys, not those of `tried`: a trial may add changes to what it was
+        # asked for (`OUTSIDE_LAYERS`), so that two trials end with one candidate.
         candidates = {make_key(trial.changes): trial for trial in self.tried.values() if trial}
         fitting = [
             candidate
@@ -161,16 +172,16 @@ class SearchState:
 
 
 def run_trials(state: SearchState, sequences: Iterable[TrialSequence]) -> None:
-    """Run all sequences of trials, with all workers.
+    """Run all sequences of trials with `state.workers` at a time, and note them in `state.tried`.
 
-    Pipelines are tried last: their trials take longest, and a fast answer rules them out. Among
-    the others, and among pipelines, the trial that could be the fastest is next.
+    Pipelines are tried last: their trials take longest, and a fast candidate without one may make
+    them needless. Otherwise the trial that could turn out the fastest is next.
     """
     ready: list[tuple[TrialSequence, Changes]] = []
     pending: dict[Future[Candidate | None], tuple[TrialSequence, Changes]] = {}
 
     def request_next(sequence: TrialSequence, candidate: Candidate | None) -> None:
-        with suppress(StopIteration):
+        with suppress(StopIteration):  # the sequence has no more settings
             ready.append((sequence, sequence.send(candidate)))
 
     for sequence in sequences:
@@ -232,9 +243,10 @@ def skip_trial(state: SearchState, changes: Changes, reason: str) -> None:
 def compute_least_bytes(
     cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, alike: Estimate | None
 ) -> int:
-    """Return the bytes that `cfg` takes on its heaviest rank at least.
+    """Return a lower bound of the bytes that `cfg` takes on its heaviest rank.
 
-    It is what the average rank holds as a backward begins, or as it ends.
+    The bound is what the average rank holds when a backward begins or when it ends, whichever is
+    more.
 
     Args:
         cfg: a config that was not tried.
@@ -246,38 +258,42 @@ def compute_least_bytes(
     """
     mesh = compute_mesh_shape(cfg.parallel, settings.ranks)
     known_mesh = compute_mesh_shape(known_cfg.parallel, settings.ranks)
-    parts = mesh["pipeline"] * mesh["data_shard"]
-    known_parts = known_mesh["pipeline"] * known_mesh["data_shard"]
+    num_shards = mesh["pipeline"] * mesh["data_shard"]
+    known_num_shards = known_mesh["pipeline"] * known_mesh["data_shard"]
     is_offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
-    held = 0.0 if is_offloaded else known.held * known_parts / parts
-    # Of whole weights that stay from forward to backward: what is not the rank's own part. Of
-    # streamed layers only adapters stay.
-    gathered = 0.0
+    state_bytes = 0.0 if is_offloaded else known.held * known_num_shards / num_shards
+    # Weights that stay gathered from forward to backward, without the rank's own shard, which
+    # `state_bytes` has. Of streamed layers only adapters stay.
+    gathered_bytes = 0.0
     if not (cfg.parallel.reshard_after_forward or cfg.memory.stream_layers):
-        gathered = known.parameters / mesh["pipeline"] - known.parameters / parts
-    gradients = 0.0
-    once = reduces_once(cfg.parallel)
-    if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
-        gradients = known.trained / (mesh["pipeline"] if once else parts)
-    kept = alike.kept if alike is not None else 0.0
+        gathered_bytes = known.parameters / mesh["pipeline"] - known.parameters / num_shards
+    gradient_bytes = 0.0
+    reduces_at_end = reduces_once(cfg.parallel)
+    if not cfg.memory.optimizer_in_backward and (reduces_at_end or not is_offloaded):
+        gradient_bytes = known.trained / (mesh["pipeline"] if reduces_at_end else num_shards)
+    kept_bytes = alike.kept if alike is not None else 0.0
     # Each rank of a pipeline keeps its part of the layers.
-    activations = kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
-    # A backward finds the gradients of the one before it, but for a schedule that may defer those
-    # of all weights.
+    activation_bytes = kept_bytes * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
+    # From the second micro-batch on, a backward begins with the gradients of earlier ones in
+    # memory; a schedule that splits backward may defer all gradients of weights.
     defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
     accumulates = cfg.gradient_accumulation_steps > 1 and not defers
-    earlier_gradients = gradients if accumulates else 0.0
-    return int(held + max(gathered + activations + earlier_gradients, gradients))
+    earlier_gradient_bytes = gradient_bytes if accumulates else 0.0
+    return int(
+        state_bytes
+        + max(gathered_bytes + activation_bytes + earlier_gradient_bytes, gradient_bytes)
+    )
 
 
 def _find_alike_estimate(state: SearchState, cfg: Any) -> Estimate | None:
     """Return the estimate of a trial with the same kind of checkpointing; None: there is none.
 
-    How frozen weights are rounded makes no difference to what is kept and computed.
+    The trial may have its frozen weights quantized otherwise: kept activations and operations are
+    the same.
     """
     kind = get_value(cfg, CHECKPOINTING_KEY)
     for candidate in state.tried.values():
-        # A pipeline's estimate says 0: its ranks have some of the layers each.
+        # `least_seconds` is 0 in a pipeline's estimate, whose ranks have some of the layers each.
         if candidate is not None and candidate.estimate.least_seconds:
             if get_value(state.get_config(candidate.changes), CHECKPOINTING_KEY) == kind:
                 return candidate.estimate
@@ -285,7 +301,7 @@ def _find_alike_estimate(state: SearchState, cfg: Any) -> Estimate | None:
 
 
 def _bound_speed(state: SearchState, changes: Changes) -> float:
-    """Return the tokens per second that settings have at most; infinite where none are alike."""
+    """Return an upper bound of tokens per second; infinite without a trial to derive it from."""
     alike = _find_alike_estimate(state, state.get_config(changes))
     return float("inf") if alike is None else alike.tokens / alike.least_seconds
 
@@ -293,9 +309,9 @@ def _bound_speed(state: SearchState, changes: Changes) -> float:
 def _explain_needless(state: SearchState, changes: Changes) -> str:
     """Return why no trial of the settings is needed; empty where one is."""
     best = next(iter(state.list_fitting()), None)
-    highest = _bound_speed(state, changes)
-    if best is not None and highest <= best.speed:
-        return f"{format_count(highest)} tokens/s at most, no faster than the best so far"
+    speed_bound = _bound_speed(state, changes)
+    if best is not None and speed_bound <= best.speed:
+        return f"{format_count(speed_bound)} tokens/s at most, no faster than the best so far"
     return explain_too_large(state, changes)
 
 
@@ -309,41 +325,43 @@ def explain_too_large(state: SearchState, changes: Changes) -> str:
         return ""
     alike = _find_alike_estimate(state, cfg)
     try:
-        least = compute_least_bytes(
+        least_bytes = compute_least_bytes(
             cfg,
             state.settings,
             known=known.estimate,
             known_cfg=state.get_config(known.changes),
             alike=alike,
         )
-    except UserError:  # ranks that the mesh cannot be made of: the trial says so
+    except UserError:  # no mesh can be made of these ranks: the trial reports it
         return ""
-    usable = compute_usable_bytes(cfg, state.settings)
-    if least <= usable + compute_tolerance(state.settings):
+    usable_bytes = compute_usable_bytes(cfg, state.settings)
+    if least_bytes <= usable_bytes + compute_tolerance(state.settings):
         return ""
-    return f"takes {format_bytes(least)} at least, of {format_bytes(usable)}"
+    return f"takes {format_bytes(least_bytes)} at least, of {format_bytes(usable_bytes)}"
 
 
 # Sequences of trials: the micro-batches of one way to share the model.
 
 
 def make_leanest(state: SearchState, base: Changes) -> Changes:
-    """Return the changes with the least memory: one sequence at a time, all computed again."""
+    """Return `base` with the least memory: the smallest micro-batch, all activations recomputed."""
     is_fixed = CHECKPOINTING_KEY in state.fixed
-    kind = {} if is_fixed else set_checkpointing(state.cfg, CHECKPOINTING[0])
-    return state.resize(base | kind, min(list_micro_batch_sizes(state.cfg, base), default=1))
+    checkpointing = {} if is_fixed else set_checkpointing(state.cfg, CHECKPOINTING[0])
+    return state.resize(
+        base | checkpointing, min(list_micro_batch_sizes(state.cfg, base), default=1)
+    )
 
 
 def yield_one(changes: Changes) -> TrialSequence:
-    """Yield settings as they are."""
+    """Yield settings as they are: a sequence of one trial."""
     yield changes
 
 
 def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
-    """Yield for each kind of checkpointing micro-batches, the smallest first, until one is refused.
+    """Yield settings by kind of checkpointing and size of micro-batch, until a size is refused.
 
-    A kind that computes more again is of use for larger micro-batches only, so that each kind
-    goes on with the size that the one before it had no room for.
+    Kinds that recompute least are first. One that recomputes more is of use only for larger
+    micro-batches, so each kind begins with the size that did not fit with the one before it.
     """
     cfg = state.cfg
     has_fixed_size = SIZE_KEYS & set(state.fixed)
@@ -353,8 +371,8 @@ def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
     for kind in kinds:
         changes = base | set_checkpointing(cfg, kind)
         if sizes[-1:] == [count_changed_sequences(cfg, base)]:
-            # All sequences at once have no gradients of others to be added to: they may fit where
-            # fewer do not.
+            # A single micro-batch of all sequences has no gradients of earlier ones to add to: it
+            # may fit where smaller ones do not.
             candidate = yield state.resize(changes, sizes[-1])
             if candidate is not None and candidate.may_fit:
                 return
@@ -373,10 +391,14 @@ def count_sequences(cfg: Any) -> int:
 def count_changed_sequences(cfg: Any, changes: Changes) -> int:
     """Return the sequences of a step on one data rank that leave the global batch as it is."""
     # Where more ranks share a sequence there are fewer data ranks, with more sequences each.
-    times = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(
+    num_sharing_ranks = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(
         changes.get(CONTEXT_KEY, cfg.parallel.context)
     )
-    return count_sequences(cfg) * times // int(cfg.parallel.pipeline * cfg.parallel.context)
+    return (
+        count_sequences(cfg)
+        * num_sharing_ranks
+        // int(cfg.parallel.pipeline * cfg.parallel.context)
+    )
 
 
 def set_micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
@@ -386,18 +408,18 @@ def set_micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
 
 
 def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
-    """Return the sequences that a micro-batch can have, fewest first."""
-    sequences = count_changed_sequences(cfg, changes)
-    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    """Return the numbers of sequences that a micro-batch can have, fewest first."""
+    num_sequences = count_changed_sequences(cfg, changes)
+    sizes = [size for size in range(1, num_sequences + 1) if num_sequences % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
-        once = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
-        # A step of one micro-batch reduces once in either way.
-        return sizes[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else sizes
+        reduces_at_end = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
+        # With one micro-batch both settings reduce once: one of them need not be tried.
+        return sizes[:-1] if reduces_at_end and changes.get(STRATEGY_KEY) != "ddp" else sizes
     changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
     if changed_cfg is None:
         return []
-    fewest = count_fewest_micro_batches(changed_cfg.parallel)
-    return [size for size in sizes if sequences // size >= fewest]
+    fewest_micro_batches = count_fewest_micro_batches(changed_cfg.parallel)
+    return [size for size in sizes if num_sequences // size >= fewest_micro_batches]
 
 
 # What is tried: variants, group by group, and ways to share a model between ranks.
@@ -406,7 +428,11 @@ def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
 def list_groups(
     cfg: Any, settings: PlanSettings, fixed: Collection[str]
 ) -> Iterator[list[Changes]]:
-    """Yield settings to begin with, group by group: one is tried only if none before it fits."""
+    """Yield groups of settings to begin with; a group is tried only if none of those before fits.
+
+    Groups follow how much they cost: as the config is, then other trained models, quantization,
+    states and host memory.
+    """
     base: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
     fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
     resorts: dict[int, list[Changes]] = defaultdict(list)
@@ -421,7 +447,7 @@ def list_groups(
         yield [base | changes for changes in resorts[OTHER_MODEL]]
     for changes in resorts[OTHER_MODEL]:
         ((key, _),) = changes.items()
-        if len(cfg.other_model_levers[key]) > 1:  # fewer bits: alone they were not enough
+        if len(cfg.other_model_levers[key]) > 1:  # fewer bits, which alone were not enough
             base = base | changes
     if resorts[ROUNDING]:
         yield [base | changes for changes in resorts[ROUNDING]]
@@ -434,10 +460,11 @@ def list_groups(
 
 
 def list_sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    """Yield all ways to copy the model, to keep it whole and to reduce once, least memory first.
+    """Yield the ways to share the model between ranks without a pipeline, least memory first.
 
-    Whole models on every rank, without FSDP, follow. Where sequences are long, then the same with
-    ranks that share a sequence.
+    First those of FSDP: copies of the model, weights that stay gathered, gradients reduced once a
+    step; then DDP. Where sequences are long, all of them follow again for each size of context
+    parallelism.
     """
     yield from _list_sharings_of_config(cfg, ranks, fixed)
     is_free = (
@@ -454,6 +481,7 @@ def list_sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Chan
 
 
 def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
+    """Yield the ways of FSDP and then DDP, with the context parallelism of the config."""
     data_ranks = count_data_ranks(cfg, ranks)
     is_free = STRATEGY_KEY not in fixed
     base: Changes = {}
@@ -489,9 +517,9 @@ def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> It
 
 
 def _list_copies(cfg: Any, data_ranks: int) -> list[int]:
-    """Return the numbers of copies of the model that are tried: few, and one for each rank.
+    """Return the numbers of copies of the model that are tried: a few, and one for each rank.
 
-    Where the config fixes the shards, it is what the config says.
+    If the config sets the number of shards, return only the config's number of copies.
     """
     if cfg.parallel.data_shard != -1:
         return [cfg.parallel.data_replicate]
@@ -502,10 +530,11 @@ def _list_copies(cfg: Any, data_ranks: int) -> list[int]:
 def list_pipelines(
     cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True
 ) -> Iterator[Changes]:
-    """Yield ways to divide the layers between ranks; the ranks that are left share or copy stages.
+    """Yield the ways to divide the layers between ranks in a pipeline.
 
-    splits: whether a backward may be cut in two, into the gradients of inputs and of weights.
-    None are yielded where the link or what is fixed speaks against pipelines.
+    The ranks of one stage shard it, copy it or both. splits: try schedules that split backward into
+    the gradients of inputs and of weights. Nothing is yielded for links that are fast enough
+    without a pipeline, or if its keys are fixed.
     """
     if (
         settings.hardware.link.kind not in LINKS_FOR_PIPELINES
@@ -514,34 +543,40 @@ def list_pipelines(
         or SIZE_KEYS & set(fixed)
     ):
         return
-    groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
+    num_ranks = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
     names = (cfg.parallel.pipeline_schedule,) if SCHEDULE_KEY in fixed else SCHEDULES_TRIED
     schedules = [name for name in names if splits or not SCHEDULES[name].splits]
-    lengths = [size for size in range(2, min(groups, count_layers(cfg)) + 1) if groups % size == 0]
-    for size, schedule in product(lengths[-MAX_PIPELINE_LENGTHS:], schedules):
-        base: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
+    pipeline_lengths = [
+        num_stages
+        for num_stages in range(2, min(num_ranks, count_layers(cfg)) + 1)
+        if num_ranks % num_stages == 0
+    ]
+    for num_stages, schedule in product(pipeline_lengths[-MAX_PIPELINE_LENGTHS:], schedules):
+        base: Changes = {PIPELINE_KEY: num_stages, SCHEDULE_KEY: schedule}
         # In a pipeline copies are a number of FSDP's.
         if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:
             base[STRATEGY_KEY] = "fsdp"
         if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
             base["parallel.pipeline_microbatches"] = None
-        ranks_left = groups // size
-        copies = [1, ranks_left] if ranks_left > 1 and cfg.parallel.data_shard == -1 else [1]
+        ranks_per_stage = num_ranks // num_stages
+        copies = (
+            [1, ranks_per_stage] if ranks_per_stage > 1 and cfg.parallel.data_shard == -1 else [1]
+        )
         if COPIES_KEY in fixed:
             copies = [cfg.parallel.data_replicate]
         # Ranks with different batches may keep nothing whole through a step, or gradients and
         # weights.
         kept_whole: list[Changes] = [{}]
-        if ranks_left > 1 and not {REDUCE_KEY, RESHARD_KEY} & set(fixed):
+        if ranks_per_stage > 1 and not {REDUCE_KEY, RESHARD_KEY} & set(fixed):
             kept_whole.append({REDUCE_KEY: "step", RESHARD_KEY: False})
-        for number, kept in product(copies, kept_whole):
-            changes = base | {COPIES_KEY: number} | kept
+        for num_copies, kept_changes in product(copies, kept_whole):
+            changes = base | {COPIES_KEY: num_copies} | kept_changes
             if _is_possible(cfg, settings, changes):
                 yield changes
 
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
-    """Check whether ranks, layers and the batch of a step can be divided so."""
+    """Return True if ranks, layers and the batch of a step can be divided so."""
     is_uneven = count_sequences(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline != 0
     if is_uneven or not list_micro_batch_sizes(cfg, changes):
         return False

@@ -1,8 +1,9 @@
-"""Trials of changed configs: which changes go together, and what a run with them takes.
+"""Estimate the memory and time of a run with changed config keys, in processes on all cores.
 
-A change is a dotted key and its value; `apply_changes` makes the config, `estimate_run` simulates
-one steady step of it, `try_settings` makes a candidate of that, and `run_in_processes` and
-`open_workers` do so on all cores.
+A change is a dotted key and its value. `apply_changes` makes the changed config, `estimate_run`
+simulates one steady step of it, and `try_settings` makes a `Candidate` of the estimate.
+`fastest_settings.py` calls `try_settings` through `open_workers`, `advice.py` calls `try_estimate`
+through `run_in_processes`.
 """
 
 import copy
@@ -37,44 +38,43 @@ from recipe_lib.plan.tracing.trace import OP, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, list_short_steps
 from recipe_lib.report.phases import phase
 
-IN_LAYERS = ".layers."  # in the path of every module of a decoder's layer
-_IN_MODEL = ("forward", "recompute", "backward")
+IN_LAYERS = ".layers."  # stands in the path of every module inside a decoder layer
+_IN_MODEL = ("forward", "recompute", "backward")  # parts of a step that run the model
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory and time of a step on the heaviest rank; bytes are per device unless said."""
+    """The memory and time of a step on the heaviest rank; bytes are of its device unless said."""
 
-    # Most bytes in blocks of the allocator, as `PhasePeak.active`.
+    # Peak of bytes in blocks of the allocator, as `PhasePeak.active`.
     active: int
-    # Bytes that the allocator takes for them; some percent off, as memory that loading and the
-    # first step leave is not there.
+    # Peak of bytes that the allocator reserves; some percent off, as the trial simulates neither
+    # loading nor the first step, which leave reserved memory behind.
     reserved: int
     # The same with expandable segments.
     reserved_expandable: int
-    # Most bytes of host memory, of any simulated rank.
+    # Peak of bytes in host memory, the largest of the simulated ranks.
     host: int
-    # Of a steady step; 0: not timed, or a place of a pipeline is not known.
+    # Seconds of a steady step; 0: not timed, or not all places of a pipeline were simulated.
     seconds: float
-    # Of a step, all ranks.
+    # Tokens of a step on all ranks.
     tokens: int
-    # Bytes in blocks between two steps.
+    # Bytes in blocks between two steps: parameters and states.
     held: int
-    # Bytes of the whole model.
+    # Bytes of the full model.
     parameters: int
-    # Bytes of the whole model's weights that are trained.
+    # Bytes of the full model's trained weights.
     trained: int
-    # Path of the module that ran when the most was active.
+    # Path of the module that ran at the peak.
     module: str
-    # Bytes of activations that all layers keep for the backward of one sequence. No way to run the
-    # same layers has less of this and the next; both are 0 of a pipeline, whose ranks have some of
-    # the layers each.
+    # Bytes of activations that all layers keep for the backward of one sequence: a lower bound for
+    # any way to share the same layers. 0 in a pipeline, whose ranks have some of the layers each.
     kept: float = 0.0
-    # Seconds of a step's matmuls and attention alone.
+    # Seconds of a step's matmuls and attention alone, a lower bound likewise; 0 in a pipeline.
     least_seconds: float = 0.0
-    # Bytes of a step that the rank sends to others.
+    # Bytes that the rank sends to others in a step.
     sent: int = 0
-    # Bytes of a step that the rank copies to and from its host.
+    # Bytes that the rank copies to and from its host in a step.
     copied: int = 0
     # Bytes that the allocator may take on the device.
     usable: int = 0
@@ -83,10 +83,10 @@ class Estimate:
 def estimate_run(
     recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
 ) -> Estimate:
-    """Return the estimate of a plannable config: of a steady step, without load, validation, save.
+    """Return the estimate of a steady step of a config, without load, validation and save.
 
-    limit: bytes; of a pipeline's places none is simulated after the first one with more of them
-    active. Raises UserErrors of recipe and config.
+    limit: bytes; a pipeline's places are simulated up to the first with a higher active peak; None:
+    all of them. Raises the UserErrors of recipe and config.
     """
     planned = plan_ranks(
         recipe_class,
@@ -104,7 +104,7 @@ def estimate_run(
         for storage in kept_storages
         if storage.kind == "activations" and IN_LAYERS in storage.label + storage.module
     )
-    # However they are divided into micro-batches, and among the ranks, the operations are the same.
+    # These operations are the same however they are divided into micro-batches and among ranks.
     computing = [op for op in trace.iterate_ops(STEADY) if op.flops and op.part in _IN_MODEL]
     least_seconds = sum(
         op.repeats * compute_least_op_seconds(op, settings.hardware, settings.calibration)
@@ -112,7 +112,7 @@ def estimate_run(
     )
     is_whole = cfg.parallel.pipeline == 1
     sent, copied = sum_transfers(trace)
-    # One rank of each place in the pipeline: together they have each module once.
+    # One rank of each place in the pipeline: together they have every module once.
     first_ranks = find_rank_of_each_place(planned.simulated).values()
     modules = list(
         chain.from_iterable(
@@ -128,7 +128,7 @@ def estimate_run(
         tokens=simulation.tokens,
         held=sum(round_size(storage.bytes) for storage in held_storages),
         parameters=sum(row.bytes for row in modules),
-        # Roughly, where some of a module's weights are packed.
+        # An approximation where a module has packed (quantized) weights beside trained ones.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
         module=rank.peak.module,
         kept=activations * cfg.parallel.context / compute_micro_batches(cfg)[0]
@@ -142,7 +142,7 @@ def estimate_run(
 
 
 def sum_transfers(trace: Trace) -> tuple[int, int]:
-    """Return the bytes of a step that a rank sends, and those copied to and from its host."""
+    """Return the bytes that a rank sends in a step, and those it copies to and from its host."""
     ops = list(trace.iterate_ops(STEADY))
     sends = [
         (op.repeats, op.collective)
@@ -153,21 +153,21 @@ def sum_transfers(trace: Trace) -> tuple[int, int]:
         times * count_wire_bytes(send.operation, send.bytes, len(send.ranks))
         for times, send in sends
     )
-    # The bytes of a copy are counted where they are read and where they are written.
+    # `bytes` of a copy counts each byte twice: as read and as written.
     return sent, sum(op.repeats * op.bytes // 2 for op in ops if op.transfer)
 
 
 def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
-    """Return what is on the device as the steady step begins, and as its first backward does."""
-    held: list[Storage] = []
-    for _, kind, number, phase_name, _, alive in trace.walk():
+    """Return the device's live storages as the steady step begins, and as its backward begins."""
+    held_storages: list[Storage] = []
+    for _, kind, op_index, phase_name, _, alive in trace.walk():
         if phase_name != STEADY:
             continue
         if kind == PHASE:
-            held = list(alive.values())
-        elif kind == OP and trace.ops[number].part in ("recompute", "backward"):
-            return held, list(alive.values())
-    return held, []
+            held_storages = list(alive.values())
+        elif kind == OP and trace.ops[op_index].part in ("recompute", "backward"):
+            return held_storages, list(alive.values())
+    return held_storages, []
 
 
 # Dotted key -> value.
@@ -183,12 +183,13 @@ STRATEGY_KEY = "parallel.strategy"
 STATES_KEY = "optimizer.state_bits"
 
 CHECKPOINTING = ("full", "selective", "none")  # from least to most memory
-LONG_SEQUENCE = 8192  # tokens of a sequence from which on the ways to have room for it are weighed
-# Settings that cost little time, and are tried together where the peak is outside of the layers.
+# Tokens of a sequence from which on context parallelism, offload and the like are compared.
+LONG_SEQUENCE = 8192
+# Settings that lower a peak outside of the layers (in logits, gathered embeddings) for little time.
 OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_chunks": 64}
-OUTSIDE_SHARE = 0.1  # of the device's memory: what these settings may make up for
-RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
-ACTIVE_TOLERANCE = 0.01  # of active memory, which estimates say within 0.5 %
+OUTSIDE_SHARE = 0.1  # share of the device's memory that these settings can save at most
+RESERVED_TOLERANCE = 0.06  # share by which an estimate of reserved memory may be off
+ACTIVE_TOLERANCE = 0.01  # the same of active memory, whose estimates are within 0.5 %
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -196,27 +197,28 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings and what they take, by an estimate or by their whole plan."""
+    """Settings and the memory and time that they take, by an estimate or by their whole plan."""
 
+    # From the config that the search begins with.
     changes: Changes
     estimate: Estimate
-    # Whether they fit, as far as is known.
+    # False if the settings certainly do not fit.
     may_fit: bool
-    # Of the whole plan; empty: there is none.
+    # Verdict of the whole plan; empty: only estimated.
     verdict: str = ""
 
     @property
     def shortfall(self) -> int:
-        """Return the bytes that they lack; negative: to spare."""
+        """Return the bytes that the settings lack; negative: bytes to spare."""
         reserved = self.estimate.reserved_expandable
-        # A verdict says that they fit where they do in either of the allocator's ways.
+        # A plan's verdict is that a run fits if it does with or without expandable segments.
         if self.verdict:
             reserved = min(reserved, self.estimate.reserved)
         return reserved - self.estimate.usable
 
     @property
     def speed(self) -> float:
-        """Return the tokens per second; 0 where they do not matter, as the settings do not fit."""
+        """Return the tokens per second; 0 if the step was not timed."""
         return self.estimate.tokens / self.estimate.seconds if self.estimate.seconds else 0.0
 
 
@@ -228,12 +230,12 @@ def get_value(cfg: Any, key: str) -> Any:
 
 
 def find_differing(cfg: Any, changes: Changes) -> Changes:
-    """Return those of the changes that change the config."""
+    """Return the changes whose value differs from the config's."""
     return {key: value for key, value in changes.items() if get_value(cfg, key) != value}
 
 
 def is_long(cfg: Any) -> bool:
-    """Return True if the ways to have room for a sequence are weighed with each other."""
+    """Return True if sequences are so long that ways to make room for them are compared."""
     return bool(cfg.max_seq_len >= LONG_SEQUENCE)
 
 
@@ -243,9 +245,10 @@ def count_data_ranks(cfg: Any, ranks: int) -> int:
 
 
 def apply_changes(cfg: Any, changes: Changes) -> Any | None:
-    """Return a copy of a config with other values.
+    """Return a copy of a config with changed values.
 
-    It is None where the config's class lacks a key, or the values do not go together.
+    Return None if the config's class lacks a key, or if the values break a rule that the config
+    itself does not.
     """
     schema: type = type(cfg)
     if not changes.keys() <= read_schema(schema).keys.keys():
@@ -255,12 +258,12 @@ def apply_changes(cfg: Any, changes: Changes) -> Any | None:
         section, _, name = key.rpartition(".")
         owner = functools.reduce(getattr, section.split(".") if section else [], changed_cfg)
         setattr(owner, name, value)
-    # What the config itself breaks is none of the changes' doing.
+    # Rules that the config breaks already do not count against the changes.
     return None if _list_refusals(changed_cfg) - _list_refusals(cfg) else changed_cfg
 
 
 def _list_refusals(cfg: Any) -> set[Any]:
-    """Return the rules that a config breaks, and the keys that it sets in vain."""
+    """Return the rules that a config breaks, and the keys that it sets without effect."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
     idle_keys = {
@@ -272,21 +275,21 @@ def _list_refusals(cfg: Any) -> set[Any]:
 
 
 def set_checkpointing(cfg: Any, kind: str) -> Changes:
-    """Return what sets the kind of checkpointing."""
+    """Return the changes that set the kind of activation checkpointing."""
     changes: Changes = {CHECKPOINTING_KEY: kind}
-    # A budget belongs to `budget` alone.
+    # A memory budget is allowed with the kind `budget` only.
     if kind != "budget" and get_value(cfg, "memory.activation_budget_gib") is not None:
         changes["memory.activation_budget_gib"] = None
     return changes
 
 
 def step_in_backward(cfg: Any) -> Changes:
-    """Return what steps parameters in backward."""
+    """Return the changes that make the optimizer step each parameter in backward."""
     return find_differing(
         cfg,
         {
             "memory.optimizer_in_backward": True,
-            # Nothing is clipped there, and nothing accumulated.
+            # The optimizer in backward allows neither clipping nor gradient accumulation.
             "clip_grad_norm": None,
             "gradient_accumulation_steps": 1,
         },
@@ -294,7 +297,7 @@ def step_in_backward(cfg: Any) -> Changes:
 
 
 def stream_layers(cfg: Any) -> Changes:
-    """Return what streams the model's layers; where they are trained, with what that needs."""
+    """Return the changes that stream layers from host memory, with what training them needs."""
     if cfg.trained_adapters is not None:
         return {STREAM_KEY: True}
     return {STREAM_KEY: True} | step_in_backward(cfg) | find_differing(cfg, {OFFLOAD_KEY: True})
@@ -324,18 +327,18 @@ def list_communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
 
 
 def compute_tolerance(settings: PlanSettings) -> int:
-    """Return the bytes beyond the device up to which an estimate does not rule settings out."""
+    """Return the bytes by which an estimate may exceed the device before settings are ruled out."""
     return int(RESERVED_TOLERANCE * settings.hardware.memory)
 
 
 def try_estimate(
     recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None
 ) -> Estimate | None:
-    """Return `estimate_run`, or None for what the recipe or the simulation refuses."""
+    """Return what `estimate_run` does; None if the recipe or the simulation refuses the config."""
     try:
         return estimate_run(recipe_class, cfg, settings=settings, limit=limit)
-    # An operator without a simulation raises the others. It is one change of many, which is left
-    # out.
+    # All but UserError are raised by an operator that cannot be simulated. The change is one of
+    # many: it is left out.
     except (UserError, AssertionError, NotImplementedError, AttributeError, RuntimeError):
         return None
 
@@ -343,10 +346,10 @@ def try_estimate(
 def try_settings(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
 ) -> Candidate | None:
-    """Return the estimate of settings; None for what the recipe or the simulation refuses.
+    """Return a candidate with the changes; None if the recipe or the simulation refuses them.
 
-    Where they do not fit and the peak is outside of the layers, it is that of the settings with
-    what makes less of that.
+    If they do not fit and the peak is outside of the layers, `OUTSIDE_LAYERS` is tried as well, and
+    the candidate that lacks less memory is returned. fixed: keys that stay as the config has them.
     """
     outside_layers = {
         key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed
@@ -372,7 +375,7 @@ def try_settings(
         if (
             candidate.shortfall <= 0
             or IN_LAYERS in estimate.module
-            # More than this, logits and gathered embeddings do not make up for.
+            # Smaller logits and gathered embeddings would not save that much.
             or candidate.shortfall > OUTSIDE_SHARE * settings.hardware.memory
         ):
             break
@@ -385,12 +388,12 @@ def run_in_processes(
     what: str = "trying settings",
     unit: str = "settings",
 ) -> list[Result]:
-    """Return `work` of each piece, in order, done on all cores by `open_workers`.
+    """Return the results of `work` for all pieces, in order, computed by `open_workers`.
 
-    what, unit: shown while it lasts; pieces are counted in `unit`.
+    what, unit: for the progress line, which counts pieces in `unit`.
     """
 
-    # A fork has the pieces already: only their numbers and the results go through pipes.
+    # A fork has the pieces already: only their indexes and the results go through pipes.
     def work_on_piece(index: int) -> Result:
         return work(pieces[index])
 
@@ -409,12 +412,13 @@ def run_in_processes(
 def open_workers(
     work: Callable[[Piece], Result], processes: int | None = None
 ) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
-    """Yield (what submits a piece to `work`, how many run at a time).
+    """Yield (function that submits a piece to `work`, number of pieces that run at a time).
 
-    The workers are forks of this process, one for each core. SetupError if a fork is killed.
+    The workers are forks of this process. processes: how many; None: one for each core. Raises
+    SetupError if a fork is killed.
     """
-    # Where a simulation has run in this process, its autograd has threads that a fork lacks: work
-    # is done here then, one piece after the other.
+    # A simulation in this process has started threads of autograd, which a fork would lack: the
+    # work is then done here, one piece after the other.
     has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
     workers = 1 if has_simulated else count_workers(processes)
     if workers == 1:
@@ -431,6 +435,7 @@ def open_workers(
 
 
 def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
+    """Return a finished future with the result of a piece."""
     future: Future[Result] = Future()
     future.set_result(work(piece))
     return future

@@ -1,8 +1,9 @@
-"""The time of a steady step: of one rank, or of a pipeline whose ranks wait for each other.
+"""Compute the time of a steady step: of one rank, or of a pipeline whose ranks wait for each other.
 
-`build_simulated_step` puts the ranks' timings together (`compute_pipeline_time` those of a
-pipeline), `build_time_plan` sums them up for a plan, and `add_router_choices` says how much longer
-a mixture of experts may take.
+`build_plan.py` calls `build_simulated_step`, which joins the timings that `stream_schedule.py` made
+of each simulated rank (`compute_pipeline_time` for a pipeline), then `build_time_plan` for the
+plan's figures, and `add_router_choices` for how much longer a mixture of experts may take. A
+"place" is the coordinate of ranks in the pipeline dimension of the mesh.
 """
 
 from collections.abc import Mapping
@@ -55,21 +56,22 @@ from recipe_lib.units import format_duration
 class SimulatedStep:
     """A steady step of the one rank whose time is planned, or of a pipeline.
 
-    Its times are None where none are planned, or not every place of the pipeline was simulated.
+    Times are None where none are planned, or where not every place in the pipeline was simulated.
     """
 
-    # None without one.
+    # None without a pipeline.
     pipeline: PipelinePlan | None
-    # Of the rank, in a pipeline the one that computes the longest.
+    # Sums of the rank; in a pipeline, of the rank that computes the longest.
     sums: StepTime | None = None
+    # Trace of that rank.
     trace: Trace | None = None
-    # Of all ranks.
+    # Seconds of the step, with the waiting of a pipeline's ranks for each other.
     seconds: float | None = None
 
 
 def list_first_ranks(parallel: Any, ranks: int) -> tuple[int, ...]:
     """Return the first rank of each place in the pipeline; without one rank 0."""
-    # Where shards are uneven, those of the first ranks are the largest.
+    # Where a dimension divides unevenly, the first ranks have the largest shards.
     return tuple(place * (ranks // parallel.pipeline) for place in range(parallel.pipeline))
 
 
@@ -90,10 +92,14 @@ def build_simulated_step(
     hardware: Hardware,
     calibration: Calibration | None,
 ) -> SimulatedStep:
-    """Return the step of a plan.
+    """Return the steady step of a plan.
 
-    simulated, timings: by rank; timings: without a pipeline of one rank alone, None where none are
-    planned.
+    Args:
+        cfg: the config of the run.
+        simulated: by rank.
+        timings: by rank; without a pipeline of one rank only; None: no times are planned.
+        hardware: the device and its links.
+        calibration: measured rates; None: those of the data sheet.
     """
     if cfg.parallel.pipeline == 1:
         if timings is None:
@@ -102,20 +108,20 @@ def build_simulated_step(
         return SimulatedStep(
             pipeline=None, sums=timing, trace=simulated[rank].trace, seconds=timing.step
         )
-    size, count = compute_micro_batches(cfg)
+    micro_batch_size, num_micro_batches = compute_micro_batches(cfg)
     first_ranks = find_rank_of_each_place(simulated)
     places = [
-        _build_stage_plan(cfg, place, rank=rank, simulated=simulated[rank], count=count)
+        _build_stage_plan(cfg, place, rank=rank, simulated=simulated[rank], count=num_micro_batches)
         for place, rank in first_ranks.items()
     ]
     ideal = simulate(
-        get_orders(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]
+        get_orders(cfg.parallel, num_micro_batches), cfg.parallel, lambda action: UNITS[action.kind]
     )
     plan = PipelinePlan(
         schedule=cfg.parallel.pipeline_schedule,
         stages_per_rank=count_stages_per_rank(cfg.parallel),
-        micro_batches=count,
-        micro_batch_size=size,
+        micro_batches=num_micro_batches,
+        micro_batch_size=micro_batch_size,
         places=places,
         ideal=float(ideal.bubble),
     )
@@ -125,7 +131,7 @@ def build_simulated_step(
     place_timings = {place: timings[rank] for place, rank in first_ranks.items()}
     timeline, seconds = compute_pipeline_time(
         cfg.parallel,
-        count,
+        num_micro_batches,
         traces=traces,
         timings=place_timings,
         phase=STEADY,
@@ -162,7 +168,10 @@ def build_simulated_step(
 def _build_stage_plan(
     cfg: Any, place: int, rank: int, simulated: Simulated, count: int
 ) -> StagePlan:
-    """Return the stages of a place in a pipeline of `count` micro-batches, times left at 0."""
+    """Return the stages of a place in a pipeline of `count` micro-batches, without times.
+
+    simulated: of `rank`, which is at that place.
+    """
     in_flight, deferred = count_in_flight(get_orders(cfg.parallel, count)[place])
     modules = list_outermost(simulated.modules)
     sends = [
@@ -200,14 +209,21 @@ def build_time_plan(
 ) -> TimePlan | None:
     """Return the times of the heaviest rank, in a pipeline of the one that computes the longest.
 
-    It is None where no time is planned, or the places of a pipeline are not all known. simulated:
-    by rank. steps: of the run, if known. dtype: of the run, whose dense rate the MFU is a share of.
+    Return None where no times are planned, or not all places of a pipeline are known.
+
+    Args:
+        step: from `build_simulated_step`.
+        simulated: by rank.
+        steps: of the run; None: not known.
+        hardware: the device and its links.
+        calibration: measured rates; None: those of the data sheet.
+        dtype: of the run's matmuls, such as `bf16`; the MFU is a share of its dense rate.
     """
     sums = step.sums
     seconds = step.seconds
     if sums is None or step.trace is None or seconds is None:
         return None
-    # A mean over places is one over ranks: each place has as many.
+    # One rank of each place: their mean is that of all ranks, as each place has as many.
     flops = [count_model_flops(simulation.trace, STEADY) for simulation in simulated.values()]
     tokens = next(iter(simulated.values())).tokens
     kinds = sum_time_by_kind(step.trace, STEADY, hardware=hardware, calibration=calibration)
@@ -237,12 +253,12 @@ def build_time_plan(
     )
 
 
-# The ranks of a pipeline on one time line. What a rank computes in an action takes what the
-# schedule of its own trace says; when it can begin, and when a tensor has arrived, is simulated
-# over all ranks. Before, between and after what goes through the pipeline (making batches, norms,
-# the optimizer) each rank waits for the slowest.
+# The ranks of a pipeline on one time line. The seconds of an action (a forward or backward of one
+# micro-batch) are from the rank's own trace; when it begins, and when a tensor arrives, is
+# simulated over all ranks. Outside of the runs of actions (making batches, norms, the optimizer)
+# each rank waits for the slowest.
 
-_Seconds = dict[Action, float]
+_Seconds = dict[Action, float]  # of each action of a rank
 
 
 def compute_pipeline_time(
@@ -254,14 +270,25 @@ def compute_pipeline_time(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> tuple[Timeline, float]:
-    """Return the forwards and backwards, and the seconds of a step of `count` micro-batches.
+    """Return the time line of forwards and backwards, and the seconds of the step.
 
-    traces, timings: of a rank for each place in the pipeline, of one phase. The time line has
-    places as its ranks.
+    Args:
+        parallel: the config's section.
+        count: number of micro-batches.
+        traces: place -> trace of a rank there.
+        timings: place -> timing of that trace.
+        phase: of the traces.
+        hardware: the device and its links.
+        calibration: measured rates; None: those of the data sheet.
+
+    The time line's ranks are places.
     """
-    parts = [split_actions(traces[place], timing) for place, timing in timings.items()]
-    runs = {place: place_runs for place, (_, place_runs) in zip(timings, parts, strict=True)}
-    messages: dict[tuple[int, str], float] = {}  # seconds, by stage and kind of sending
+    gaps_and_runs = [split_actions(traces[place], timing) for place, timing in timings.items()]
+    runs = {
+        place: place_runs for place, (_, place_runs) in zip(timings, gaps_and_runs, strict=True)
+    }
+    # (stage, `SF` or `SB`: of activations or of gradients) -> seconds of a message.
+    messages: dict[tuple[int, str], float] = {}
     for trace in traces.values():
         messages |= {
             (action.stage, action.kind): compute_collective_seconds(
@@ -270,9 +297,11 @@ def compute_pipeline_time(
             for action, _, op in trace.iterate_action_ops(phase)
             if action.kind in ("SF", "SB") and op.collective and op.collective.operation == "send"
         }
-    step = sum(max(waits) for waits in zip(*(gaps for gaps, _ in parts), strict=True))
-    trained: Timeline | None = None
-    # All places have as many runs; one without a backward trains nothing.
+    total_seconds = sum(
+        max(waits) for waits in zip(*(gaps for gaps, _ in gaps_and_runs), strict=True)
+    )
+    training_timeline: Timeline | None = None
+    # All places have the same number of runs; a run without a backward computes without training.
     for index, run in enumerate(next(iter(runs.values()))):
         training = any(action.kind in ("B", "I") for action in run)
         seconds: _Seconds = {}
@@ -286,50 +315,55 @@ def compute_pipeline_time(
             seconds=seconds.__getitem__,
             transfer=lambda send: messages.get((send.stage, send.kind), 0.0),
         )
-        step += timeline.total
-        if trained is None or training:
-            trained = timeline
-    assert trained is not None
-    return trained, step
+        total_seconds += timeline.total
+        if training_timeline is None or training:
+            training_timeline = timeline
+    assert training_timeline is not None
+    return training_timeline, total_seconds
 
 
 def split_actions(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
-    """Return (gaps, runs): the seconds of each action of each run, and those outside of runs.
+    """Return (gaps, runs) of a rank's step.
 
-    Gaps are before the first run of actions, between runs, and after the last.
+    A run is a pass of all micro-batches through the pipeline: the seconds of each of its actions.
+    Gaps are the seconds before the first run, between runs, and after the last.
     """
     gaps = [0.0]
     runs: list[_Seconds] = []
-    ended = 0.0
-    running = False
+    run_end = 0.0
+    in_run = False
     # An action lasts until the next one begins; the last mark is the end of a run.
-    for (number, begin), (_, end) in pairwise([*timing.actions, (-1, 0.0)]):
-        mark = trace.actions[number]
-        if not mark.kind:  # the end of a run
-            ended = begin
-            running = False
+    for (mark_index, begin), (_, end) in pairwise([*timing.actions, (-1, 0.0)]):
+        mark = trace.actions[mark_index]
+        if not mark.kind:  # no action: the end of a run
+            run_end = begin
+            in_run = False
             gaps.append(0.0)
             continue
-        if not running:
-            gaps[-1] = begin - ended
+        if not in_run:
+            gaps[-1] = begin - run_end
             runs.append({})
-            running = True
+            in_run = True
         runs[-1][Action(mark.stage, mark.kind, mark.micro_batch)] = end - begin
-    gaps[-1] = timing.step - ended
+    gaps[-1] = timing.step - run_end
     return gaps, runs
 
 
 def extend_to_all(
     run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool
 ) -> _Seconds:
-    """Return the seconds of a rank's actions with all micro-batches, from those traced."""
-    traced = len({action.micro_batch for action in run})
-    stands = find_stand_ins(
-        parallel, pipeline_rank=place, traced=traced, count=count, training=training
+    """Return the seconds of a rank's actions for all `count` micro-batches.
+
+    run: of the traced micro-batches, each of which stands for some of the others. Raises ValueError
+    if too few were traced.
+    """
+    num_traced = len({action.micro_batch for action in run})
+    stand_ins = find_stand_ins(
+        parallel, pipeline_rank=place, traced=num_traced, count=count, training=training
     )
-    if stands is None:
-        raise ValueError(f"{traced} micro-batches cannot stand for {count}")
-    return {action: run[known] for action, known in stands.items()}
+    if stand_ins is None:
+        raise ValueError(f"{num_traced} micro-batches cannot stand for {count}")
+    return {action: run[traced_action] for action, traced_action in stand_ins.items()}
 
 
 def scale_to_step(
@@ -339,41 +373,46 @@ def scale_to_step(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> StepTime:
-    """Return the time of a rank's own step with the sums of all micro-batches.
+    """Return a rank's timing with its sums scaled from the traced micro-batches to all of them.
 
-    A trace has some of them, each of which may stand for more.
+    A traced micro-batch may stand for several; `repeats` of its actions says for how many.
     """
     repeats: dict[int, int] = {}
-    transfers = launch = 0.0
-    for action, number, op in trace.iterate_action_ops(phase):
-        repeats[number] = action.repeats
-        launch += op.repeats * compute_launch_seconds(op, calibration, hardware.architecture)
+    transfer_seconds = launch_seconds = 0.0
+    for action, op_index, op in trace.iterate_action_ops(phase):
+        repeats[op_index] = action.repeats
+        launch_seconds += op.repeats * compute_launch_seconds(
+            op, calibration, hardware.architecture
+        )
         if op.collective is not None and is_transfer(op):
-            transfers += op.repeats * compute_collective_seconds(
+            transfer_seconds += op.repeats * compute_collective_seconds(
                 op.collective, hardware, calibration
             )
     kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
-    alone = sum(end - start for _, start, end in kernels)
-    # What runs at the same time is scaled as a whole, by how often its kernels run.
-    repeated = sum((end - start) * repeats[number] for number, start, end in kernels)
-    scale = repeated / alone if alone else 1.0
-    moved = sum(seconds * repeats[number] for number, seconds in timing.collectives.items())
+    traced_seconds = sum(end - start for _, start, end in kernels)
+    # Times during which other streams run too cannot be told apart by action: all are scaled by
+    # one factor, that of the kernels.
+    all_seconds = sum((end - start) * repeats[op_index] for op_index, start, end in kernels)
+    scale = all_seconds / traced_seconds if traced_seconds else 1.0
+    collective_seconds = sum(
+        seconds * repeats[op_index] for op_index, seconds in timing.collectives.items()
+    )
     return replace(
         timing,
         compute=timing.compute * scale,
-        communication=moved + transfers,
+        communication=collective_seconds + transfer_seconds,
         exposed=timing.exposed * scale,
-        launch=launch,
+        launch=launch_seconds,
         copies=timing.copies * scale,
         copies_exposed=timing.copies_exposed * scale,
     )
 
 
-# What the router of a mixture of experts changes in a plan: no byte, and times.
+# The router of a mixture of experts: its choices change no byte of a plan, but the times.
 
 
 def get_mixture(cfg: Any) -> MixtureSpec | None:
-    """Return the mixture of a plannable config's native model; None without one."""
+    """Return the spec of the model's mixture of experts; None for a dense or foreign model."""
     return getattr(read_spec(cfg), "mixture", None)
 
 
@@ -384,9 +423,10 @@ def add_router_choices(
     hardware: Hardware,
     calibration: Calibration | None,
 ) -> None:
-    """Add to a mixture's plan how long a step takes if the router chooses as unevenly as it can.
+    """Add to the plan of a mixture of experts the time of a step with the most uneven router.
 
-    An assumption says what that means for the plan's figures. simulated: by rank.
+    Sets `plan.time.same_experts` and appends an assumption; leaves a plan without a mixture as it
+    is. simulated: by rank.
     """
     mixture = get_mixture(cfg)
     if mixture is None:

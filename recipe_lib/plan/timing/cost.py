@@ -1,8 +1,10 @@
-"""The seconds that operators and collectives take, each alone.
+"""Compute the seconds that each operator and collective of a trace takes while nothing else runs.
 
-Kernels follow a roofline (`compute_op_seconds`), collectives latency plus bandwidth
-(`compute_collective_seconds`). Without a calibration the rates are the data sheet's times the share
-that kernels of such a shape reach (`kernel_rates.py`). No torch in here.
+`stream_schedule.py` calls `compute_op_seconds` (kernels, by a roofline),
+`compute_collective_seconds` (latency plus bytes over bandwidth) and `compute_launch_seconds` (the
+host's time), and puts them on a time line. Without a `Calibration`, the rates measured by `tune
+doctor`, a rate is the data sheet's times the share that kernels of such a shape reach
+(`kernel_rates.py`). Imports no torch.
 """
 
 import math
@@ -23,41 +25,41 @@ from recipe_lib.plan.timing.kernel_rates import (
 )
 from recipe_lib.plan.tracing.trace import WORK_WAIT, Collective, Op, Trace
 
-# No kernel is shorter: its start and end on the device, commonly given as 2 to 4 us.
+# The shortest kernel: its start and end on the device, commonly given as 2 to 4 us.
 KERNEL_SECONDS = 3e-6
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
-# For the host to call one of ours that is compiled: docs/measurements/fused_kernels.md.
+# For the host to call a compiled operator of this library: docs/measurements/fused_kernels.md.
 COMPILED_SECONDS = 40e-6
-# Calls of Python that issue a product: one as long as `host_seconds`, and the module's around it.
+# Multiples of `host_seconds` that issuing a matmul takes: the operator, and its module's call.
 _HOST_BOUND = 2
-# Before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple.
+# Latency before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple.
 COLLECTIVE_SECONDS = 8.4e-6
 
-# (rows, heads, tokens, width of a head) of the attention that a calibration measures.
+# (batch size, heads, tokens, head dimension) of the attention that a calibration measures.
 ATTENTION = (2, 32, 4096, 128)
-TINY_ATTENTION = (1, 2, 64, 32)  # on a CPU
-# Devices of docs/measurements/planned_times.md: planned without a calibration, next to published
-# speeds.
+TINY_ATTENTION = (1, 2, 64, 32)  # the same on a CPU
+# Devices whose times without a calibration docs/measurements/planned_times.md compares with
+# published speeds.
 COMPARED = ("a100-40gb", "a100-80gb", "h100", "rtx4090")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured
 
 
 @dataclass(frozen=True)
 class Links:
-    """Collectives that were measured, by size."""
+    """Measured seconds of collectives by size."""
 
-    # Of the measurement.
+    # Number of ranks that measured.
     ranks: int
-    # Of the measurement.
+    # Backend of the process group that measured, such as `nccl`.
     backend: str
-    # Operation to (bytes that a rank sends, seconds), small ones first.
+    # Operation -> (bytes that a rank sends, seconds), fewest bytes first.
     points: Mapping[str, tuple[tuple[float, float], ...]]
 
     def interpolate_seconds(self, operation: str, sent: float) -> float:
-        """Return the seconds of a collective in which each rank sends so many bytes.
+        """Return the seconds of a collective in which each rank sends `sent` bytes.
 
-        They are on a straight line between two measured sizes; below the smallest they are its
-        time, above the largest as its bandwidth says.
+        Interpolated linearly between two measured sizes. Below the smallest size its time is
+        returned, above the largest one its bandwidth holds.
         """
         # What was not measured (broadcasts, all-to-alls, transfers) is taken to be as fast as an
         # all-gather.
@@ -70,46 +72,49 @@ class Links:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates that were measured on a device; they replace the datasheet's.
+    """Rates that `tune doctor` measured on a device; they replace those of its data sheet.
 
-    What is None was not measured, or is not in an older file.
+    None: not measured, or absent from an older file.
     """
 
-    # As CUDA names it.
+    # Name of the device, as CUDA reports it.
     device: str
+    # Version of torch.
     torch: str
+    # Date of the measurement.
     date: str
-    # By dtype ((m, n, k), operations per second) at several sizes, small ones first.
+    # Dtype -> ((m, n, k), operations per second) of matmuls `[m, k] @ [k, n]`, small ones first.
     matmul: dict[str, tuple[tuple[tuple[int, int, int], float], ...]]
     # Operations per second of one forward and backward of ATTENTION, all scores counted.
     attention: float
-    # Of an elementwise operator, bytes per second.
+    # Bytes per second that an elementwise operator reads and writes.
     bandwidth: float
-    # For the host to issue an operator.
+    # Seconds for the host to issue an operator.
     host_seconds: float
-    # Of the smallest kernel.
+    # Seconds of the smallest kernel.
     kernel_seconds: float
     # Bus bandwidth of a large all-gather, bytes per second; None where one rank measured.
     link_bandwidth: float | None = None
-    # Collectives by size, where `tune doctor` measured them.
+    # Seconds of collectives by size.
     links: Links | None = None
-    # Of pinned copies, bytes per second.
+    # Bytes per second of copies from pinned host memory.
     copy_to_device: float | None = None
+    # Bytes per second of copies to pinned host memory.
     copy_to_host: float | None = None
-    # Of `matmul`'s rates, what products reach in steps that follow each other.
+    # Share of the rates in `matmul` that matmuls reach in the steps of a long run.
     step_share: float | None = None
-    # Of fused AdamW, bytes per second.
+    # Bytes per second that fused AdamW reads and writes.
     optimizer: float | None = None
-    # Total bytes of the device.
+    # Total bytes of the device's memory.
     memory: int | None = None
 
 
 def count_wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
     """Return the bytes that one rank sends (or, for `recv`, receives) in a collective of `ranks`.
 
-    num_bytes: of the whole tensor.
+    num_bytes: of the full tensor. Raises ValueError for an unknown operation.
     """
-    # What a ring sends is the least that any algorithm can: nccl-tests, doc/PERFORMANCE.md.
+    # A ring sends the least that any algorithm can: nccl-tests, doc/PERFORMANCE.md.
     if operation in ("send", "recv"):
         return num_bytes
     if operation not in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"):
@@ -126,13 +131,14 @@ def compute_collective_seconds(
 ) -> float:
     """Return the seconds of one collective alone on its link.
 
-    They are the latency of its steps, plus wire bytes over bus bandwidth.
+    The sum of the latency of its steps, and of the bytes that a rank sends over the bus bandwidth;
+    interpolated from measured collectives where the calibration has some.
     """
     ranks = len(collective.ranks)
     sent = count_wire_bytes(collective.operation, collective.bytes, ranks)
     if not sent:
         return 0.0
-    # Ranks are placed in order, so many to a machine.
+    # A machine has consecutive ranks. By machine: the number of ranks in this group.
     by_node = Counter(rank // hardware.ranks_per_node for rank in collective.ranks)
     bandwidth = (calibration and calibration.link_bandwidth) or hardware.link.bandwidth
     # A group that spans machines uses the network cards of all of its ranks on a machine, up to the
@@ -140,11 +146,11 @@ def compute_collective_seconds(
     if len(by_node) > 1:
         bandwidth = min(bandwidth, min(by_node.values()) * hardware.inter_node_bandwidth)
     steps = _count_steps(collective.operation, ranks)
-    # Of the steps, those that wait for the network: NCCL's src/graph/tuning.cc.
+    # Number of steps that cross the network, as NCCL's src/graph/tuning.cc counts them.
     rounds = 2 if collective.operation == "all_reduce" else 1
     crossings = min(rounds * (len(by_node) - 1), steps)
     if calibration and calibration.links and len(by_node) == 1:
-        # What was measured among some ranks takes more steps among more.
+        # A group larger than the measured one takes more steps.
         more_steps = max(0, steps - _count_steps(collective.operation, calibration.links.ranks))
         seconds = calibration.links.interpolate_seconds(collective.operation, sent)
         return seconds + more_steps * hardware.link.latency
@@ -153,7 +159,7 @@ def compute_collective_seconds(
 
 
 def _count_steps(operation: str, ranks: int) -> int:
-    """Return the steps of a collective, which are one after the other."""
+    """Return the number of steps of a collective, each of which waits for the one before."""
     if operation in ("send", "recv"):
         return 1
     if operation != "all_reduce":
@@ -163,20 +169,20 @@ def _count_steps(operation: str, ranks: int) -> int:
 
 
 def compute_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
-    """Return the seconds of one operator alone on the device.
+    """Return the seconds of one operator alone on the device; 0 for one that launches no kernel.
 
-    A kernel takes the longest of computing, moving bytes and the smallest kernel.
+    A kernel takes the longest of its arithmetic, its memory traffic and the smallest kernel.
     """
     if op.collective:
         return compute_collective_seconds(op.collective, hardware, calibration)
-    # An operator that moves nothing makes an empty tensor.
+    # An operator without arithmetic and bytes makes an empty tensor.
     if is_wait(op) or not (op.flops or op.bytes):
         return 0.0
-    if op.transfer:  # its bytes are counted where they are read and where they are written
+    if op.transfer:  # `op.bytes` counts each byte twice: as read and as written
         return max(
             op.bytes / 2 / _get_copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS
         )
-    if op.on_host:
+    if op.on_host:  # the CPU computes it, limited by the host's memory
         return op.bytes / hardware.host_memory_bandwidth
     if matmuls := count_issued_matmuls(op, hardware.architecture):
         matmul = replace(
@@ -189,6 +195,7 @@ def compute_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | No
 def _compute_kernel_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False
 ) -> float:
+    """Return the seconds of one kernel. splits: it is one of the matmuls of a grouped one."""
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
     bandwidth = calibration.bandwidth if calibration else compute_bandwidth(hardware, op.bytes)
     if "_fused_adam" in op.name:
@@ -206,7 +213,7 @@ def _compute_arithmetic_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False
 ) -> float:
     """Return the seconds of a matmul's or attention's arithmetic, 0 for others."""
-    # Measured rates scale those of `kernel_rates`.
+    # A calibration scales the rates of `kernel_rates.py`, which know the shape.
     if is_attention(op):
         if len(op.shape) != 5:
             return op.flops / hardware.rate(op.dtype)
@@ -228,10 +235,7 @@ def _compute_arithmetic_seconds(
 def compute_least_op_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None = None
 ) -> float:
-    """Return what a matmul or attention takes at least, however many rows are computed at once.
-
-    It is 0 for others.
-    """
+    """Return the least seconds of a matmul or attention, in a batch of any size; 0 for others."""
     if is_attention(op):
         return _compute_arithmetic_seconds(op, hardware, calibration)
     points = [] if calibration is None else _list_matmul_scales(op.dtype, hardware, calibration)
@@ -245,7 +249,7 @@ def is_attention(op: Op) -> bool:
 
 
 def _get_copy_rate(direction: str, hardware: Hardware, calibration: Calibration | None) -> float:
-    """Return the bytes a second between host and device."""
+    """Return the bytes per second of copies in a direction, `to_host` or `to_device`."""
     if calibration is None:
         return hardware.host_bandwidth
     measured = calibration.copy_to_host if direction == "to_host" else calibration.copy_to_device
@@ -255,8 +259,11 @@ def _get_copy_rate(direction: str, hardware: Hardware, calibration: Calibration 
 def compute_launch_seconds(
     op: Op, calibration: Calibration | None = None, architecture: str = ""
 ) -> float:
-    """Return the seconds for the host to issue one operator."""
-    # Of a grouped matmul that the architecture has no kernel for, each matmul is issued too.
+    """Return the seconds for the host to issue one operator.
+
+    architecture: of the device; empty: a grouped matmul counts as one kernel.
+    """
+    # Without a grouped kernel, the host issues each matmul of a grouped one too.
     issued = count_issued_matmuls(op, architecture) if architecture else 0
     if op.name.startswith("tune_recipes::") and not issued:
         return COMPILED_SECONDS
@@ -271,23 +278,26 @@ def is_wait(op: Op) -> bool:
 def _list_matmul_scales(
     dtype: str, hardware: Hardware, calibration: Calibration
 ) -> list[tuple[float, float]]:
-    """Return (operations, rate in a run over that of `compute_matmul_rate`) of the measured shapes.
+    """Return (operations, rate in a run / rate of `compute_matmul_rate`) for each measured shape.
 
-    Small ones are first. Of a dtype that was not measured they are those of bf16.
+    Small shapes are first. For a dtype that was not measured, return the scales of bf16.
     """
-    known = next(
+    measured_dtype = next(
         name for name in (dtype, "bf16", *calibration.matmul) if name in calibration.matmul
     )
     share = calibration.step_share or get_run_share(hardware)
-    least = 0.0 if hardware.architecture == "cpu" else _HOST_BOUND * calibration.host_seconds
+    least_seconds = (
+        0.0 if hardware.architecture == "cpu" else _HOST_BOUND * calibration.host_seconds
+    )
     points = [
-        (2.0 * m * n * k, rate, (1, m, k, n)) for (m, n, k), rate in calibration.matmul[known]
+        (2.0 * m * n * k, rate, (1, m, k, n))
+        for (m, n, k), rate in calibration.matmul[measured_dtype]
     ]
-    # The host issues measured calls one by one: one that takes the host about as long says nothing
-    # of the device. It is left out, but for the largest.
-    points = [point for point in points if point[0] / point[1] >= least] or points[-1:]
+    # The measured matmuls were issued one by one: the time of one that is shorter than issuing it
+    # is the host's, not the device's. Such are left out, but the largest one stays.
+    points = [point for point in points if point[0] / point[1] >= least_seconds] or points[-1:]
     return [
-        (flops, share * rate / compute_matmul_rate(hardware, known, shape))
+        (flops, share * rate / compute_matmul_rate(hardware, measured_dtype, shape))
         for flops, rate, shape in points
     ]
 
@@ -297,30 +307,33 @@ def _compute_attention_scale(
 ) -> float:
     """Return the measured seconds of attention over those of `compute_attention_seconds`.
 
-    It is 1 for a kernel that was not measured.
+    Return 1 for a kernel that was not measured.
     """
-    rows, heads, tokens, width = TINY_ATTENTION if hardware.architecture == "cpu" else ATTENTION
+    batch_size, heads, tokens, head_dim = (
+        TINY_ATTENTION if hardware.architecture == "cpu" else ATTENTION
+    )
     measured = "aten::_scaled_dot_product_flash_attention"
-    if calibration is None or kernel != choose_attention_kernel(hardware, measured, width):
+    if calibration is None or kernel != choose_attention_kernel(hardware, measured, head_dim):
         return 1.0
-    shape = (rows * heads, tokens, tokens, (tokens + 1) // 2, width)
+    shape = (batch_size * heads, tokens, tokens, (tokens + 1) // 2, head_dim)
     expected = sum(
         compute_attention_seconds(hardware, name, dtype="bf16", shape=shape)
         for name in (measured, f"{measured}_backward")
     )
-    # As `measure_rates` counts them: all scores, forward and backward.
-    return 14.0 * rows * heads * tokens * tokens * width / calibration.attention / expected
+    # 14 operations for each score and element of a head, as `measure_rates` counts them: 4 in
+    # forward and 10 in backward, of all scores although attention is causal.
+    return 14.0 * batch_size * heads * tokens * tokens * head_dim / calibration.attention / expected
 
 
 def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the value at `size` between points, linear in its logarithm; beyond them the ends'."""
+    """Return the value at `size`, linear in log(size); outside of the points the nearest one's."""
     sizes, values = zip(*points, strict=True)
     return float(np.interp(math.log(size), np.log(sizes), values))
 
 
 def count_model_flops(trace: Trace, phase: str) -> int:
     """Return the operations of forward and backward in a phase, on this rank."""
-    # What activation checkpointing computes again is no work of the model.
+    # Recomputation of activation checkpointing (part `recompute`) is no work of the model.
     return sum(
         op.flops * op.repeats
         for op in trace.iterate_ops(phase)
@@ -340,9 +353,9 @@ def compute_model_flops_utilization(
 
 
 def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:
-    """Return how far off the times may be, for `TimePlan.error`.
+    """Return a text that says how far off the times may be, for `TimePlan.error`.
 
-    Those of data sheets are by docs/measurements/planned_times.md.
+    The figures for data sheets are from docs/measurements/planned_times.md.
     """
     if calibration:
         link = "" if calibration.link_bandwidth else "; the links were not measured"
@@ -364,16 +377,18 @@ def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:
     )
 
 
-# Matmuls over the rows of many experts: which devices have one kernel for all, and what an uneven
-# router changes. Arithmetic and allocated bytes are the same whatever the router chooses; which
-# weights are read, and how many rows are computed with each, is not.
+# Grouped matmuls: each expert's weight times its rows. Some devices have one kernel for all.
+# Arithmetic and allocated bytes are the same whatever the router chooses; which weights are read,
+# and how many rows are multiplied with each, is not.
 
 # aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: one kernel (CUTLASS) for bf16 on
 # these; else _grouped_mm_fallback of ATen/native/GroupedMMUtils.h, by which the host reads the
 # numbers of rows and issues a matmul for each expert.
 _ONE_KERNEL = ("sm90", "sm100")
-_OURS = "tune_recipes::"  # those of `recipe_lib.ops.mlp`, a loop everywhere
-_FIELDS = 5  # of a grouped matmul's shape; attention has as many
+# Prefix of the operators of `recipe_lib.ops.mlp`, which issue a matmul for each expert everywhere.
+_OURS = "tune_recipes::"
+# Length of `Op.shape` of a grouped matmul: (matrices, m, k, n, row dimension).
+_FIELDS = 5
 
 
 def has_grouped_kernel(architecture: str) -> bool:
@@ -382,15 +397,15 @@ def has_grouped_kernel(architecture: str) -> bool:
 
 
 def is_grouped(op: Op) -> bool:
-    """Return True if it multiplies rows by their experts' weights, or makes gradients of those."""
+    """Return True for matmuls of all experts in one operator, of forward or backward."""
     return "grouped" in op.name and len(op.shape) == _FIELDS
 
 
 def count_issued_matmuls(op: Op, architecture: str) -> int:
-    """Return how many matmuls the host issues one by one for a grouped one.
+    """Return the number of matmuls that the host issues one by one for a grouped matmul.
 
-    It has waited for the numbers of their rows before. It is 0 for any other operator, and where
-    one kernel computes all of them.
+    The host waits for the numbers of rows before it issues them. Return 0 for any other operator,
+    and where one kernel computes all matmuls.
     """
     if not is_grouped(op) or architecture == "cpu":
         return 0
@@ -400,7 +415,7 @@ def count_issued_matmuls(op: Op, architecture: str) -> int:
 
 
 def set_loads(op: Op, experts: int) -> Op:
-    """Return a grouped matmul whose rows are all of `experts` experts, each with as many.
+    """Return a grouped matmul whose rows all go to `experts` of the experts, evenly.
 
     Any other operator is returned as it is.
     """
@@ -413,5 +428,7 @@ def set_loads(op: Op, experts: int) -> Op:
     # Bytes are those of rows, results and weights, whose elements have one type. The weights of
     # other experts are not read.
     elements = matrices * (m * k + k * n + m * n)
-    read = elements - (matrices - experts) * k * n
-    return replace(op, shape=(experts, rows, k, n, row_dim), bytes=op.bytes * read // elements)
+    elements_read = elements - (matrices - experts) * k * n
+    return replace(
+        op, shape=(experts, rows, k, n, row_dim), bytes=op.bytes * elements_read // elements
+    )

@@ -1,8 +1,9 @@
-"""The report of a plan: for a terminal (`render`), as a page (`render_html`), of two plans.
+"""Format a plan of memory and time as a report for people.
 
-Its sections are the tables of `tables.py`, the tree of `memory_tree.py`, the words of
-`verdict_text.py`, and the pictures that are drawn here. `render_diff` compares two plans. No torch
-in here.
+`tune plan` prints `render(plan)` on a terminal and writes `render_html(plan, trace)` as a page;
+`tune diff` prints `render_diff(first, second)`. A report has the tables of `tables.py`, the tree of
+live memory of `memory_tree.py`, the texts of `verdict_text.py`, and two pictures that are drawn in
+this file. Imports no torch, so that a saved plan is shown fast.
 """
 
 import math
@@ -76,11 +77,10 @@ from recipe_lib.units import (
     format_hundredths,
 )
 
-# A branch of the tree has a line on a terminal if it is this share of the one above it, and at most
-# so many have.
-_SMALLEST_SHARE = 0.01
-_MOST_BRANCHES = 12
-_MOST_ON_PAGE = 60
+# Of the tree of live memory: smaller branches, and those beyond the most, are summed up in a line.
+_SMALLEST_SHARE = 0.01  # of the bytes of the branch above, on a terminal; a page shows all sizes
+_MOST_BRANCHES = 12  # below one branch, on a terminal
+_MOST_ON_PAGE = 60  # below one branch, on a page
 
 
 def render(
@@ -121,8 +121,8 @@ def render(
             show_table(build_advice_table(plan)),
             Section("notes", items=plan.notes),
         ]
-        more = "--full shows the other tables, times, and what was assumed"
-        footer = f"{format_planning_time(plan)}; {more}"
+        hint = "--full shows the other tables, times, and what was assumed"
+        footer = f"{format_planning_time(plan)}; {hint}"
     put_pairs(console, facts)
     for section in sections:
         put_section(console, section)
@@ -137,7 +137,10 @@ def render(
 
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
-    """Return the page. trace: of the heaviest rank, for the timeline of memory; None: without."""
+    """Return the report as a page of HTML.
+
+    trace: of the heaviest rank, from which the timeline of memory is drawn; None: no timeline.
+    """
     receipt = [("receipt", plan.receipt)] if plan.receipt else []
     lines = draw_tree(
         build_alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE
@@ -159,7 +162,7 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
 
 
 def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list[Section]:
-    """Return all sections, in their order; those that have nothing are left out as they are put."""
+    """Return all sections in their order; `put_section` and `render_page` leave out empty ones."""
     timeline = draw_timeline(plan, trace) if trace is not None else None
     schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
     return [
@@ -185,6 +188,7 @@ def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list
 
 
 def _format_tree_title(plan: Plan) -> str:
+    """Return the title of the tree: the rank, the phase and the operator of the peak."""
     peak = plan.heaviest.peak
     return (
         f"live at the peak of {format_rank(plan, plan.heaviest)}: phase {peak.phase},"
@@ -193,9 +197,10 @@ def _format_tree_title(plan: Plan) -> str:
 
 
 def _build_tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
-    """Return the tree for a terminal.
+    """Return the tree of what is live at the peak, for a terminal.
 
-    sums_up: kinds that are small are one line, and it is not said that there are deeper levels.
+    depth: levels of the tree; None: 1. sums_up: for the short report: small kinds are summed up in
+    one line, and the option that shows more levels is not mentioned.
     """
     root = build_alive_tree(plan.heaviest)
     depth = max(depth or 1, 1)
@@ -215,74 +220,82 @@ def _build_tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Sect
 # Pictures of a plan: memory over a trace, stacked by kind, and a pipeline's step.
 
 
-MOST_POINTS = 2000
-# Of pictures, in pixels: their size, and the margins around their axes.
+MOST_POINTS = 2000  # of a timeline: twice as many as its width has pixels
+# Sizes of pictures in pixels.
 _WIDTH = 1000
 _HEIGHT = 376  # of the timeline
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 60, 40
-# A limit that is more times the highest point would flatten the picture: the note says it instead.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 60, 40  # margins around the axes of the timeline
+_LETTER = 7.0  # mean width of a letter, by which names of phases are kept apart
+# The limit is drawn if it is at most so many times the highest point: above that it would flatten
+# the curve, and the note below the picture says it instead.
 _LIMIT_ABOVE = 3.0
-_LETTER = 7.0  # width of one
 
 
 @dataclass
 class Point:
-    """The memory that is live on the device at a time."""
+    """The memory that is live on the device after one allocation or release."""
 
-    at: int  # allocations and frees up to it
-    total: int  # bytes
+    at: int  # number of allocations and releases so far, this one included
+    total: int  # bytes of all kinds
     kinds: tuple[int, ...]  # bytes of each of STORAGE_KINDS
 
 
 def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
-    """Return at most `most` points of the trace, and at which event each phase begins.
+    """Return at most `most` points of a trace, and by phase the `Point.at` at which it begins.
 
-    Where there are more events, neighboring ones of a phase make a group that keeps its highest and
-    its lowest point. A phase that comes again counts on.
+    Where there are more events, neighboring ones of a phase make a group, of which the points with
+    the most and with the least memory are kept. A phase that comes again has its first beginning.
     """
     num_events = sum(
-        event in (ALLOC, FREE) and trace.storages[number].device for event, number in trace.events
+        event in (ALLOC, FREE) and trace.storages[index].device for event, index in trace.events
     )
-    phases = max(1, sum(event == PHASE for event, _ in trace.events))
+    num_phases = max(1, sum(event == PHASE for event, _ in trace.events))
     # A phase may end with a group that is not full.
-    group_size = 1 if num_events <= most else math.ceil(num_events / max(1, most // 2 - phases - 1))
-    number_of_kind = {kind: number for number, kind in enumerate(STORAGE_KINDS)}
-    alive = [0] * len(STORAGE_KINDS)
-    at = 0
-    begins: dict[str, int] = {}
-    shown: list[Point] = []
+    group_size = (
+        1 if num_events <= most else math.ceil(num_events / max(1, most // 2 - num_phases - 1))
+    )
+    kind_indexes = {kind: index for index, kind in enumerate(STORAGE_KINDS)}
+    live_bytes = [0] * len(STORAGE_KINDS)
+    num_done = 0
+    phase_starts: dict[str, int] = {}
+    points: list[Point] = []
     group: list[Point] = []
-    for event, number in [*trace.events, (PHASE, -1)]:
+    for event, index in [*trace.events, (PHASE, -1)]:  # an end after the last phase
         # A group ends with its phase, so that no phase loses its peak to a neighbor's.
         if group and (event == PHASE or len(group) == group_size):
             lowest = min(group, key=lambda point: point.total)
             highest = max(group, key=lambda point: point.total)
-            shown += [point for point in group if point is lowest or point is highest]
+            points += [point for point in group if point is lowest or point is highest]
             group = []
-        if event == PHASE and number >= 0:
-            begins.setdefault(trace.phases[number], at)
-        elif event in (ALLOC, FREE) and trace.storages[number].device:
-            storage = trace.storages[number]
-            kind = number_of_kind.get(storage.kind, len(STORAGE_KINDS) - 1)
-            alive[kind] += storage.bytes if event == ALLOC else -storage.bytes
-            at += 1
-            group.append(Point(at, sum(alive), tuple(alive)))
-    return shown, begins
+        if event == PHASE and index >= 0:
+            phase_starts.setdefault(trace.phases[index], num_done)
+        elif event in (ALLOC, FREE) and trace.storages[index].device:
+            storage = trace.storages[index]
+            kind = kind_indexes.get(storage.kind, len(STORAGE_KINDS) - 1)
+            live_bytes[kind] += storage.bytes if event == ALLOC else -storage.bytes
+            num_done += 1
+            group.append(Point(num_done, sum(live_bytes), tuple(live_bytes)))
+    return points, phase_starts
 
 
 def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
-    """Return the chart with its key; None if the trace takes no memory on the device."""
-    shown, begins = sample_points(trace)
-    highest = max(shown, key=lambda point: point.total, default=None)
+    """Return the chart of live memory over a trace; None if it takes no memory on the device.
+
+    trace: of the heaviest rank of the plan.
+    """
+    points, phase_starts = sample_points(trace)
+    highest = max(points, key=lambda point: point.total, default=None)
     if highest is None or not highest.total:
         return None
     usable = max(0, plan.device.usable)
-    on_axis = usable <= _LIMIT_ABOVE * highest.total
+    is_limit_drawn = usable <= _LIMIT_ABOVE * highest.total
     unit = choose_unit(highest.total)
     # With a little room above the highest line.
-    top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
-    last = shown[-1].at
-    counts = [(at, format_short(at)) for at in compute_ticks(0, last, 8) if at == int(at)]
+    axis_top = max(highest.total, usable if is_limit_drawn else 0) * 1.04 / unit[0]
+    num_events = points[-1].at
+    event_ticks = [
+        (at, format_short(at)) for at in compute_ticks(0, num_events, 8) if at == int(at)
+    ]
     chart = Chart(
         width=_WIDTH,
         height=_HEIGHT,
@@ -291,18 +304,18 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         right=_RIGHT,
         top=_TOP,
         bottom=_BOTTOM,
-        x=Scale("allocations and releases, in their order", 0, high=last, ticks=counts),
+        x=Scale("allocations and releases, in their order", 0, high=num_events, ticks=event_ticks),
         y=Scale(
             f"live on the device ({unit[1]})",
             0,
-            high=top,
-            ticks=[(value, f"{value:g}") for value in compute_ticks(0, top, 5)],
+            high=axis_top,
+            ticks=[(value, f"{value:g}") for value in compute_ticks(0, axis_top, 5)],
         ),
     )
-    _draw_areas(chart, shown, unit)
-    _draw_phase_marks(chart, [(phase, chart.compute_x(at)) for phase, at in begins.items()])
+    _draw_areas(chart, points, unit)
+    _draw_phase_marks(chart, [(phase, chart.compute_x(at)) for phase, at in phase_starts.items()])
     usable_text = format_hundredths(count_hundredths(usable, unit), unit)
-    if on_axis:
+    if is_limit_drawn:
         y = chart.compute_y(usable / unit[0])
         chart.put(
             "line",
@@ -346,31 +359,34 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     return Figure(render_svg(chart), keys, note, wide=True)
 
 
-def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
-    """Draw the areas of all kinds, stacked."""
+def _draw_areas(chart: Chart, points: list[Point], unit: Unit) -> None:
+    """Draw the areas of all kinds of memory, stacked. unit: (bytes of one unit, its name)."""
     base = f"{chart.compute_y(0):.1f}"
-    # The highest sum first, each lower one over it: what is left to see of an area is its own kind.
-    for place in reversed(range(len(STORAGE_KINDS))):
-        if any(point.kinds[place] for point in shown):
-            tops = [
+    # The sum of all kinds first, each smaller sum over it: an area keeps its own kind in view.
+    for index in reversed(range(len(STORAGE_KINDS))):
+        if any(point.kinds[index] for point in points):
+            corners = [
                 (
                     chart.compute_x(point.at),
-                    chart.compute_y(sum(point.kinds[: place + 1]) / unit[0]),
+                    chart.compute_y(sum(point.kinds[: index + 1]) / unit[0]),
                 )
-                for point in shown
+                for point in points
             ]
-            steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
+            steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in corners)
             chart.put(
                 "path",
-                f"k{place}",
-                title=STORAGE_KINDS[place],
+                f"k{index}",
+                title=STORAGE_KINDS[index],
                 d=f"M{chart.compute_x(0):.1f},{base}{steps}V{base}Z",
             )
 
 
 def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
-    """Draw a line where each phase begins, its name above in the first of three rows with room."""
-    ends = [0.0, 0.0, 0.0]
+    """Draw a line where each phase begins, its name above in the first of three rows with room.
+
+    begins: (phase, x in pixels). A name that has room in no row is left out.
+    """
+    ends = [0.0, 0.0, 0.0]  # x at which the last name of each row ends
     for phase, x in begins:
         chart.put("line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
         width = _LETTER * len(phase)
@@ -382,7 +398,7 @@ def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
             ends[row] = begin + width + 8
 
 
-# Of an action of a pipeline: what it is, the color.
+# By the letter of a pipeline's action (`ActionSpan.kind`): its name, and the style of its boxes.
 _ACTIONS = {
     "F": ("forward", "k0"),
     "B": ("backward", "k5"),
@@ -390,14 +406,14 @@ _ACTIONS = {
     "W": ("backward: gradients of the weights", "k2"),
 }
 _NAMES, _AXIS = 150, 8  # pixels at the left of and above the boxes of a pipeline
-_ROW, _GAP = 30, 8  # height of a row of boxes, and between two
-_DIGIT = 6.0  # a number is left out where its box is narrower than its digits
+_ROW, _GAP = 30, 8  # pixels: height of a row of boxes, and between two rows
+_DIGIT = 6.0  # pixels; a box that is narrower than the digits of its number has none
 
 
 def draw_pipeline(plan: PipelinePlan) -> Figure | None:
-    """Return a row for each rank, a box for each forward and backward, gaps where it waits.
+    """Return a picture of a step: a row for each place in the pipeline, a box for each action.
 
-    It is None if times are not known.
+    Return None if no times were planned.
     """
     if not plan.spans or not plan.seconds:
         return None
@@ -422,6 +438,7 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
         chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
         chart.put("text", text=f"layers {format_layers(place)}", x=0, y=y + 27)
         chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
+        # Where a rank has several stages: which of its own a stage is.
         stage_indexes |= {stage: index for index, stage in enumerate(place.stages)}
     for span in plan.spans:
         _draw_box(chart, span, y=rows[span.place], stage_index=stage_indexes.get(span.stage, 0))
@@ -438,11 +455,14 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
 
 
 def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
-    """Draw a box with the number of its micro-batch. stage_index: among the rank's stages."""
+    """Draw the box of an action, with the number of its micro-batch.
+
+    y: top of the rank's row, pixels. stage_index: of the stage among those of its rank.
+    """
     name, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
     x = chart.compute_x(span.start)
     width = chart.compute_x(span.end) - x
-    # Those of a rank's later stages are lower, to tell them apart.
+    # Boxes of a rank's later stages are lower, to tell them apart.
     top = y + 4 * min(stage_index, 3)
     title = (
         f"micro-batch {span.micro_batch}, stage {span.stage}, {name},"
@@ -454,20 +474,22 @@ def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
         title=title,
         x=x,
         y=top,
-        width=max(width, 0.1),  # one without width would not be seen
+        width=max(width, 0.1),  # a box without width would not be seen
         height=_ROW - (top - y),
     )
-    number = str(span.micro_batch)
-    if width >= _DIGIT * len(number) + 1:
-        chart.put("text", "mark", number, x=x + width / 2, y=y + 23)
+    text = str(span.micro_batch)
+    if width >= _DIGIT * len(text) + 1:
+        chart.put("text", "mark", text, x=x + width / 2, y=y + 23)
 
 
 # Two plans side by side, each difference with its sign.
 
-# By the title of a section: the name of a figure, and it as a cell; None where it was not planned.
+# Title of a section -> name of a figure -> the figure as a cell; None where it was not planned.
 Figures = dict[str, dict[str, Any]]
 _COMMUNICATION = "communication of a step, one rank"
-_SUMS = ("active", "all, one rank: wire", "all, all ranks: wire")  # stand last
+# Names of sums, which stand last in their sections.
+_SUMS = ("active", "all, one rank: wire", "all, all ranks: wire")
+# Field of a phase's peak -> its name in the table.
 _PHASE_COLUMNS = {
     "active": "active",
     "allocated": "allocated",
@@ -475,6 +497,7 @@ _PHASE_COLUMNS = {
     "reserved_expandable": "expandable",
     "host": "host",
 }
+# Field of `TimePlan` -> its name in the table.
 _TIMES = {
     "step": "step",
     "compute": "kernels",
@@ -504,8 +527,12 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
 
 
 def _compare(a: Any, b: Any, title: str) -> list[Any]:
-    """Return both cells and their difference."""
-    # Of these, what is not there takes nothing; of phases and times it is not known.
+    """Return the cells of both figures and of their difference.
+
+    a, b: None where not planned. title: of their section.
+    """
+    # A kind or an operation that one plan lacks takes nothing there; a phase or a time that it
+    # lacks is not known.
     if title in ("live at the peak", _COMMUNICATION):
         a = type(b)(0) if a is None else a
         b = type(a)(0) if b is None else b
