@@ -33,7 +33,6 @@ class BestStep:
     """The best step so far by `checkpoint.best_metric`; every rank has the same."""
 
     def __init__(self, cfg: FullFinetuneConfig) -> None:
-        """Take the settings of the sections checkpoint and validation."""
         self.metric = cfg.checkpoint.best_metric
         self.greater_is_better = (
             not self.metric.endswith(_LOWER)
@@ -99,7 +98,6 @@ class BestStep:
         return True
 
     def _is_better(self, value: float, reference: float | None, delta: float = 0.0) -> bool:
-        """Return True if a finite value is better than the reference by more than delta."""
         if not math.isfinite(value):
             return False
         if reference is None:

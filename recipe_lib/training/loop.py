@@ -184,7 +184,6 @@ class TrainingLoop:
         self._world.heartbeat.enter("exporting")
 
     def _is_over(self) -> bool:
-        """Return True if no step is left, or `validation.patience` ends the run early."""
         return self.step >= self.total_steps or self._data.best.is_waited_out
 
     def finish(
@@ -313,7 +312,6 @@ class TrainingLoop:
             self._raise_diverged("weights that are not finite after the update")
 
     def _raise_diverged(self, found: str) -> NoReturn:
-        """Close the log and raise DivergedError. found: what is not finite, for the message."""
         self._log.close("diverged")
         raise DivergedError(
             f"step {self.step}: found {found}, expected finite numbers; lower optimizer.lr "
@@ -321,7 +319,6 @@ class TrainingLoop:
         )
 
     def _is_validation_due(self) -> bool:
-        """Return True if a validation follows the step that was just done."""
         if self._cfg.validation.source is None:
             return False
         interval = self._cfg.validation.every_n_steps

@@ -268,7 +268,6 @@ def list_versions() -> dict[str, str]:
 
 
 def _encode_line(line: Mapping[str, Any]) -> str:
-    """Return a line as JSON, without a line end and with secrets redacted."""
     return redact(json.dumps(_replace_non_finite(line), allow_nan=False, ensure_ascii=False))
 
 
