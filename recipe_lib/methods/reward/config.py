@@ -15,7 +15,7 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 
 @dataclass
 class RewardConfig:
-    """A score head in place of the output head, read at the last token of each sequence."""
+    """A score head in place of the output projection, read at the last token of each sequence."""
 
     loss: str = key(
         "pairwise",
